@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes out of the catalog: answers to its callers, and actions for the service to do."""
+
+import enum
+from typing import NewType
+
+import msgspec
+
+from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest
+
+SessionId = NewType("SessionId", str)
+"""One engine instance: its scheduler and all its ranks."""
+
+MemberId = NewType("MemberId", str)
+"""One process of a session (its scheduler, or one rank), unique for that process's life."""
+
+Ticket = NewType("Ticket", int)
+"""A lease's name, chosen by the scheduler; unique within its session."""
+
+TierName = NewType("TierName", str)
+
+
+class Source(enum.IntEnum):
+    """Where a leased chunk was when it was asked for."""
+
+    MEMORY = 0
+    TIER = 1
+
+
+class Leased(msgspec.Struct, frozen=True):
+    """One chunk of a lease: pinned and verified until the lease ends."""
+
+    key: ChunkKey
+    extent: Extent
+    source: Source
+
+
+class Acquisition(msgspec.Struct, frozen=True):
+    """The state of a lease: `chunks` is the prefix leased so far.
+
+    `promoting` counts the chunks behind that prefix whose promotion this ticket still waits
+    for; 0 means the answer is final.
+    """
+
+    ticket: Ticket
+    chunks: tuple[Leased, ...]
+    promoting: int
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Space for one chunk, reserved. The writer fills its own shard's part of the extent."""
+
+    key: ChunkKey
+    extent: Extent
+
+
+class CommitResult(enum.Enum):
+    """What became of a commit."""
+
+    RESIDENT = "resident"
+    """It was the last shard: the chunk is visible now."""
+    WAITING = "waiting"
+    """Accepted; other shards are outstanding."""
+    REFUSED = "refused"
+    """Not reserved by this member with this generation: nothing changed."""
+    DISCARDED = "discarded"
+    """The reservation was given up meanwhile; the space is free once all writers are done."""
+
+
+class TierRead(msgspec.Struct, frozen=True):
+    """Action: read every shard of the chunk from `tier` into `extent`.
+
+    Answer with `tier_read_done` exactly once.
+    """
+
+    tier: TierName
+    namespace: NamespaceDigest
+    key: ChunkKey
+    extent: Extent
+
+
+class TierWrite(msgspec.Struct, frozen=True):
+    """Action: write every shard of the chunk from `extent` to `tier`, with these checksums.
+
+    The extent stays as it is until `tier_write_done`, which is called exactly once.
+    """
+
+    tier: TierName
+    namespace: NamespaceDigest
+    key: ChunkKey
+    extent: Extent
+    checksums: tuple[Checksum, ...]
+
+
+class TierDelete(msgspec.Struct, frozen=True):
+    """Action: delete every shard of the chunk from `tier`. No answer is awaited."""
+
+    tier: TierName
+    namespace: NamespaceDigest
+    key: ChunkKey
+
+
+class Update(msgspec.Struct, frozen=True):
+    """Action: a lease that waited for promotions is final now; tell its session."""
+
+    session: SessionId
+    acquisition: Acquisition
+
+
+Action = TierRead | TierWrite | TierDelete | Update

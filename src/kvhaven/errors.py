@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception KVHaven raises on purpose; a message names the thing, the value and the way out."""
+
+
+class KVHavenError(Exception):
+    """Base of all errors of KVHaven."""
+
+
+class ConfigError(KVHavenError):
+    """A setting is unknown, malformed, or contradicts another one."""
+
+
+class ProtocolError(KVHavenError):
+    """A peer sent something that is not of the wire format; its connection is closed."""
+
+
+class ServiceUnavailableError(KVHavenError):
+    """The node service cannot be reached or did not answer in time."""
+
+
+class ArenaError(KVHavenError):
+    """Shared memory could not be had, mapped or checked."""
+
+
+class TierError(KVHavenError):
+    """A tier failed (full, read-only, gone): counted by its breaker."""
+
+
+class TierMissError(KVHavenError):
+    """A tier does not hold the shard, or what it holds did not pass its checks: a miss."""
+
+
+class LayoutError(KVHavenError):
+    """KV tensors are laid out in a way that is not understood, so they are not touched."""
+
+
+class IncompatibleEngineError(KVHavenError):
+    """The engine, or how it is configured, is one that KVHaven does not serve; it says why."""

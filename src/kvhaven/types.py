@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words that several parts share: keys, shards, places."""
+
+from typing import NewType
+
+import msgspec
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""32 bytes that name a chunk by all that determines its content (see `keys`)."""
+
+NamespaceDigest = NewType("NamespaceDigest", bytes)
+"""32 bytes: SHA-256 of a namespace's canonical form (see `keys`)."""
+
+Checksum = NewType("Checksum", bytes)
+"""16 bytes: xxh3-128 of a shard's payload, big-endian, as `xxhash.xxh3_128_digest` gives it."""
+
+KEY_BYTES = 32
+CHECKSUM_BYTES = 16
+PAGE_BYTES = 4096
+"""Shards start on this boundary in the arena and in files, so that direct I/O can move them."""
+
+
+def align_up(size: int, to: int = PAGE_BYTES) -> int:
+    """Return the smallest multiple of `to` that is at least `size`."""
+    return -(-size // to) * to
+
+
+class ShardId(msgspec.Struct, frozen=True, order=True):
+    """Which part of a chunk one writer holds.
+
+    `layers` and `heads` are half-open ranges `(first, end)`; `replica` counts writers of
+    the same part (KV heads that are replicated over tensor-parallel ranks).
+    """
+
+    group: int
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    replica: int = 0
+
+    def __str__(self) -> str:
+        """Return the form used in file names, for example `g0-l0.8-h0.2-r0`."""
+        return (
+            f"g{self.group}-l{self.layers[0]}.{self.layers[1]}"
+            f"-h{self.heads[0]}.{self.heads[1]}-r{self.replica}"
+        )
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One entry of a namespace's shard table: who holds it and its payload's size in bytes."""
+
+    id: ShardId
+    payload_bytes: int
+
+
+class ShardTable(msgspec.Struct, frozen=True):
+    """All shards of a chunk of one namespace, in the order of their bits and offsets."""
+
+    shards: tuple[Shard, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Byte offset of each shard in the chunk's extent; multiples of `PAGE_BYTES`."""
+        offsets, end = [], 0
+        for shard in self.shards:
+            offsets.append(end)
+            end += align_up(shard.payload_bytes)
+        return tuple(offsets)
+
+    @property
+    def extent_bytes(self) -> int:
+        """Size of a chunk's extent in the arena."""
+        return sum(align_up(shard.payload_bytes) for shard in self.shards)
+
+    @property
+    def complete(self) -> int:
+        """Bitmap with the bit of every shard set."""
+        return (1 << len(self.shards)) - 1
+
+
+class Extent(msgspec.Struct, frozen=True):
+    """A piece of the arena. `generation` differs each time the same piece is handed out."""
+
+    segment: int
+    offset: int
+    length: int
+    generation: int

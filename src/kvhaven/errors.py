@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception KVHaven raises on purpose; a message names the thing, the value and the way out."""
+"""The exceptions of KVHaven; a message names the thing, the value and the way out."""
 
 
 class KVHavenError(Exception):

@@ -1,1 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The catalog: which chunks exist, where, and who holds them; a state machine without I/O."""
+
+from kvhaven.catalog.catalog import Catalog
+from kvhaven.catalog.tierindex import TierSpec
+
+__all__ = ["Catalog", "TierSpec"]

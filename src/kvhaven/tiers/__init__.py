@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Places below the arena that keep shards; `base` is the contract."""

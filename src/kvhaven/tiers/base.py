@@ -34,8 +34,15 @@ class TierHealth(msgspec.Struct, frozen=True):
     """How a tier is doing: `used_bytes` of `capacity_bytes`, counters, its last error."""
 
     online: bool
+    """Reads are served. Offline, every operation fails at once with `TierError`."""
     capacity_bytes: int
+    """What it can hold now: what was set, or less where the store itself is smaller."""
     used_bytes: int
+    """Bytes of the shards it knows, headers and padding included."""
+    writable: bool = False
+    """Writes are accepted too: a full or read-only store still serves reads."""
+    epoch: int = 0
+    """Grows each time the store is opened (anew): then `scan` tells what it holds now."""
     queued_reads: int = 0
     queued_writes: int = 0
     reads: int = 0
@@ -49,6 +56,19 @@ class TierHealth(msgspec.Struct, frozen=True):
     """Who owns the tier's directory, when it is not this service."""
 
 
+class TierAudit(msgspec.Struct, frozen=True):
+    """What `check` found: shards and bytes that are right, and a line for each that is not."""
+
+    shards: int
+    used_bytes: int
+    problems: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
 class Tier(Protocol):
     """Keeps shards by name. All methods run on the service's event loop and never block it.
 
@@ -56,22 +76,45 @@ class Tier(Protocol):
     anything, a loss is a miss), and any order between operations on different shards.
     What is promised: `read` returns bytes that carry the checksum they were written with,
     or raises; a shard that is being written is not seen before it is whole.
+
+    **Buffers** start on a 4096-byte boundary and are `payload_bytes` rounded up to 4096
+    long; another length is a `ValueError`. A tier touches a buffer only until the call that
+    got it ends. This holds for cancelled calls (`asyncio.timeout`) too: one that has not
+    begun is taken back and ends at once; one that has begun **ends only when its thread is
+    done with the buffer**, however often it is cancelled, which on a stuck disk may be
+    never. So a buffer stays reserved until the call really ends, and whoever must answer by
+    a deadline answers without waiting for it. The one exception: calls that outlive the
+    deadline of `close` end with `TierError` while a thread may still hold their buffer; the
+    process is to exit then, without using these buffers again.
     """
 
     name: str
     """The word for it in status, metrics and settings: `disk`, `fs`, `s3`, `redis`."""
 
     async def start(self) -> None:
-        """Open the tier. Never raises for a store that is broken: it is then offline."""
+        """Open the tier. Never raises for a store that is broken or held by another.
+
+        It is then offline, says why once in the log and in `health`, and tries again by
+        itself now and then.
+        """
 
     async def close(self, deadline_s: float) -> None:
         """Finish what is queued within `deadline_s` seconds, then give everything up."""
 
     async def add_namespace(self, namespace: Namespace) -> None:
-        """Remember a namespace, before its first `write`. Raises `TierError`."""
+        """Remember a namespace, before its first `write`; again and again is no error.
+
+        It stays known until `close`, also while the tier is offline. Raises `TierError`: the
+        store failed, or the digest is known with another table.
+        """
 
     def scan(self) -> AsyncIterator[tuple[Namespace, Sequence[StoredShard]]]:
-        """Yield what the tier holds, in batches, while other operations go on."""
+        """Yield what the tier holds, in batches, while other operations go on.
+
+        Removes debris on its way. A namespace without shards yields one empty batch; its
+        `add_namespace` is not needed any more. A shard written or deleted meanwhile may be
+        missing or present. Ends early when the tier goes offline. Raises `TierError`.
+        """
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read a payload into `into` (writable, `payload_bytes` rounded up to 4096 long).
@@ -85,11 +128,22 @@ class Tier(Protocol):
         """Store a payload under its name, with the checksum given (it is not recomputed).
 
         `payload` is `payload_bytes` rounded up to 4096 long and stays unchanged until this
-        returns. Storing what is there already is not an error. Raises `TierError`.
+        returns. Storing what is there already is not an error. Raises `TierError`: the
+        store failed, has no room (capacity is the catalog's business, this is only its
+        safety net), is offline, or does not know the namespace or a shard of that size.
         """
 
     async def delete(self, shards: Sequence[StoredShard]) -> None:
-        """Remove shards; absent ones are no error. Raises `TierError`."""
+        """Remove shards; absent ones are no error.
+
+        Raises `TierError`; while the store stays open, the tier then tries again by itself.
+        """
 
     def health(self) -> TierHealth:
         """Return the figures of this moment."""
+
+    async def check(self) -> TierAudit:
+        """Audit the store: what it believes against what is there, every byte of it.
+
+        For a tier at rest: what moves meanwhile may be reported. Raises `TierError`.
+        """

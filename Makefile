@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make` lists what there is. Everything runs in .venv, which the first target that needs it makes.
+
+PYTHON3 ?= python3
+VENV ?= .venv
+PYTHON := $(VENV)/bin/python
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-quick demo test test-quick bench lint format clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
+
+setup:  ## Make .venv with vLLM's CPU build (about 2 minutes; at once if it is there)
+	@$(PYTHON3) scripts/setup-venv --venv $(VENV)
+
+setup-quick:  ## Make .venv with KVHaven and the tools only (seconds)
+	@$(PYTHON3) scripts/setup-venv --venv $(VENV) --without-vllm
+
+demo: setup  ## Show real vLLM getting its prompts' KV back, from memory and from disk
+	@$(PYTHON) examples/demo/main.py
+
+test: setup  ## Run all tests, quick ones first, then those with real vLLM
+	@$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+test-quick: setup-quick  ## Run the tests that need no vLLM and take no time
+	@$(PYTHON) -m pytest -m "not vllm and not slow and not crash" $(PYTEST_ARGS)
+
+bench: setup  ## Measure, and compare with the limits of this machine
+	@$(PYTHON) -m benchmarks
+
+lint: setup  ## Check style, format and types
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+
+format: setup-quick  ## Rewrite sources as the formatter and the linter's safe fixes want them
+	@$(PYTHON) -m ruff check --fix-only .
+	@$(PYTHON) -m ruff format .
+
+clean:  ## Remove what tests, benchmarks and builds left (.venv stays)
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hands out extents of the arena: slabs of equal extents, one class per extent size.
+
+A segment is divided into units (the slab size; a power of two, and at most a sixteenth of
+the segment). A slab is a run of units that belongs to one class. It holds at least 16
+extents and is at least `slab_bytes` long, so that its tail (what is left behind the last
+extent) is at most 1/16 of it. Two exceptions:
+
+- in a small segment a slab is at most a quarter of the segment, unless one extent needs
+  more; then the length with the smallest tail is chosen;
+- when no free run is long enough, a shorter one is taken, if its tail is at most 1/16 too (or
+  no worse than that of the best length).
+
+Allocation prefers fuller slabs, so that others can empty. A slab that is empty goes back to
+the free units, and any class may have them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+
+from kvhaven.arena.slabs import LEVELS, ClassStats, SegmentUnits, SizeClass, Slab, SlabId
+from kvhaven.errors import ArenaError
+from kvhaven.types import PAGE_BYTES, Extent
+
+__all__ = ["AllocatorStats", "ClassStats", "SlabAllocator", "SlabId"]
+
+
+class AllocatorStats(msgspec.Struct, frozen=True):
+    """How full and how fragmented the arena is, in bytes.
+
+    `capacity = used + free in slabs + waste + unassigned`. `largest_free_bytes` is the longest
+    run that no class has: the longest extent of a new class that can be had without eviction.
+    """
+
+    capacity_bytes: int
+    used_bytes: int
+    waste_bytes: int
+    unassigned_bytes: int
+    largest_free_bytes: int
+    classes: tuple[ClassStats, ...]
+
+
+class SlabAllocator:
+    """The allocator of all segments; pure bookkeeping, not thread-safe.
+
+    `segments` maps a segment's index to its size in bytes; `slab_bytes` is the least length
+    of a slab (smaller in small segments, see the module). Raises ArenaError for a segment
+    smaller than a page.
+    """
+
+    def __init__(self, segments: Mapping[int, int], slab_bytes: int = 64 << 20) -> None:
+        self._segments = {
+            index: SegmentUnits(index, size, slab_bytes) for index, size in segments.items()
+        }
+        self._classes: dict[int, SizeClass] = {}
+        self._generation = 0
+        self._used_bytes = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that slabs can cover: the segments without an incomplete last unit."""
+        return sum(s.units * s.unit_bytes for s in self._segments.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all allocated extents."""
+        return self._used_bytes
+
+    def fits(self, length: int) -> bool:
+        """Whether an extent of `length` bytes could be had from an empty arena."""
+        return length > 0 and any(s.shapes(_class_size(length)) for s in self._segments.values())
+
+    def allocate(self, length: int) -> Extent | None:
+        """Return a new extent of `length` bytes, rounded up to whole pages.
+
+        None means that its class has no room and there is no free run for another slab:
+        something must be evicted (see `cheapest_room`). Generations only ever grow and are
+        never used twice. Raises ArenaError for a length that is not positive.
+        """
+        size = -(-length // PAGE_BYTES) * PAGE_BYTES
+        if size <= 0:
+            raise ArenaError(f"an extent of {length} bytes was asked for; it must be positive")
+        slab_class = self._classes.get(size)
+        if slab_class is None or not slab_class.mask:
+            slab_class = self._grow(size)
+            if slab_class is None:
+                return None
+        slab = next(iter(slab_class.levels[slab_class.mask.bit_length() - 1]))
+        spare = slab.spare
+        if spare:
+            offset = spare.pop()
+        else:
+            offset = slab.untouched
+            slab.untouched = offset + size
+        self._generation = generation = self._generation + 1
+        extent = Extent(slab.id.segment, offset, size, generation)
+        slab.live[offset] = extent
+        self._used_bytes += size
+        level = len(slab.live) * LEVELS // slab.extents
+        if level != slab.level:
+            slab_class.move(slab, level)
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        """Take an extent back; the last one of a slab gives the slab back too.
+
+        Raises ArenaError when it is not allocated: freed before, or of an old generation.
+        """
+        slab = self._slab(extent)
+        offset = extent.offset
+        if slab is None or slab.live.get(offset) != extent:
+            raise ArenaError(f"{extent} is not allocated: it was freed before, or never given out")
+        live = slab.live
+        del live[offset]
+        size = extent.length
+        self._used_bytes -= size
+        slab_class = self._classes[size]
+        if not live:
+            self._release(slab, slab_class)
+            return
+        slab.spare.append(offset)
+        level = len(live) * LEVELS // slab.extents
+        if level != slab.level:
+            slab_class.move(slab, level)
+
+    def slab_of(self, extent: Extent) -> SlabId:
+        """Return the slab in which an extent lies; ArenaError when no slab is there."""
+        slab = self._slab(extent)
+        if slab is None:
+            raise ArenaError(f"{extent} lies in no slab that is in use")
+        return slab.id
+
+    def extents_in(self, slab: SlabId) -> tuple[Extent, ...]:
+        """Return the allocated extents of a slab, oldest first; none for one not in use."""
+        segment = self._segments.get(slab.segment)
+        found = segment.owner.get(slab.index) if segment is not None else None
+        return tuple(found.live.values()) if found is not None and found.id == slab else ()
+
+    def slabs(self) -> Iterator[SlabId]:
+        """Yield the slabs that belong to a class, in the order of their addresses."""
+        for segment in self._segments.values():
+            for slab in segment.slabs():
+                yield slab.id
+
+    def cheapest_room(
+        self, length: int, cost: Callable[[SlabId], float | None]
+    ) -> tuple[SlabId, ...] | None:
+        """Return the slabs to empty so that `length` bytes can be had, at the least total cost.
+
+        They lie side by side, with the free units between them, so emptying them is enough;
+        emptying any others may not be, as slabs differ in length. `cost` gives what it costs
+        to empty a slab, None for one that cannot be emptied (leased, quarantined). The
+        answer is empty when `allocate` would succeed now, None when nothing helps. It looks
+        at every slab: for evictions, not for every allocation.
+        """
+        size = _class_size(length)
+        slab_class = self._classes.get(size)
+        if slab_class is not None and slab_class.mask:
+            return ()
+        best: tuple[float, tuple[SlabId, ...]] | None = None
+        for segment in self._segments.values():
+            shapes = segment.shapes(size)
+            found = segment.cheapest_run(shapes[-1], cost) if shapes else None  # the shortest
+            if found is not None and (best is None or found[0] < best[0]):
+                best = found
+        return best[1] if best is not None else None
+
+    def stats(self) -> AllocatorStats:
+        """Return how full and how fragmented everything is."""
+        classes = tuple(c.stats() for _, c in sorted(self._classes.items()))
+        segments = self._segments.values()
+        return AllocatorStats(
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=self._used_bytes,
+            waste_bytes=sum(c.waste_bytes for c in classes),
+            unassigned_bytes=sum(s.free_units * s.unit_bytes for s in segments),
+            largest_free_bytes=max((s.longest_run() * s.unit_bytes for s in segments), default=0),
+            classes=classes,
+        )
+
+    def check(self) -> None:
+        """Audit every invariant; AssertionError names the one that does not hold."""
+        used = 0
+        counted: dict[int, int] = {}
+        generations: set[int] = set()
+        for segment in self._segments.values():
+            segment.check()
+            for slab in segment.slabs():
+                slab.check()
+                slab_class = self._classes[slab.size]
+                assert slab in slab_class.levels[slab.level], f"{slab.id} is in no level"
+                counted[slab.size] = counted.get(slab.size, 0) + 1
+                used += slab.size * len(slab.live)
+                generations.update(e.generation for e in slab.live.values())
+        for size, slab_class in self._classes.items():
+            slab_class.check()
+            assert counted.get(size) == slab_class.slabs, f"slabs of class {size} are miscounted"
+        extents = sum(c.stats().extents for c in self._classes.values())
+        assert used == self._used_bytes, f"{used} bytes are used, {self._used_bytes} counted"
+        assert len(generations) == extents, "two extents have one generation"
+        assert max(generations, default=0) <= self._generation, "a generation from the future"
+
+    def _slab(self, extent: Extent) -> Slab | None:
+        segment = self._segments.get(extent.segment)
+        return segment.owner.get(extent.offset >> segment.shift) if segment is not None else None
+
+    def _grow(self, size: int) -> SizeClass | None:
+        """Give a slab to the class of `size`; None when there is no run for one."""
+        for segment in self._segments.values():
+            slab = segment.assign(size)
+            if slab is not None:
+                slab_class = self._classes.get(size)
+                if slab_class is None:
+                    slab_class = self._classes[size] = SizeClass(size)
+                slab_class.add(slab)
+                return slab_class
+        return None
+
+    def _release(self, slab: Slab, slab_class: SizeClass) -> None:
+        slab_class.remove(slab)
+        if not slab_class.slabs:
+            del self._classes[slab.size]
+        self._segments[slab.id.segment].release(slab)
+
+
+def _class_size(length: int) -> int:
+    return -(-length // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large the arena may be: free memory, and every control group above us.
+
+Pages of a segment are charged to the control group of whoever touches them first. Beyond a
+limit the kernel does not refuse, it kills; so the room is looked up before. Sources:
+proc(5), cgroups(7), and the kernel's Documentation/admin-guide/cgroup-v1/memory.rst and
+cgroup-v2.rst.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from kvhaven.errors import ArenaError
+from kvhaven.types import align_up
+
+_MIB = 1 << 20
+_HEADROOM = 512 * _MIB
+_UNLIMITED_V1 = 1 << 62  # memory.limit_in_bytes is the largest multiple of a page when unset
+_GRAIN = 2 * _MIB  # a shrunken arena is a multiple of this
+
+
+class MemoryLimit(msgspec.Struct, frozen=True):
+    """One limit: its name and file, the bytes it allows, and the bytes not in use under it."""
+
+    name: str
+    total: int
+    available: int
+
+    @property
+    def headroom(self) -> int:
+        """Bytes to leave to others: 5%, at least 512 MiB, but at most an eighth."""
+        return min(max(self.total // 20, _HEADROOM), self.total // 8)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} allows {format_bytes(self.total)}, "
+            f"of which {format_bytes(self.available)} are free"
+        )
+
+
+class MemoryLimits(msgspec.Struct, frozen=True):
+    """All limits that bind this process."""
+
+    limits: tuple[MemoryLimit, ...]
+
+    @property
+    def tightest(self) -> MemoryLimit | None:
+        """The limit that leaves least after its headroom; None when none could be read."""
+        return min(self.limits, key=lambda limit: limit.available - limit.headroom, default=None)
+
+
+class ArenaSize(msgspec.Struct, frozen=True):
+    """Bytes that the arena may have, and why they are fewer than wanted (empty: they are not)."""
+
+    bytes: int
+    reason: str
+
+
+def memory_limits(proc: Path = Path("/proc")) -> MemoryLimits:
+    """Return the limits now. Reads a few small files under `proc` and the cgroup mounts.
+
+    What cannot be read is left out: a limit that is not there does not bind.
+    """
+    found = [*_meminfo(proc), *_cgroups(proc)]
+    return MemoryLimits(tuple(found))
+
+
+def arena_size(
+    wanted: int, *, strict: bool, floor: int = 64 * _MIB, limits: MemoryLimits | None = None
+) -> ArenaSize:
+    """Return the size that an arena of `wanted` bytes may really have.
+
+    That is `wanted`, in whole pages, when every limit leaves its headroom beside it, else
+    what the tightest one leaves. Memory that old workers still map counts as used, so after
+    a restart of the service the answer is what fits beside it. Raises ArenaError when it
+    would be smaller than wanted and `strict` is set, or smaller than `floor`; the message
+    names the limit.
+    """
+    wanted = align_up(wanted)
+    tightest = (limits or memory_limits()).tightest
+    if tightest is None:
+        return ArenaSize(wanted, "")
+    room = tightest.available - tightest.headroom
+    if room >= wanted:
+        return ArenaSize(wanted, "")
+    allowed = max(room // _GRAIN * _GRAIN, 0)
+    reason = f"{tightest}, and {format_bytes(tightest.headroom)} stay reserved for others"
+    advice = "free memory or raise that limit"
+    if allowed < max(floor, 1):
+        raise ArenaError(
+            f"no arena of max_local_cpu_size = {format_bytes(wanted)}: {reason}; what is left is "
+            f"less than the smallest useful arena, {format_bytes(floor)}; {advice}"
+        )
+    advice = f"set max_local_cpu_size to at most {format_bytes(allowed)}, or {advice}"
+    if strict:
+        raise ArenaError(
+            f"an arena of max_local_cpu_size = {format_bytes(wanted)} does not fit: {reason}; "
+            f"{advice}"
+        )
+    return ArenaSize(
+        allowed,
+        f"the arena has {format_bytes(allowed)} instead of max_local_cpu_size = "
+        f"{format_bytes(wanted)}: {reason}; {advice}",
+    )
+
+
+def format_bytes(size: int) -> str:
+    """Return a size for people, for example `1.5 GiB`."""
+    value, units = float(size), ["bytes", "KiB", "MiB", "GiB"]
+    while abs(value) >= 1024 and len(units) > 1:  # noqa: PLR2004 - the binary prefixes
+        value, units = value / 1024, units[1:]
+    return f"{value:.4g} {units[0]}"
+
+
+def _meminfo(proc: Path) -> Iterator[MemoryLimit]:
+    fields = _fields(proc / "meminfo")
+    total, available = fields.get("MemTotal:"), fields.get("MemAvailable:")
+    if total is not None and available is not None:
+        yield MemoryLimit("this machine (/proc/meminfo)", total * 1024, available * 1024)
+
+
+def _cgroups(proc: Path) -> Iterator[MemoryLimit]:
+    """Yield the limits of our control groups and of all above them that we can see."""
+    groups = {}  # the group's path by its hierarchy: "" is version 2
+    for line in _lines(proc / "self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            groups[controller] = path
+    for line in _lines(proc / "self/mountinfo"):
+        # 35 24 0:30 ROOT MOUNTPOINT options [optional ...] - FSTYPE source SUPEROPTIONS
+        before, _, after = line.partition(" - ")
+        root, mounted = (_unescape(field) for field in before.split()[3:5])
+        kind, _, options = after.split(maxsplit=2)
+        if kind == "cgroup2" and "" in groups:
+            found, read = groups[""], _read_v2
+        elif kind == "cgroup" and "memory" in options.split(",") and "memory" in groups:
+            found, read = groups["memory"], _read_v1
+        else:
+            continue
+        top = Path(mounted)
+        folder = top / _below(found, root)
+        for group in (folder, *folder.parents):
+            yield from read(group)
+            if group == top:
+                break
+
+
+def _below(path: str, root: str) -> PurePosixPath:
+    """Return where the group `path` lies below a mount that shows the hierarchy from `root` on.
+
+    In a container the mount often shows only our own group, and `path` is the host's name for
+    it, or one outside of our cgroup namespace (`/../x`): then the mount itself is our group.
+    """
+    group = PurePosixPath(path)
+    if ".." in group.parts or not group.is_relative_to(root):
+        return PurePosixPath()
+    return group.relative_to(root)
+
+
+def _read_v2(group: Path) -> Iterator[MemoryLimit]:
+    # Above memory.high nothing is killed, but everybody is slowed down to a crawl.
+    for file in ("memory.max", "memory.high"):
+        limit, used = _number(group / file), _number(group / "memory.current")
+        if limit is not None and used is not None:
+            cache = _fields(group / "memory.stat").get("inactive_file", 0)
+            yield _limit(group / file, limit, used, cache)
+
+
+def _read_v1(group: Path) -> Iterator[MemoryLimit]:
+    file = group / "memory.limit_in_bytes"
+    limit, used = _number(file), _number(group / "memory.usage_in_bytes")
+    if limit is not None and limit < _UNLIMITED_V1 and used is not None:
+        # The sums over the group and those below it are the fields that begin with "total_".
+        cache = _fields(group / "memory.stat").get("total_inactive_file", 0)
+        yield _limit(file, limit, used, cache)
+
+
+def _limit(file: Path, limit: int, used: int, cache: int) -> MemoryLimit:
+    """Make a limit; page cache that was used only once goes before anybody is killed."""
+    available = limit - used + min(cache, used)
+    return MemoryLimit(f"the control group ({file})", limit, max(available, 0))
+
+
+def _number(file: Path) -> int | None:
+    """Return the number in a file; None for none (`max`) and for a file that is not there."""
+    text = "".join(_lines(file))
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Return `name number` lines as a dictionary."""
+    pairs = (line.split() for line in _lines(file))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdecimal()}
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _unescape(field: str) -> str:
+    r"""Undo what mountinfo does to blanks in paths: `\040` and the like."""
+    return field.encode("latin-1", "replace").decode("unicode_escape")

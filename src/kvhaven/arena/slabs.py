@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the allocator is made of: the units of a segment, slabs, and classes of slabs."""
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import lru_cache
+
+import msgspec
+
+from kvhaven.errors import ArenaError
+from kvhaven.types import PAGE_BYTES, Extent
+
+LEVELS = 16
+"""Slabs of a class are told apart by sixteenths of fullness; level 16 is full."""
+
+_MIN_EXTENTS = 16
+_MAX_WASTE = Fraction(1, 16)
+
+
+class SlabId(msgspec.Struct, frozen=True):
+    """Names a slab: its segment, and the unit with which it begins."""
+
+    segment: int
+    index: int
+
+
+class ClassStats(msgspec.Struct, frozen=True):
+    """One extent size: its length in bytes, extents in use and free in its slabs, and slabs.
+
+    `waste_bytes` is what lies behind the last extent of each of its slabs.
+    """
+
+    length: int
+    extents: int
+    free: int
+    slabs: int
+    waste_bytes: int
+
+
+class Slab:
+    """A run of units that belongs to the class of `size`; hashed by identity."""
+
+    __slots__ = (
+        "extents",
+        "id",
+        "level",
+        "live",
+        "size",
+        "spare",
+        "start",
+        "units",
+        "untouched",
+        "waste",
+    )
+
+    def __init__(self, slab_id: SlabId, size: int, units: int, unit_bytes: int) -> None:
+        self.id = slab_id
+        self.size = size
+        self.units = units
+        self.extents = units * unit_bytes // size
+        self.waste = units * unit_bytes % size
+        self.start = slab_id.index * unit_bytes
+        self.untouched = self.start  # offset of the first extent never given out
+        self.spare: list[int] = []  # offsets of extents that came back
+        self.live: dict[int, Extent] = {}  # by offset
+        self.level = 0
+
+    def check(self) -> None:
+        """Audit the slab; AssertionError names what does not hold."""
+        size, end = self.size, self.start + self.extents * self.size
+        assert self.live, f"{self.id} is empty but was not given back"
+        assert self.level == len(self.live) * LEVELS // self.extents, f"{self.id}: wrong level"
+        known = [*self.live, *self.spare]
+        assert len(set(known)) == len(known), f"{self.id} has an extent twice"
+        assert sorted(known) == list(range(self.start, self.untouched, size)), f"{self.id} leaks"
+        assert self.untouched <= end, f"{self.id} overflows"
+        for offset, extent in self.live.items():
+            assert (extent.segment, extent.offset) == (self.id.segment, offset), f"{extent} strays"
+            assert extent.length == size, f"{extent} is not of class {size}"
+
+
+class SizeClass:
+    """The slabs of one extent size, by level of fullness."""
+
+    __slots__ = ("levels", "mask", "size", "slabs")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.slabs = 0
+        # Dictionaries serve as ordered sets: the oldest slab of a level is filled first.
+        self.levels: list[dict[Slab, None]] = [{} for _ in range(LEVELS + 1)]
+        self.mask = 0  # bit n: level n has a slab; the full ones (level 16) are left out
+
+    def add(self, slab: Slab) -> None:
+        """Take in an empty slab."""
+        self.slabs += 1
+        self.levels[0][slab] = None
+        self.mask |= 1
+
+    def remove(self, slab: Slab) -> None:
+        """Let go of a slab."""
+        self.slabs -= 1
+        self._take(slab)
+
+    def move(self, slab: Slab, level: int) -> None:
+        """Put a slab where its fullness belongs."""
+        self._take(slab)
+        slab.level = level
+        self.levels[level][slab] = None
+        if level < LEVELS:
+            self.mask |= 1 << level
+
+    def stats(self) -> ClassStats:
+        """Return how full it is."""
+        slabs = [slab for level in self.levels for slab in level]
+        used = sum(len(slab.live) for slab in slabs)
+        free = sum(slab.extents for slab in slabs) - used
+        waste = sum(slab.waste for slab in slabs)
+        return ClassStats(self.size, used, free, len(slabs), waste)
+
+    def check(self) -> None:
+        """Audit levels and mask; AssertionError names what does not hold."""
+        mask = sum(1 << n for n in range(LEVELS) if self.levels[n])
+        assert mask == self.mask, f"class {self.size}: mask {self.mask:b} is not {mask:b}"
+        assert self.slabs == sum(map(len, self.levels)), f"class {self.size}: slabs miscounted"
+        assert self.slabs, f"class {self.size} has no slab but is still there"
+
+    def _take(self, slab: Slab) -> None:
+        level = self.levels[slab.level]
+        del level[slab]
+        if not level:
+            self.mask &= ~(1 << slab.level)
+
+
+class SegmentUnits:
+    """The units of one segment, and which slab has them."""
+
+    __slots__ = ("_slab_bytes", "_taken", "free_units", "index", "owner", "shift", "units")
+
+    def __init__(self, index: int, size: int, slab_bytes: int) -> None:
+        if size < PAGE_BYTES or slab_bytes < PAGE_BYTES:
+            raise ArenaError(
+                f"segment {index} of {size} bytes with slabs of {slab_bytes} bytes is too small; "
+                f"both must be at least {PAGE_BYTES}"
+            )
+        self.index = index
+        unit = max(min(slab_bytes, size // 16), PAGE_BYTES)
+        self.shift = unit.bit_length() - 1  # the largest power of two that is not above `unit`
+        self.units = size >> self.shift
+        self._slab_bytes = slab_bytes
+        self._taken = bytearray(self.units)
+        self.free_units = self.units
+        self.owner: dict[int, Slab] = {}  # by unit, every unit of a slab
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit."""
+        return 1 << self.shift
+
+    def shapes(self, size: int) -> tuple[int, ...]:
+        """Return how many units a slab of class `size` may have, best first; none: too large."""
+        return _shapes(size, self.units, 1 << self.shift, self._slab_bytes)
+
+    def assign(self, size: int) -> Slab | None:
+        """Take units for a new slab of class `size`; None when no run of them is free."""
+        if not self.free_units:
+            return None
+        for units in self.shapes(size):
+            # Short slabs from the front, long ones from the back, so that they part the
+            # segment in two and the short ones do not break up the long runs.
+            find = self._taken.find if units == 1 else self._taken.rfind
+            first = find(bytes(units)) if units <= self.free_units else -1
+            if first >= 0:
+                slab = Slab(SlabId(self.index, first), size, units, 1 << self.shift)
+                self._taken[first : first + units] = b"\1" * units
+                self.owner.update(dict.fromkeys(range(first, first + units), slab))
+                self.free_units -= units
+                return slab
+        return None
+
+    def release(self, slab: Slab) -> None:
+        """Take the units of an empty slab back."""
+        first, units = slab.id.index, slab.units
+        self._taken[first : first + units] = bytes(units)
+        for unit in range(first, first + units):
+            del self.owner[unit]
+        self.free_units += units
+
+    def slabs(self) -> Iterator[Slab]:
+        """Yield the slabs by address."""
+        unit = 0
+        while (unit := self._taken.find(1, unit)) >= 0:
+            slab = self.owner[unit]
+            yield slab
+            unit += slab.units
+
+    def longest_run(self) -> int:
+        """Return the number of units of the longest free run."""
+        return max(map(len, bytes(self._taken).split(b"\1")))
+
+    def cheapest_run(
+        self, units: int, cost: Callable[[SlabId], float | None]
+    ) -> tuple[float, tuple[SlabId, ...]] | None:
+        """Return cost and slabs of the cheapest run of `units` units, free ones included.
+
+        `cost` is what it costs to empty a slab, None for one that must stay. None: every run
+        has one of those in it.
+        """
+        best: tuple[float, tuple[SlabId, ...]] | None = None
+        window: list[tuple[int, float, SlabId | None]] = []  # neighbours: units, cost, slab
+        length, total = 0, 0.0
+        for piece, price, slab_id in self._pieces(cost):
+            if price is None:
+                window, length, total = [], 0, 0.0
+                continue
+            window.append((piece, price, slab_id))
+            length, total = length + piece, total + price
+            while length - window[0][0] >= units:
+                length, total = length - window[0][0], total - window[0][1]
+                del window[0]
+            if length >= units and (best is None or total < best[0]):
+                best = total, tuple(w[2] for w in window if w[2] is not None)
+        return best
+
+    def check(self) -> None:
+        """Audit units and slabs; AssertionError names what does not hold."""
+        taken = bytearray(self.units)
+        for slab in self.slabs():
+            first, end = slab.id.index, slab.id.index + slab.units
+            assert end <= self.units, f"{slab.id} reaches beyond the segment"
+            assert not any(taken[first:end]), f"{slab.id} overlaps another slab"
+            assert all(self.owner[n] is slab for n in range(first, end)), f"{slab.id}: not its own"
+            taken[first:end] = b"\1" * slab.units
+        assert taken == self._taken, f"segment {self.index}: units without a slab"
+        assert len(self.owner) == sum(taken), f"segment {self.index}: owners without units"
+        assert self.free_units == self.units - sum(taken), f"segment {self.index}: miscounted"
+
+    def _pieces(
+        self, cost: Callable[[SlabId], float | None]
+    ) -> Iterator[tuple[int, float | None, SlabId | None]]:
+        """Yield slabs and single free units by address: units, what emptying costs, slab."""
+        unit = 0
+        while unit < self.units:
+            slab = self.owner.get(unit)
+            if slab is None:
+                yield 1, 0.0, None
+                unit += 1
+            else:
+                yield slab.units, cost(slab.id), slab.id
+                unit += slab.units
+
+
+@lru_cache(maxsize=1024)
+def _shapes(size: int, units: int, unit: int, slab_bytes: int) -> tuple[int, ...]:
+    """Return the numbers of units that a slab may have in a segment of `units`, best first."""
+
+    def waste(n: int) -> Fraction:
+        return Fraction(n * unit % size, n * unit)
+
+    one = -(-size // unit)  # units that hold one extent
+    if one > units:
+        return ()
+    best = wanted = -(-max(slab_bytes, _MIN_EXTENTS * size) // unit)
+    most = max(units // 4, one)
+    if wanted > most:
+        best = min(range(one, most + 1), key=lambda n: (waste(n), -n))
+    allowed = max(_MAX_WASTE, waste(best))
+    smaller = {best >> n for n in range(best.bit_length())}
+    smaller.update(-(-n * size // unit) for n in range(1, _MIN_EXTENTS))
+    fallback = sorted((n for n in smaller if one <= n < best), reverse=True)
+    return (best, *(n for n in fallback if waste(n) <= allowed))

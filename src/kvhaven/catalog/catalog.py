@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalog's face: every event that can happen to it, and what it wants done."""
+
+from collections.abc import Iterable, Sequence
+
+from kvhaven.catalog import audit, figures
+from kvhaven.catalog.actions import (
+    Acquisition,
+    Action,
+    CommitResult,
+    Grant,
+    MemberId,
+    SessionId,
+    Ticket,
+    TierName,
+)
+from kvhaven.catalog.allocation import Allocator, S
+from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.leases import Leases
+from kvhaven.catalog.policy import EvictionPolicy
+from kvhaven.catalog.reservations import Reservations
+from kvhaven.catalog.sessions import Sessions
+from kvhaven.catalog.space import Space
+from kvhaven.catalog.stats import CatalogStats
+from kvhaven.catalog.tierindex import TierSpec
+from kvhaven.catalog.tiering import Tiers
+from kvhaven.errors import KVHavenError
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest
+
+MEMORY = TierName("memory")
+"""The arena's name where a tier can be named."""
+
+
+class Catalog:
+    """Knows every chunk of the node: where it is, who holds it, and what may be reused.
+
+    Calls are events; what is to be done about them is fetched with `take_actions`. There is
+    no I/O, no clock, no thread and nothing random in it, so a history replays exactly. One
+    thread calls it.
+
+    `policy` is the pattern for one policy a size class. `pin_limit_bytes` bounds leased and
+    promoting bytes together (default: half of the arena); `write_queue_bytes` bounds what
+    waits to be written to each tier (default: a quarter). `tiers` are asked in this order.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator[S],
+        policy: EvictionPolicy,
+        *,
+        pin_limit_bytes: int | None = None,
+        tiers: Sequence[TierSpec] = (),
+        write_queue_bytes: int | None = None,
+    ) -> None:
+        capacity = allocator.capacity_bytes
+        if any(spec.name == MEMORY for spec in tiers):
+            raise KVHavenError(f"a tier cannot be named {MEMORY}: that is the arena; rename it")
+        self._actions: list[Action] = []
+        self._namespaces: dict[NamespaceDigest, NamespaceState] = {}
+        self._space = Space(allocator, policy)
+        self._sessions = Sessions()
+        self._tiers = Tiers(
+            tiers, capacity // 4 if write_queue_bytes is None else write_queue_bytes, self._actions
+        )
+        self._leases = Leases(
+            self._space,
+            self._tiers,
+            self._sessions,
+            capacity // 2 if pin_limit_bytes is None else pin_limit_bytes,
+            self._actions,
+        )
+        self._reservations = Reservations(self._space, self._sessions)
+
+    # Who is here
+
+    def add_namespace(self, namespace: Namespace) -> None:
+        """Make a namespace known; again is fine.
+
+        Raises KVHavenError if it has no shards, or was known with another shard table.
+        """
+        if not namespace.table.extent_bytes:
+            raise KVHavenError(f"namespace {namespace.digest.hex()} has no shards, or empty ones")
+        known = self._namespaces.get(namespace.digest)
+        if known is None:
+            self._namespaces[namespace.digest] = NamespaceState(namespace)
+        elif known.namespace.table != namespace.table:
+            raise KVHavenError(
+                f"namespace {namespace.digest.hex()} is known with {known.namespace.table}, "
+                f"but now comes with {namespace.table}; the digest must name the geometry too"
+            )
+
+    def attach(
+        self,
+        session: SessionId,
+        member: MemberId,
+        rank: int | None,
+        namespace: NamespaceDigest,
+        world: int,
+    ) -> None:
+        """Take in a member of a session of `world` ranks; `rank` None is its scheduler.
+
+        A member that was lost is back with this: nothing of it was reused meanwhile, and for
+        what it had reserved it gets DISCARDED. Raises KVHavenError for an unknown namespace,
+        a rank out of range, another `world` than the session's, or a rank or scheduler that
+        another connected member is already.
+        """
+        self._namespace(namespace)
+        self._sessions.attach(session, member, rank, namespace, world)
+
+    def lost(self, member: MemberId) -> None:
+        """Note that a connection closed, which proves nothing about the process.
+
+        What the member was writing is doomed and quarantined; leases that await its
+        acknowledgement stay, and so do all leases when it is the scheduler.
+        """
+        known = self._sessions.members.get(member)
+        if known is not None:
+            known.lost = True
+            self._reservations.lost(known)
+
+    def gone(self, member: MemberId) -> None:
+        """Note that a member maps nothing any more: its part of everything ends.
+
+        Its acknowledgements count as given. With a scheduler, waiting ends, and a lease is
+        over as soon as every rank that is still here has acknowledged it. A session without
+        members is forgotten with all it held.
+        """
+        known = self._sessions.members.get(member)
+        if known is None:
+            return
+        known.lost = True
+        self._reservations.lost(known)
+        self._reservations.gone(known)
+        home = self._sessions.gone(known)
+        self._leases.gone(home, known)
+        if not home.members:
+            self._reservations.forget(home.id)
+
+    def lost_members(self) -> Iterable[MemberId]:
+        """Return the members whose connection closed and who are not proven gone."""
+        return tuple(member.id for member in self._sessions.lost())
+
+    # Loading
+
+    def acquire(
+        self,
+        session: SessionId,
+        ticket: Ticket,
+        namespace: NamespaceDigest,
+        keys: Sequence[ChunkKey],
+    ) -> Acquisition:
+        """Lease the longest resident prefix of a chain, and promote what follows it.
+
+        `keys` begins at the chain's head. Consecutive chunks behind the prefix that an online
+        tier holds are promoted, as far as space and the pin limit go, and the ticket waits
+        for them, and for those that are being promoted for others; when it waits no more an
+        `Update` says so. The same ticket again gets the present state. A ticket that got
+        nothing, and waits for nothing, is not remembered. Raises KVHavenError for an unknown
+        session or namespace.
+        """
+        return self._leases.acquire(session, ticket, self._namespace(namespace), keys)
+
+    def settle(self, session: SessionId, ticket: Ticket) -> Acquisition:
+        """Stop waiting: return the final answer, the prefix that is ready now.
+
+        Promotions go on and end up resident. No `Update` follows.
+        """
+        return self._leases.settle(session, ticket)
+
+    def prefetch(self, namespace: NamespaceDigest, keys: Sequence[ChunkKey]) -> int:
+        """Touch and promote as `acquire` does, without a lease; return the promotions begun."""
+        return self._leases.prefetch(self._namespace(namespace), keys)
+
+    def release(self, session: SessionId, ticket: Ticket) -> None:
+        """End a lease that no rank was or will be told of; an unknown one is fine."""
+        self._leases.release(session, ticket)
+
+    def loaded(self, session: SessionId, ticket: Ticket, member: MemberId) -> None:
+        """Note that a rank's copy ended; with the last rank's the lease ends.
+
+        Again, or for an unknown ticket or member, is fine. Raises KVHavenError for a member
+        that is no rank of this session.
+        """
+        known = self._sessions.members.get(member)
+        if known is not None:
+            self._leases.loaded(session, ticket, known)
+
+    def checksums(
+        self, key: ChunkKey, extent: Extent | None = None
+    ) -> tuple[Checksum, ...] | None:
+        """Return the checksums of a resident chunk's shards, or None if it is not resident.
+
+        With `extent`, only if it is there that it is resident: it may have been dropped and
+        written anew since, and two computations of a chunk may differ in their last bits.
+        """
+        entry = self._resident(key, extent)
+        if entry is None:
+            return None
+        return tuple(c for c in entry.checksums if c is not None)
+
+    # Saving
+
+    def reserve(
+        self,
+        member: MemberId,
+        namespace: NamespaceDigest,
+        parent: ChunkKey | None,
+        keys: Sequence[ChunkKey],
+    ) -> list[Grant | None]:
+        """Reserve space for consecutive chunks; `parent` is the key before the first.
+
+        None for a chunk means: do not write it. It is here, on its way, another session's, or
+        written by this rank already, or there is no space even after eviction. Ranks of a
+        session get the same extent and fill their own shard of it. Raises KVHavenError for a
+        member that is no connected rank, an unknown namespace, or a rank without a shard.
+        """
+        return self._reservations.reserve(member, self._namespace(namespace), parent, keys)
+
+    def commit(
+        self, member: MemberId, key: ChunkKey, generation: int, checksum: Checksum
+    ) -> CommitResult:
+        """Note that a member's shard is written; the last one makes the chunk visible."""
+        result, entry = self._reservations.commit(member, key, generation, checksum)
+        if entry is not None:
+            self._tiers.write_behind(entry)
+        return result
+
+    def abort(self, member: MemberId, key: ChunkKey, generation: int) -> None:
+        """Give up a reservation; this member's copy has provably ended. Unknown is fine.
+
+        The space is free when every member that was granted it has committed or aborted.
+        """
+        self._reservations.abort(member, key, generation)
+
+    # Tiers
+
+    def tier_read_done(
+        self, tier: TierName, key: ChunkKey, extent: Extent, checksums: tuple[Checksum, ...] | None
+    ) -> None:
+        """Answer a `TierRead`: the verified checksums of all shards, or None if it failed.
+
+        After a failure the chunk no longer counts as being in that tier, and tickets that
+        wait for it are cut before it. Raises KVHavenError if there is no such read.
+        """
+        entry = self._leases.read_done(tier, key, extent, checksums)
+        if entry is not None:
+            self._tiers.write_behind(entry, but=tier)
+
+    def tier_write_done(self, tier: TierName, key: ChunkKey, ok: bool) -> None:
+        """Answer a `TierWrite`. Raises KVHavenError if there is no such write."""
+        self._tiers.index(tier)
+        writes = self._tiers.writes[tier]
+        if key not in writes.writing:
+            raise KVHavenError(f"no write of {key.hex()} to tier {tier} is under way")
+        entry = writes.done(key, ok=ok)
+        if ok and not self._space.children.get(key):
+            # The head of the chain may have been written long before: it stays the newer.
+            self._tiers.indexes[tier].touch(e.key for e in self._space.chain(entry))
+        self._space.free_if_idle(entry)
+        writes.pump()
+
+    def tier_found(
+        self,
+        tier: TierName,
+        namespace: NamespaceDigest,
+        key: ChunkKey,
+        shard_bit: int,
+        bytes_: int,
+    ) -> None:
+        """Count a shard that the start-up scan found, of `bytes_` payload. Again is fine.
+
+        Raises KVHavenError for an unknown tier, namespace or shard.
+        """
+        known = self._namespace(namespace)
+        if not 0 <= shard_bit < known.shards:
+            raise KVHavenError(
+                f"shard {shard_bit} of namespace {namespace.hex()} does not exist; "
+                f"there are {known.shards}"
+            )
+        self._tiers.index(tier).found(known, key, shard_bit, bytes_)
+
+    def tier_forgot(self, tier: TierName, key: ChunkKey) -> None:
+        """Note that a tier lost a chunk by itself."""
+        self._tiers.index(tier).forget(key)
+
+    def tier_online(self, tier: TierName, online: bool) -> None:
+        """Switch a tier: offline, nothing is promoted from it or written to it."""
+        self._tiers.set_online(tier, online)
+
+    # Dropping
+
+    def discard(self, key: ChunkKey, extent: Extent | None = None) -> None:
+        """Drop a resident chunk whose bytes failed verification; it is never offered again.
+
+        With `extent`, only if it is resident there. Leases that were given on it keep its space. What is being written of it to a tier is
+        deleted when that write ends.
+        """
+        entry = self._resident(key, extent)
+        if entry is not None:
+            entry.corrupt = True
+            self._tiers.discard(entry)
+            self._space.doom(entry)
+
+    def clear(
+        self, namespace: NamespaceDigest | None = None, tier: TierName | None = None
+    ) -> tuple[int, int]:
+        """Drop all chunks of a namespace (None: of all) from a tier (None: from everywhere).
+
+        `TierName("memory")` is the arena alone. Returns chunks and bytes dropped, a chunk in
+        two places counted twice. What is pinned is out of sight now; its space follows.
+        Raises KVHavenError for an unknown namespace or tier.
+        """
+        known = None if namespace is None else self._namespace(namespace)
+        chunks = bytes_ = 0
+        if tier in (None, MEMORY):
+            chunks, bytes_ = self._clear_memory(known)
+        if tier != MEMORY:
+            names = tuple(self._tiers.indexes) if tier is None else (tier,)
+            more = self._tiers.clear(names, known)
+            chunks, bytes_ = chunks + more[0], bytes_ + more[1]
+        return chunks, bytes_
+
+    # What comes of it
+
+    def take_actions(self) -> list[Action]:
+        """Return what is to be done since the last call, in order."""
+        actions = self._actions.copy()
+        self._actions.clear()
+        return actions
+
+    def stats(self) -> CatalogStats:
+        """Return the figures of this moment, without walking over all chunks."""
+        return figures.collect(
+            self._namespaces,
+            self._space,
+            self._sessions,
+            self._tiers,
+            self._leases,
+            self._reservations,
+        )
+
+    def check(self) -> None:
+        """Audit every invariant. Raises AssertionError that names what is off."""
+        audit.check(self._namespaces, self._space, self._sessions, self._tiers, self._leases)
+
+    def _namespace(self, digest: NamespaceDigest) -> NamespaceState:
+        known = self._namespaces.get(digest)
+        if known is None:
+            raise KVHavenError(f"namespace {digest.hex()} is unknown; add_namespace comes first")
+        return known
+
+    def _resident(self, key: ChunkKey, extent: Extent | None) -> Entry | None:
+        entry = self._space.entries.get(key)
+        if entry is None or entry.state is not State.RESIDENT:
+            return None
+        return entry if extent in (None, entry.extent) else None
+
+    def _clear_memory(self, namespace: NamespaceState | None) -> tuple[int, int]:
+        chunks = bytes_ = 0
+        for entry in tuple(self._space.entries.values()):
+            if namespace is not None and entry.namespace is not namespace:
+                continue
+            if entry.state is State.RESIDENT:
+                chunks += 1
+                bytes_ += entry.extent.length
+            elif entry.state is State.PROMOTING:
+                self._leases.stop_waiting(entry.key)
+            self._space.doom(entry)
+        return chunks, bytes_

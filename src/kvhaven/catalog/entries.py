@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the catalog knows of one namespace and of one chunk in the arena."""
+
+import enum
+
+from kvhaven.catalog.actions import MemberId, SessionId
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, Extent, align_up
+
+
+class State(enum.Enum):
+    """Where a chunk in the arena is in its life."""
+
+    RESERVED = "reserved"
+    """Ranks write their shards; not visible."""
+    PROMOTING = "promoting"
+    """A tier's read fills it; not visible."""
+    RESIDENT = "resident"
+    """Whole and verified: it can be leased."""
+    DOOMED = "doomed"
+    """Out of sight for good; its space is free once nothing pins it."""
+
+
+def stored_bytes(payload_bytes: int) -> int:
+    """Return what a shard takes in a tier: a 4096-byte header, and whole pages."""
+    return PAGE_BYTES + align_up(payload_bytes)
+
+
+class NamespaceState:
+    """A namespace with the figures that are needed often."""
+
+    __slots__ = ("complete", "extent_bytes", "namespace", "resident", "shards", "stored_bytes")
+
+    def __init__(self, namespace: Namespace) -> None:
+        table = namespace.table
+        self.namespace = namespace
+        self.shards = len(table.shards)
+        self.complete = table.complete
+        self.extent_bytes = table.extent_bytes
+        self.stored_bytes = sum(stored_bytes(s.payload_bytes) for s in table.shards)
+        self.resident = 0  # chunks in the arena that are visible
+
+
+class Entry:
+    """One chunk in the arena. It refers to no other entry and to no session or lease.
+
+    There may be a million of these while the cyclic garbage collector is off, so they have
+    slots and are in no cycle.
+    """
+
+    __slots__ = (
+        "bitmap",
+        "checksums",
+        "corrupt",
+        "extent",
+        "key",
+        "leases",
+        "listed",
+        "namespace",
+        "owner",
+        "parent",
+        "reading",
+        "stamp",
+        "state",
+        "writers",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        namespace: NamespaceState,
+        key: ChunkKey,
+        parent: ChunkKey | None,
+        extent: Extent,
+        state: State,
+    ) -> None:
+        self.namespace = namespace
+        self.key = key
+        self.parent = parent
+        self.extent = extent
+        self.state = state
+        self.bitmap = 0  # shards that are written; complete when resident
+        self.checksums: list[Checksum | None] | tuple[Checksum, ...] = ()
+        self.leases = 0
+        self.writes = 0  # tiers that are writing from it
+        self.reading = False  # a tier is reading into it
+        self.writers: dict[MemberId, int] | None = None  # who may still write, and its bit
+        self.owner: SessionId | None = None  # whose reservation it is
+        self.listed = False  # the eviction policy knows it
+        self.stamp = 0  # number of the event that used it last
+        self.corrupt = False  # its bytes failed verification after it was leased
+
+    @property
+    def pinned(self) -> bool:
+        """Whether anyone may still read or write the memory."""
+        return bool(self.leases or self.writes or self.reading or self.writers)

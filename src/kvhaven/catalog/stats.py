@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalog's figures, for status and metrics."""
+
+import msgspec
+
+from kvhaven.catalog.actions import MemberId, TierName
+from kvhaven.types import NamespaceDigest
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """How much of something there is. In a tier, bytes include the shards' headers."""
+
+    chunks: int = 0
+    bytes: int = 0
+
+
+class NamespaceStats(msgspec.Struct, frozen=True):
+    """Where a namespace's chunks are. A chunk may be in several places."""
+
+    fields: dict[str, str]
+    memory: Usage
+    tiers: dict[TierName, Usage]
+
+
+class TierStats(msgspec.Struct, frozen=True):
+    """One tier, as the catalog sees it."""
+
+    online: bool
+    capacity_bytes: int
+    used_bytes: int
+    chunks: int
+    reads: int
+    """Reads under way."""
+    outstanding_writes: int
+    outstanding_write_bytes: int
+    queued_writes: int
+    queued_write_bytes: int
+    written: int
+    """Chunks written since start."""
+    dropped_writes: int
+    """Chunks not written since start: overload, evicted before their turn, failure, offline."""
+    evictions: int
+
+
+class CatalogStats(msgspec.Struct, frozen=True):
+    """All figures of one moment; counters count chunks since start unless they say otherwise."""
+
+    namespaces: dict[NamespaceDigest, NamespaceStats]
+    tiers: dict[TierName, TierStats]
+    sessions: int
+    members: int
+    capacity_bytes: int
+    used_bytes: int
+    pin_limit_bytes: int
+    resident_chunks: int
+    leases: int
+    """Tickets that hold or await something."""
+    leased_bytes: int
+    promoting_bytes: int
+    reserved_bytes: int
+    """Reserved and still in sight; what was given up is in `doomed_bytes`."""
+    doomed_bytes: int
+    """Out of sight, but someone may still read or write it."""
+    quarantined_bytes: int
+    """Held by members whose connection closed and who are not proven gone."""
+    quarantined_by: dict[MemberId, int]
+    """The same by member; bytes that several hold are counted for each."""
+    evictions: int
+    commits: int
+    """Shards committed."""
+    refused_commits: int
+    queued_writes: int
+    """Chunks that wait to be written to a tier; what tiers are writing is not counted."""
+    dropped_writes: int
+    hit_chunks: int
+    """Asked for and resident."""
+    missed_chunks: int
+    """Asked for, neither resident nor being promoted."""
+    promoted_chunks: int
+    failed_promotions: int

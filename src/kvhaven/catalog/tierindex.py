@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one tier holds, as the catalog believes it, and what goes when it is full."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import msgspec
+
+from kvhaven.catalog.actions import Action, TierDelete, TierName
+from kvhaven.catalog.entries import NamespaceState, stored_bytes
+from kvhaven.types import ChunkKey, NamespaceDigest
+
+
+class TierSpec(msgspec.Struct, frozen=True):
+    """A tier's name and size. Above `capacity_bytes` it is emptied to `watermark` of it."""
+
+    name: TierName
+    capacity_bytes: int
+    watermark: float = 0.9
+
+
+class Stored:
+    """One chunk in a tier: which of its shards are there, and their bytes, headers included."""
+
+    __slots__ = ("bitmap", "bytes", "namespace")
+
+    def __init__(self, namespace: NamespaceState) -> None:
+        self.namespace = namespace
+        self.bitmap = 0
+        self.bytes = 0
+
+
+class TierIndex:
+    """The chunks of one tier in the order of their last use.
+
+    A chunk that is being read is never deleted: if it has to go meanwhile it is out of
+    sight at once, and deleted when its last read has ended.
+    """
+
+    def __init__(self, spec: TierSpec, actions: list[Action]) -> None:
+        self.spec = spec
+        self.online = True
+        self.stored: OrderedDict[ChunkKey, Stored] = OrderedDict()
+        self.used_bytes = 0
+        self.writing_bytes = 0  # of writes that are under way
+        self.usage: dict[NamespaceDigest, tuple[int, int]] = {}  # chunks, bytes
+        self.reads: dict[ChunkKey, int] = {}
+        self.evictions = 0
+        self._delete_later: dict[ChunkKey, NamespaceDigest] = {}
+        self._actions = actions
+
+    def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
+        """Whether every shard of the chunk is there."""
+        stored = self.stored.get(key)
+        return (
+            stored is not None
+            and stored.namespace is namespace
+            and stored.bitmap == namespace.complete
+        )
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use of each chunk that is there; a chain is given from tail to head."""
+        stored = self.stored
+        if stored:
+            for key in keys:
+                if key in stored:
+                    stored.move_to_end(key)
+
+    def found(self, namespace: NamespaceState, key: ChunkKey, bit: int, payload: int) -> None:
+        """Count a shard that the scan found; it is older than anything used since start."""
+        stored = self.stored.get(key)
+        if stored is None:
+            stored = self._insert(namespace, key)
+            self.stored.move_to_end(key, last=False)
+        if not stored.bitmap >> bit & 1:
+            stored.bitmap |= 1 << bit
+            self._grow(stored, stored_bytes(payload))
+            self.trim()
+
+    def written(self, namespace: NamespaceState, key: ChunkKey) -> None:
+        """Count a chunk that was written whole."""
+        stored = self.stored.get(key) or self._insert(namespace, key)
+        stored.bitmap = namespace.complete
+        self._grow(stored, namespace.stored_bytes - stored.bytes)
+        self.stored.move_to_end(key)
+        self.trim()
+
+    def forget(self, key: ChunkKey) -> int:
+        """Count a chunk no longer; return its bytes."""
+        stored = self.stored.pop(key, None)
+        if stored is None:
+            return 0
+        digest = stored.namespace.namespace.digest
+        self.used_bytes -= stored.bytes
+        chunks, bytes_ = self.usage[digest]
+        self.usage[digest] = chunks - 1, bytes_ - stored.bytes
+        return stored.bytes
+
+    def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
+        """Have a chunk deleted, whether it is counted or not; return the bytes counted."""
+        digest = namespace.namespace.digest
+        if key in self.reads:
+            self._delete_later[key] = digest
+        else:
+            self._actions.append(TierDelete(self.spec.name, digest, key))
+        return self.forget(key)
+
+    def read_begins(self, key: ChunkKey) -> None:
+        """Keep a chunk for a read."""
+        self.reads[key] = self.reads.get(key, 0) + 1
+
+    def read_ended(self, key: ChunkKey) -> None:
+        """End a read; raises KeyError when there is none."""
+        left = self.reads[key] - 1
+        if left:
+            self.reads[key] = left
+            return
+        del self.reads[key]
+        digest = self._delete_later.pop(key, None)
+        if digest is not None and key not in self.stored:
+            self._actions.append(TierDelete(self.spec.name, digest, key))
+        self.trim()
+
+    def trim(self) -> None:
+        """Delete the oldest chunks, down to the watermark, if there is more than fits."""
+        total = self.used_bytes + self.writing_bytes
+        if total <= self.spec.capacity_bytes:
+            return
+        excess = total - int(self.spec.watermark * self.spec.capacity_bytes)
+        victims = []
+        for key, stored in self.stored.items():
+            if excess <= 0:
+                break
+            if key not in self.reads:
+                victims.append((key, stored.namespace))
+                excess -= stored.bytes
+        self.evictions += len(victims)
+        for key, namespace in victims:
+            self.delete(key, namespace)
+
+    def _insert(self, namespace: NamespaceState, key: ChunkKey) -> Stored:
+        stored = self.stored[key] = Stored(namespace)
+        digest = namespace.namespace.digest
+        chunks, bytes_ = self.usage.get(digest, (0, 0))
+        self.usage[digest] = chunks + 1, bytes_
+        return stored
+
+    def _grow(self, stored: Stored, bytes_: int) -> None:
+        digest = stored.namespace.namespace.digest
+        stored.bytes += bytes_
+        self.used_bytes += bytes_
+        chunks, total = self.usage[digest]
+        self.usage[digest] = chunks, total + bytes_

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvhaven clear`: drop what is cached."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvhaven.errors import KVHavenError
+
+
+def register(app: typer.Typer) -> None:
+    """Add `clear` to the command line."""
+    app.command()(clear)
+
+
+def clear(
+    namespace: Annotated[
+        str,
+        typer.Option(help="A namespace's digest, or its first digits, as `status` shows them."),
+    ] = "",
+    tier: Annotated[str, typer.Option(help="Only this tier: memory, disk.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All namespaces, everywhere.")] = False,
+    socket: Annotated[Path | None, typer.Option(help="The service's socket.")] = None,
+) -> None:
+    """Empty a namespace, a tier, or all. Chunks in use go when they are let go."""
+    import msgspec  # noqa: PLC0415 - keeps other commands quick
+
+    from kvhaven.cli.address import find_socket  # noqa: PLC0415
+    from kvhaven.client.control import connect  # noqa: PLC0415
+    from kvhaven.config import load_settings  # noqa: PLC0415
+    from kvhaven.service.status import ServiceStatus  # noqa: PLC0415
+
+    if not (namespace or tier or everything):
+        raise KVHavenError("say what to clear: --namespace, --tier, or --all")
+    with connect(find_socket(load_settings().settings, socket)) as control:
+        known = msgspec.json.decode(control.status(), type=ServiceStatus).namespaces
+        digests = [row.digest for row in known if row.digest.startswith(namespace.lower())]
+        if namespace and len(digests) != 1:
+            raise KVHavenError(
+                f"{len(digests)} namespaces begin with {namespace!r}; there are "
+                f"{', '.join(row.digest[:16] for row in known) or 'none'}"
+            )
+        cleared = control.clear(bytes.fromhex(digests[0]) if namespace else b"", tier)
+    typer.echo(f"cleared {cleared.chunks} chunks, {cleared.bytes} bytes")

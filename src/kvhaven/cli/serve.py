@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvhaven serve`: a node service that several engines share."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add `serve` to the command line."""
+    app.command()(serve)
+
+
+def serve(
+    socket: Annotated[
+        Path | None,
+        typer.Option(help="Unix socket to listen at; default: service.sock in runtime_dir."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="A YAML file, instead of the one that KVHAVEN_CONFIG_FILE names."),
+    ] = None,
+) -> None:
+    """Run a node service until it is told to stop (SIGTERM, Ctrl-C).
+
+    Engines attach with the setting service_address.
+    """
+    from kvhaven.cli.address import service_socket  # noqa: PLC0415 - keeps other commands quick
+    from kvhaven.config import load_settings  # noqa: PLC0415
+    from kvhaven.errors import KVHavenError  # noqa: PLC0415
+    from kvhaven.service.main import serve as run  # noqa: PLC0415
+
+    settings = load_settings(yaml_file=file).settings
+    address = service_socket(settings, socket)
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        run(settings, address, embedded=False)
+    except OSError as error:
+        raise KVHavenError(f"cannot listen at {address}: {error.strerror or error}") from error

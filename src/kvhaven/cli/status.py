@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvhaven status`: what a service holds, who is attached, how it is doing."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvhaven.service.status import ServiceStatus
+
+Socket = Annotated[
+    Path | None,
+    typer.Option(help="The service's socket; default: service_address, or the only one running."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `status` to the command line."""
+    app.command()(status)
+
+
+def status(
+    socket: Socket = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Show namespaces, chunks, bytes by tier, hit rates, leases and queues."""
+    import msgspec  # noqa: PLC0415 - keeps other commands quick
+    from rich.console import Console  # noqa: PLC0415
+
+    from kvhaven.cli.address import find_socket  # noqa: PLC0415
+    from kvhaven.client.control import connect  # noqa: PLC0415
+    from kvhaven.config import load_settings  # noqa: PLC0415
+    from kvhaven.service.status import ServiceStatus  # noqa: PLC0415
+
+    with connect(find_socket(load_settings().settings, socket)) as control:
+        answer = control.status()
+    if as_json:
+        typer.echo(msgspec.json.format(answer, indent=2).decode())
+        return
+    _print(Console(), msgspec.json.decode(answer, type=ServiceStatus))
+
+
+def _print(console: "Console", status: "ServiceStatus") -> None:
+    from rich.table import Table  # noqa: PLC0415
+
+    catalog = status.catalog
+    console.print(
+        f"[bold]kvhaven {status.version}[/], service {status.service[:8]}, pid {status.pid}: "
+        f"hit rate {status.hit_rate:.1%}, {catalog.leases} leases"
+    )
+    places = Table("place", "used", "of", "chunks", "state")
+    places.add_row(
+        "memory",
+        _size(status.arena_used_bytes),
+        _size(status.arena_bytes),
+        str(catalog.resident_chunks),
+        f"leased {_size(catalog.leased_bytes)}, reserved {_size(catalog.reserved_bytes)}, "
+        f"promoting {_size(catalog.promoting_bytes)}, "
+        f"quarantined {_size(catalog.quarantined_bytes)}, evictions {catalog.evictions}",
+    )
+    for name, health in status.tiers.items():
+        tier = next((t for n, t in catalog.tiers.items() if n == name), None)
+        state = "online" if health.online else f"[red]offline[/]: {health.last_error}"
+        if health.holder:
+            state += f", held by {health.holder}"
+        queued = f"{tier.queued_writes + tier.outstanding_writes} queued" if tier else ""
+        places.add_row(
+            name,
+            _size(health.used_bytes),
+            _size(health.capacity_bytes),
+            str(tier.chunks if tier else 0),
+            f"{state}, {queued}, misses {health.misses}, rejected {health.rejected}, "
+            f"errors {health.errors}",
+        )
+    console.print(places)
+    namespaces = (
+        Table("namespace", "model", *status.namespaces[0].chunks) if (status.namespaces) else None
+    )
+    if namespaces is not None:
+        for namespace in status.namespaces:
+            cells = [
+                f"{chunks} chunks, {_size(namespace.bytes[place])}"
+                for place, chunks in namespace.chunks.items()
+            ]
+            namespaces.add_row(namespace.digest[:16], namespace.model, *cells)
+        console.print(namespaces)
+    members = Table("engine", "process", "state")
+    for member in status.members:
+        state = "connected" if member.connected else "[yellow]lost[/]"
+        if member.quarantined_bytes:
+            state += f", {_size(member.quarantined_bytes)} in quarantine"
+        members.add_row(member.session, member.role, state)
+    if status.members:
+        console.print(members)
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:  # noqa: PLR2004 - the units' base
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How engines and people talk to the node service."""

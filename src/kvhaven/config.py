@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: one typed model, every source, every check.
+
+`load_settings` merges, first match wins: vLLM's `kv_connector_extra_config`, environment
+variables `KVHAVEN_<NAME>`, a YAML file (`KVHAVEN_CONFIG_FILE`), the defaults below. What is
+unknown, malformed or contradictory is refused at start; nothing is ignored in silence.
+How a value is written (sizes, switches, paths) is `config_values`; where it is found is
+`config_sources`.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvhaven.config_sources import DEFAULT, RawValue, read_sources
+from kvhaven.config_values import (
+    GIB,
+    MIB,
+    SettingInfo,
+    duration,
+    format_size,
+    parse_value,
+    refuse,
+    setting,
+    settings_of,
+    shown_value,
+    size,
+    switch,
+)
+
+__all__ = ["Resolved", "SettingRow", "Settings", "load_settings", "setting_infos"]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every setting with its default. Sizes are bytes, paths absolute.
+
+    Make one with `load_settings`, which checks; directly in tests. It travels to the embedded
+    service as JSON (`msgspec.json`).
+    """
+
+    chunk_size: Annotated[
+        int,
+        setting(
+            "Tokens in a chunk, the unit of caching; a whole number of the engine's blocks.",
+            "a positive multiple of 16 tokens, at most 65536",
+            least=16,
+            most=65536,
+            step=16,
+        ),
+    ] = 256
+    discard_partial_chunks: Annotated[
+        bool, setting("Do not keep the incomplete chunk at a prompt's end.", "true")
+    ] = True
+    save_decode_cache: Annotated[
+        bool, switch("Also keep the KV of generated tokens, not only of prompts.")
+    ] = False
+    load_mode: Annotated[
+        Literal["auto", "sync", "async"],
+        setting(
+            "When loads run: before the forward (sync), between steps (async), or as the "
+            "platform does it best (auto).",
+            "auto, sync or async",
+        ),
+    ] = "auto"
+    format: Annotated[
+        Literal["auto", "paged"],
+        setting("How a shard's bytes are arranged; auto chooses.", "auto or paged"),
+    ] = "auto"
+    model_fingerprint: Annotated[
+        str | None,
+        setting(
+            "Identity of the weights, instead of one sampled from their tensors.",
+            "a text of 1 to 256 characters that only equal weights share, or none",
+            least=1,
+            most=256,
+        ),
+    ] = None
+    priority_limit: Annotated[
+        int | None,
+        setting("Do not save requests with a larger priority value.", "a whole number, or none"),
+    ] = None
+    force_skip_save: Annotated[bool, switch("Save nothing; only load what is there.")] = False
+
+    local_cpu: Annotated[
+        bool, setting("Keep chunks in host memory, where everything lands first.", "true")
+    ] = True
+    max_local_cpu_size: Annotated[
+        int, size("Size of the arena: host memory for chunks, shared by a service's engines.")
+    ] = 4 * GIB
+    arena_strict: Annotated[
+        bool, switch("Refuse to start where memory does not suffice, not take a smaller arena.")
+    ] = False
+    cache_policy: Annotated[
+        Literal["LRU"], setting("Which chunks leave the arena first.", "LRU")
+    ] = "LRU"
+    verify_memory: Annotated[
+        Literal["off", "sample", "always"],
+        setting(
+            "Which resident shards have their checksum verified before they are offered.",
+            "off, sample or always",
+        ),
+    ] = "sample"
+    copy_threads: Annotated[
+        int,
+        setting(
+            "Threads of a worker that copy; 0: one for each core it may use, at most 4.",
+            "a whole number from 0 to 256",
+            least=0,
+            most=256,
+        ),
+    ] = 0
+
+    local_disk: Annotated[
+        str | None,
+        setting(
+            "Directory of the disk tier, which outlives restarts; none: no disk tier.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    max_local_disk_size: Annotated[int, size("Bytes that the disk tier may take.")] = 20 * GIB
+    disk_direct_io: Annotated[
+        Literal["auto", "on", "off"],
+        setting(
+            "Bypass the page cache: where the filesystem can (auto), or else no disk tier (on).",
+            "auto, on or off",
+        ),
+    ] = "auto"
+    write_queue_size: Annotated[
+        int | None,
+        size(
+            "Bytes that may wait for the disk, the oldest are dropped beyond; "
+            "none: an eighth of the arena, at least 64MiB, at most half the arena.",
+            "half of max_local_cpu_size",
+        ),
+    ] = None
+    breaker_pause_s: Annotated[
+        float,
+        duration(
+            "How long a failing tier is left alone before it is tried again.",
+            "seconds",
+            most=3600,
+            least=0.1,
+        ),
+    ] = 5.0
+
+    service_address: Annotated[
+        str | None,
+        setting(
+            "Unix socket of a node service to attach to; none: an embedded service of our own.",
+            "the path of a unix socket, at most 107 bytes, or none",
+            kind="socket",
+        ),
+    ] = None
+    runtime_dir: Annotated[
+        str | None,
+        setting(
+            "Directory of sockets and locks; none: $XDG_RUNTIME_DIR/kvhaven, else "
+            "/tmp/kvhaven-<user id>.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    embedded_linger_s: Annotated[
+        float,
+        duration("How long an embedded service outlives its last session.", "seconds", most=3600),
+    ] = 2.0
+    stop_deadline_s: Annotated[
+        float,
+        duration("How long a stopping service may finish its writes.", "seconds", most=3600),
+    ] = 10.0
+
+    lookup_deadline_ms: Annotated[
+        float,
+        duration("How long until an unanswered look-up is a miss.", "milliseconds", most=600_000),
+    ] = 100.0
+    promote_deadline_ms: Annotated[
+        float,
+        duration(
+            "How long a request waits for chunks from a tier; then it takes what is ready.",
+            "milliseconds",
+            most=600_000,
+        ),
+    ] = 2000.0
+    save_deadline_ms: Annotated[
+        float,
+        duration(
+            "How long until an unanswered reservation makes a save be skipped.",
+            "milliseconds",
+            most=600_000,
+        ),
+    ] = 50.0
+    step_budget_ms: Annotated[
+        float,
+        duration(
+            "How long KVHaven may hold up the scheduler in one step, all requests together.",
+            "milliseconds",
+            most=1000,
+        ),
+    ] = 2.0
+
+    kv_events: Annotated[
+        bool, switch("Report stored and removed chunks as KV events, for cache-aware routers.")
+    ] = True
+    self_test: Annotated[bool, switch("Write, read and compare bytes on the device at start.")] = (
+        True
+    )
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR"],
+        setting("Least severity that is logged.", "DEBUG, INFO, WARNING or ERROR"),
+    ] = "INFO"
+
+    @property
+    def runtime_path(self) -> Path:
+        """The directory of sockets and locks, whether it is set or not; it may not exist yet."""
+        if self.runtime_dir is not None:
+            return Path(self.runtime_dir)
+        if base := os.environ.get("XDG_RUNTIME_DIR"):
+            return Path(base) / "kvhaven"
+        return Path(f"/tmp/kvhaven-{os.getuid()}")  # noqa: S108  its owner and mode are checked by who makes it
+
+    @property
+    def write_queue_bytes(self) -> int:
+        """Bytes that may wait for the disk, whether set or not."""
+        if self.write_queue_size is not None:
+            return self.write_queue_size
+        half = self.max_local_cpu_size // 2
+        return min(half, max(64 * MIB, self.max_local_cpu_size // 8))
+
+
+class SettingRow(msgspec.Struct, frozen=True):
+    """One setting as it is shown. `value` is masked if it is a secret."""
+
+    name: str
+    value: str | int | float | bool | None
+    text: str
+    origin: str
+    doc: str
+    allowed: str
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """Settings and where each came from.
+
+    An origin is an environment variable's name, `kv_connector_extra_config`, `<file>:<line>`
+    or `default`. `notes` are sentences about settings that are given but have no effect.
+    """
+
+    settings: Settings
+    origins: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    def rows(self) -> list[SettingRow]:
+        """Every setting in the model's order, with secrets masked."""
+        rows = []
+        for info in setting_infos():
+            value, text = shown_value(info, getattr(self.settings, info.name))
+            origin = self.origins[info.name]
+            rows.append(SettingRow(info.name, value, text, origin, info.doc, info.allowed))
+        return rows
+
+
+def setting_infos() -> tuple[SettingInfo, ...]:
+    """Name, kind, default and documentation of every setting."""
+    return _INFOS
+
+
+def load_settings(
+    extra: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    yaml_file: Path | None = None,
+) -> Resolved:
+    """Merge all sources into checked settings.
+
+    `extra` is vLLM's `kv_connector_extra_config`; its keys are plain or start with `kvhaven.`.
+    `environ` defaults to the process's environment; `yaml_file` goes before
+    `KVHAVEN_CONFIG_FILE`.
+
+    Raises `ConfigError`, which names the key, where it came from, its value and what is
+    allowed, for anything unknown, malformed, out of range or contradictory, also where a
+    source with precedence hides it.
+    """
+    names = [info.name for info in _INFOS]
+    sources = read_sources(names, extra, os.environ if environ is None else environ, yaml_file)
+    values: dict[str, object] = {}
+    raws: dict[str, RawValue] = {}
+    for source in sources:
+        for name, raw in source.items():
+            value = parse_value(_BY_NAME[name], raw)
+            _refuse_what_comes_later(name, value, raw)
+            if name not in raws:
+                values[name], raws[name] = value, raw
+    settings = msgspec.convert(values, Settings)
+    _cross_check(settings, raws)
+    origins = {name: raws[name].origin if name in raws else DEFAULT for name in names}
+    return Resolved(settings, origins, _notes(settings, raws))
+
+
+def _refuse_what_comes_later(name: str, value: object, raw: RawValue) -> None:
+    """Refuse what is a legal value elsewhere but not yet here, and say what to do instead."""
+    advice = _NOT_YET.get((name, value))
+    if advice is not None:
+        refuse(_BY_NAME[name], raw, advice)
+
+
+def _cross_check(settings: Settings, raws: Mapping[str, RawValue]) -> None:
+    """Refuse settings that contradict each other."""
+    queue, arena = settings.write_queue_size, settings.max_local_cpu_size
+    if queue is not None and 2 * queue > arena:
+        where = raws["max_local_cpu_size"].origin if "max_local_cpu_size" in raws else DEFAULT
+        refuse(
+            _BY_NAME["write_queue_size"],
+            raws["write_queue_size"],
+            f"waiting writes hold memory of the arena, and max_local_cpu_size is "
+            f"{format_size(arena)} ({where}); make the one smaller or the other larger",
+        )
+
+
+def _notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
+    """Name the settings that are given but have no effect beside the others."""
+    notes = []
+    if settings.service_address is not None:
+        own = [name for name in _SERVICE_ONLY if name in raws]
+        if own:
+            notes.append(
+                f"service_address is set, so the service's own settings count and not "
+                f"{', '.join(own)} of this engine"
+            )
+    if settings.local_disk is None:
+        disk = [name for name in _DISK_ONLY if name in raws]
+        if disk:
+            notes.append(f"{', '.join(disk)} without effect: local_disk is not set")
+    return tuple(notes)
+
+
+_INFOS = settings_of(Settings)
+_BY_NAME = {info.name: info for info in _INFOS}
+_DISK_ONLY = ("max_local_disk_size", "disk_direct_io", "write_queue_size")
+_SERVICE_ONLY = (
+    "max_local_cpu_size",
+    "arena_strict",
+    "cache_policy",
+    "local_disk",
+    *_DISK_ONLY,
+    "breaker_pause_s",
+    "embedded_linger_s",
+    "stop_deadline_s",
+)
+_NOT_YET: dict[tuple[str, object], str] = {
+    ("discard_partial_chunks", False): (
+        "incomplete chunks cannot be kept yet; leave it out, and take a smaller chunk_size to "
+        "lose fewer tokens at a prompt's end"
+    ),
+    ("local_cpu", False): (
+        "every chunk passes through host memory, so it cannot be off; to use little of it set "
+        "max_local_cpu_size (for example 512MiB), to save nothing set force_skip_save"
+    ),
+}

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between versions and set-ups of vLLM, found by looking, not by version numbers."""
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from kvhaven.errors import IncompatibleEngineError
+from kvhaven.types import ShardId
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NEEDED = (
+    "on_new_request",
+    "handle_preemptions",
+    "build_connector_worker_meta",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+)
+"""Methods of the base class without which KVHaven would be wrong (vLLM 0.22 has them all)."""
+
+
+def require_supported_vllm() -> None:
+    """Raise `IncompatibleEngineError` when this vLLM lacks what the connector builds on."""
+    missing = [name for name in _NEEDED if not hasattr(KVConnectorBase_V1, name)]
+    parameters = inspect.signature(KVConnectorBase_V1.__init__).parameters
+    if "kv_cache_config" not in parameters:
+        missing.append("the constructor's kv_cache_config")
+    if missing:
+        raise IncompatibleEngineError(
+            f"vLLM {vllm.__version__} lacks {', '.join(missing)} in its connector interface; "
+            "KVHaven needs vLLM 0.22 or newer and was proved on 0.32"
+        )
+
+
+def require_supported_engine(config: "VllmConfig", kv_cache: "KVCacheConfig") -> None:
+    """Raise `IncompatibleEngineError` for set-ups that are not served, with what to change."""
+    parallel = config.parallel_config
+    for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, setting, 1) > 1:
+            raise IncompatibleEngineError(
+                f"{setting} is {getattr(parallel, setting)}: a block's tokens are spread over "
+                "ranks then, which KVHaven does not read yet; set it to 1"
+            )
+    groups = kv_cache.kv_cache_groups
+    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    if len(groups) != 1:
+        raise IncompatibleEngineError(
+            f"the model has {len(groups)} KV groups ({', '.join(kinds)}); hybrid models are not "
+            "served yet. If all its layers are attention, --disable-hybrid-kv-cache-manager "
+            "makes them one group"
+        )
+    if any(word in kind for kind in kinds for word in ("Mamba", "CrossAttention", "EncoderOnly")):
+        raise IncompatibleEngineError(
+            f"the model's KV is {', '.join(kinds)}, which is not attention over a prefix; "
+            "KVHaven cannot cache it yet"
+        )
+
+
+def require_chunk_size(chunk_size: int, block_size: int) -> None:
+    """Raise `IncompatibleEngineError` when a chunk is not a whole number of blocks."""
+    if chunk_size % block_size:
+        raise IncompatibleEngineError(
+            f"chunk_size is {chunk_size} tokens and the engine's block {block_size}: a chunk "
+            f"must be a whole number of blocks; set chunk_size to a multiple of {block_size}, "
+            "or the engine's --block-size to a divisor"
+        )
+
+
+def shard_id(config: "VllmConfig", rank: int) -> ShardId:
+    """Return which part of a chunk the rank holds: its layers and its KV heads."""
+    model, parallel = config.model_config, config.parallel_config
+    tp = parallel.tensor_parallel_size
+    first, end = model.get_layers_start_end_indices(parallel)
+    heads = model.get_total_num_kv_heads()
+    per_rank = model.get_num_kv_heads(parallel)
+    tp_rank = rank % tp
+    if model.use_mla:
+        return ShardId(0, (first, end), (0, 1), tp_rank)
+    replicas = max(1, tp // heads)
+    first_head = tp_rank // replicas * per_rank
+    return ShardId(0, (first, end), (first_head, first_head + per_rank), tp_rank % replicas)
+
+
+def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a hook that vLLM calls in its loop return `default()` instead of raising.
+
+    Anything that escapes there ends the engine and every request in it, and a cache must not
+    do that: an error is logged with its trace, counted, and is a miss.
+    """
+
+    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
+        @wraps(hook)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the reason for this decorator
+                _report(args[0], hook.__name__, error)
+                fallback: R = default()
+                return fallback
+
+        return guarded
+
+    return decorate
+
+
+def _report(connector: Any, hook: str, error: Exception) -> None:
+    seen: set[str] = connector.reported_errors
+    if hook not in seen:
+        seen.add(hook)
+        logger.error("%s failed; further failures are only counted", hook, exc_info=error)
+    connector.count_error()

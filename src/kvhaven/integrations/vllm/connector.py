@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KVHavenConnector`: vLLM's v1 connector interface, mapped to the two sides of KVHaven."""
+
+import logging
+import uuid
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvhaven.integrations.vllm.compat import (
+    never_raises,
+    require_supported_engine,
+    require_supported_vllm,
+)
+from kvhaven.integrations.vllm.hits import hit_sources
+from kvhaven.integrations.vllm.metadata import StepPlan, StepReport
+from kvhaven.integrations.vllm.start import start_scheduler, start_worker
+from kvhaven.integrations.vllm.stats import KVHavenPromMetrics, KVHavenStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvhaven.integrations.vllm.scheduler import SchedulerSide
+    from kvhaven.integrations.vllm.worker import WorkerSide
+
+logger = logging.getLogger(__name__)
+
+
+class KVHavenConnector(KVConnectorBase_V1):
+    """One object per role and process. Start-up may raise; nothing after it does.
+
+    The worker's part begins with `register_kv_caches`, because the tensors decide the
+    layout; the scheduler's in the constructor, which vLLM runs after that.
+    """
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        require_supported_vllm()
+        super().__init__(vllm_config, role, kv_cache_config)
+        require_supported_engine(vllm_config, kv_cache_config)
+        self._member = f"{role.name.lower()}-{uuid.uuid4().hex}"
+        self.reported_errors: set[str] = set()
+        self._errors = 0
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = start_scheduler(vllm_config, kv_cache_config, self._member)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache delivers nothing: a dropped save is a later miss."""
+        return False
+
+    def count_error(self) -> None:
+        """Count an error that was kept from the engine."""
+        self._errors += 1
+
+    # --- worker, start-up -------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Read the layout, test the device, attach to the service. May refuse, with advice."""
+        self._worker = start_worker(
+            self._vllm_config, self._kv_cache_config, kv_caches, self._member
+        )
+
+    # --- worker, each step ------------------------------------------------------------------
+
+    @never_raises(lambda: None)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the step's plan; called before the forward."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepPlan):
+            self._worker.begin(connector_metadata)
+
+    @never_raises(lambda: None)
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
+        """Start the step's loads; the forward waits for those that are synchronous."""
+        if self._worker is not None:
+            self._worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to do: `start_load_kv` ordered the whole forward behind its loads."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: "torch.Tensor",
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        """Nothing to do: chunks are saved whole, after the forward."""
+
+    @never_raises(lambda: None)
+    def wait_for_save(self) -> None:
+        """Save the chunks that this step completed."""
+        if self._worker is not None:
+            self._worker.save()
+
+    @never_raises(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
+        """Return the requests whose asynchronous loads have ended."""
+        return None, (self._worker.finished_loads() or None) if self._worker else None
+
+    @never_raises(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return blocks that a load could not fill (see `WorkerSide`: not by design)."""
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
+    @never_raises(lambda: None)
+    def build_connector_worker_meta(self) -> StepReport | None:
+        """Return which saves have ended."""
+        return self._worker.report() if self._worker is not None else None
+
+    # --- scheduler --------------------------------------------------------------------------
+
+    @never_raises(lambda: None)
+    def on_new_request(self, request: "Request") -> None:
+        """Start promoting what the request will need."""
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @never_raises(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many further tokens are leased for loading; None: ask again."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Plan the load into the blocks.
+
+        The one hook that may raise: a load that the engine counts on and that is not planned
+        would be wrong output.
+        """
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlan:
+        """Return the step's plan."""
+        return self._scheduler.plan_step(scheduler_output) if self._scheduler else StepPlan()
+
+    @never_raises(lambda: None)
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take the ranks' report."""
+        if self._scheduler is None:
+            return
+        report = connector_output.kv_connector_worker_meta
+        self._scheduler.reported(
+            report if isinstance(report, StepReport) else StepReport(),
+            connector_output.finished_recving or (),
+        )
+
+    @never_raises(lambda: (False, None))
+    def request_finished(
+        self,
+        request: "Request",
+        block_ids: list[int],  # noqa: ARG002 - fences protect them
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Let the request go; its blocks need not be kept."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    @never_raises(dict)
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> "dict[CacheHitSource, int]":
+        """Return how many of the loaded tokens came from memory and how many from a tier."""
+        if self._scheduler is None:
+            return {}
+        return hit_sources(self._scheduler.loaded_offer(request), num_external_tokens)
+
+    @never_raises(lambda: ())
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        """Return what became available since the last call, for cache-aware routers."""
+        return self._scheduler.take_events() if self._scheduler is not None else ()
+
+    def reset_cache(self) -> bool | None:
+        """Find nothing that was cached before, from now on; others' data stays."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Nothing to do: ranks meet in the service."""
+
+    # --- both -------------------------------------------------------------------------------
+
+    @never_raises(lambda: None)
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        """Return the counters since the last call."""
+        side = self._scheduler or self._worker
+        if side is None:
+            return None
+        if self._errors:
+            side.stats.add("errors", self._errors)
+            self._errors = 0
+        return side.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> "KVConnectorStats | None":
+        """Return the statistics class over a report's data."""
+        return KVHavenStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: "dict[type[PromMetric], type[PromMetricT]]",
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "KVConnectorPromMetrics | None":
+        """Return the Prometheus counters."""
+        return KVHavenPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @never_raises(lambda: None)
+    def shutdown(self) -> None:
+        """End copies, release leases, disconnect."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+        self._scheduler = self._worker = None

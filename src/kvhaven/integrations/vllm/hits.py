@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where loaded tokens came from, in vLLM's words."""
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvhaven.catalog.actions import Source
+from kvhaven.integrations.vllm.tracker import Offer
+
+
+def hit_sources(offer: Offer | None, tokens: int) -> dict[CacheHitSource, int]:
+    """Split `tokens` loaded tokens by the tier that supplied them; the counts add up."""
+    if offer is None or tokens <= 0:
+        return {}
+    size = offer.chunk_size
+    counts = {CacheHitSource.HOST: 0, CacheHitSource.DISK: 0}
+    at, end = offer.start, offer.start + tokens
+    while at < end:
+        chunk = at // size
+        step = min((chunk + 1) * size, end) - at
+        in_memory = offer.lease.sources[chunk - offer.first_chunk] == Source.MEMORY
+        counts[CacheHitSource.HOST if in_memory else CacheHitSource.DISK] += step
+        at += step
+    return {source: count for source, count in counts.items() if count}

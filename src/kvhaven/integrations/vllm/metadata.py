@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's side tells the workers each step, and what they tell it back."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvhaven.types import ChunkKey
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """Chunks to copy from the arena into a request's blocks.
+
+    `blocks[group][i]` are the block ids of chunk `i`; `devices.SKIP` marks blocks that are
+    not to be written. `places[i]` is the `(segment, offset)` of chunk `i`'s extent in the
+    arena of `service`, `shard_offsets[rank]` where a rank's part of it starts.
+    """
+
+    request_id: str
+    ticket: int
+    service: str
+    places: tuple[tuple[int, int], ...]
+    shard_offsets: tuple[int, ...]
+    blocks: tuple[tuple[tuple[int, ...], ...], ...]
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """Consecutive complete chunks to copy from a request's blocks into the arena.
+
+    `parent` is the key before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`.
+    """
+
+    id: int
+    parent: ChunkKey | None
+    keys: tuple[ChunkKey, ...]
+    blocks: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):
+    """The plan of one step.
+
+    `fence` lists save jobs whose source blocks were given to somebody else: nothing may
+    write to these blocks before the copies ended. `services` are those in whose arenas a
+    present or later load may lie; arenas of others can be unmapped.
+    """
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    fence: list[int] = field(default_factory=list)
+    services: frozenset[str] = frozenset()
+    requests: list[object] = field(default_factory=list)
+    """vllm-gaudi's runner reads this; an empty list is what it needs."""
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """Save jobs that ended, and by how many ranks each was reported."""
+
+    saved: dict[int, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
+        """Add up the reports of two ranks."""
+        assert isinstance(other, StepReport)
+        total = dict(self.saved)
+        for job, ranks in other.saved.items():
+            total[job] = total.get(job, 0) + ranks
+        return StepReport(total)

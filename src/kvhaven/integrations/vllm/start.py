@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting the connector's two sides: settings, identity, layout, service."""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvhaven.client.embedded import EmbeddedService, embedded_address
+from kvhaven.client.rank import MappedArena, RankClient
+from kvhaven.client.scheduler import SchedulerClient
+from kvhaven.config import Settings, load_settings
+from kvhaven.devices.base import Device
+from kvhaven.devices.cpu import usable_cores
+from kvhaven.devices.detect import open_device
+from kvhaven.devices.selftest import self_test
+from kvhaven.errors import ServiceUnavailableError
+from kvhaven.integrations.vllm.compat import require_chunk_size, shard_id
+from kvhaven.integrations.vllm.identity import lora_fingerprint, namespace_fields
+from kvhaven.integrations.vllm.scheduler import SchedulerSide
+from kvhaven.integrations.vllm.worker import WorkerSide
+from kvhaven.keys import namespace_digest
+from kvhaven.layouts import PagedLayout, describe_kv_caches
+from kvhaven.protocol import AttachRank, AttachScheduler
+from kvhaven.types import Shard
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0
+_RANKS_WAIT_MS = 20_000
+_COPY_THREADS_MOST = 4
+
+
+def start_worker(
+    config: "VllmConfig",
+    kv_cache: "KVCacheConfig",
+    tensors: "dict[str, torch.Tensor]",
+    member: str,
+) -> WorkerSide:
+    """Read the layout, prove the device copies right, attach to the service as a rank.
+
+    Raises `KVHavenError` for what is refused. A service that does not answer is no reason to
+    refuse: the engine serves without a cache until it does.
+    """
+    settings = settings_of(config)
+    rank = config.parallel_config.rank
+    device = open_device(
+        next(iter(tensors.values())).device.type, settings.copy_threads or _copy_threads()
+    )
+    layout = _layout(kv_cache, tensors, device)
+    require_chunk_size(settings.chunk_size, layout.block_size)
+    blocks_per_chunk = settings.chunk_size // layout.block_size
+    if settings.self_test:
+        self_test(device, layout, memoryview(bytearray(layout.payload_bytes(2))))
+    fields = namespace_fields(
+        config,
+        chunk_size=settings.chunk_size,
+        kv_format="paged",
+        layout_fingerprint=layout.fingerprint,
+        model_fingerprint=settings.model_fingerprint or "",
+    )
+    address, ensure = _service(settings, config)
+    client = RankClient(
+        address,
+        AttachRank(
+            id=1,
+            session=_engine_id(config),
+            member=member,
+            rank=rank,
+            world=config.parallel_config.world_size,
+            namespace=namespace_digest(fields),
+            fields=fields,
+            shard=Shard(shard_id(config, rank), layout.payload_bytes(blocks_per_chunk)),
+        ),
+        on_arena=lambda arena: _register(device, arena),
+        ensure_service=ensure,
+    )
+    try:
+        client.start(_START_S)
+    except ServiceUnavailableError as error:
+        logger.warning("serving without a cache for now: %s", error)
+    return WorkerSide(settings, client, device, layout, rank)
+
+
+def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str) -> SchedulerSide:
+    """Attach to the service that the ranks attached to. Raises as `start_worker` does."""
+    settings = settings_of(config)
+    block_sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
+    for block_size in block_sizes:
+        require_chunk_size(settings.chunk_size, block_size)
+    world = config.parallel_config.world_size
+    address, ensure = _service(settings, config)
+    client = SchedulerClient(
+        address,
+        AttachScheduler(1, _engine_id(config), member, world, _RANKS_WAIT_MS),
+        lookup_deadline_s=settings.lookup_deadline_ms / 1000,
+        promote_deadline_s=settings.promote_deadline_ms / 1000,
+        ensure_service=ensure,
+    )
+    try:
+        client.start(_START_S)
+    except ServiceUnavailableError as error:
+        logger.warning("serving without a cache for now: %s", error)
+    return SchedulerSide(
+        settings,
+        client,
+        block_sizes=block_sizes,
+        world=world,
+        asynchronous=_loads_asynchronously(settings, config),
+        lora_fingerprint=lora_fingerprint,
+    )
+
+
+def settings_of(config: "VllmConfig") -> Settings:
+    """Return the settings of this engine. Raises `ConfigError`."""
+    transfer = config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config if transfer is not None else {}
+    settings = load_settings(extra=extra).settings
+    logging.getLogger("kvhaven").setLevel(settings.log_level)
+    return settings
+
+
+def _layout(
+    kv_cache: "KVCacheConfig", tensors: "dict[str, torch.Tensor]", device: Device
+) -> PagedLayout:
+    specs = {}
+    for group in kv_cache.kv_cache_groups:
+        for layer in group.layer_names:
+            nested = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+            spec = nested[layer] if nested is not None else group.kv_cache_spec
+            specs[layer] = (spec.page_size_bytes, spec.block_size)
+    return describe_kv_caches(
+        tensors, layer_specs=specs, num_blocks=kv_cache.num_blocks, kernel_tag=device.kernel_tag
+    )
+
+
+def _loads_asynchronously(settings: Settings, config: "VllmConfig") -> bool:
+    """Whether loads run between steps: not on CPU, where they would only wait for a step."""
+    if settings.load_mode != "auto":
+        return settings.load_mode == "async"
+    return str(config.device_config.device_type) != "cpu"
+
+
+def _engine_id(config: "VllmConfig") -> str:
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    return str(transfer.engine_id)
+
+
+def _service(settings: Settings, config: "VllmConfig") -> tuple[str, Callable[[], None]]:
+    """Return the service's socket, and what makes sure that one listens there."""
+    if settings.service_address is not None:
+        return settings.service_address, lambda: None
+    address = embedded_address(settings, _engine_id(config))
+    return address, EmbeddedService(settings, address).ensure
+
+
+def _copy_threads() -> int:
+    return min(_COPY_THREADS_MOST, len(usable_cores()))
+
+
+def _register(device: Device, arena: MappedArena) -> None:
+    for segment in arena.segments:
+        device.register_host(segment.address, segment.size)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Names of chunks: the namespace and the chain of keys, as another program could compute them.
+
+Everything here is SHA-256 over bytes that are written down exactly; `u32` is a little-endian
+unsigned 32-bit number, `i64` a little-endian signed 64-bit one, text is UTF-8 (lone surrogates
+are encoded as three bytes each, so that no text is refused).
+
+- Namespace: `SHA-256("kvhaven namespace 1\n" || u32 number of fields || fields)`, the fields in
+  the order of their names' bytes, each as `u32 length || name || u32 length || value`.
+- Chain: `key[i] = SHA-256(key[i-1] || tokens of chunk i, each u32 || extras of chunk i)`, and
+  `key[-1]` is the root: the namespace's digest, or after a reset
+  `SHA-256("kvhaven epoch 1\n" || namespace's digest || epoch)`.
+- Extras: records of `kind (one byte) || u32 length || content`, in this order and only where
+  they exist: 1 the LoRA adapter's fingerprint and 2 the cache salt, both in chunk 0 alone (the
+  chain carries them on); 3 a media item, in every chunk that its range touches, with the content
+  `i64 offset || u32 length || content hash`. The offset is that of the item's first token,
+  counted from the chunk's first token: negative if the item began in an earlier chunk. Items are
+  ordered by offset, length, content hash.
+
+`tests/unit/key_vectors.json` holds test vectors.
+"""
+
+import array
+import struct
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+
+import msgspec
+
+from kvhaven.errors import KVHavenError
+from kvhaven.types import KEY_BYTES, ChunkKey, NamespaceDigest
+
+UINT32_MAX = 2**32 - 1
+_NAMESPACE_TAG = b"kvhaven namespace 1\n"
+_EPOCH_TAG = b"kvhaven epoch 1\n"
+_LORA, _SALT, _MEDIA = 1, 2, 3
+
+
+class KeyInputError(KVHavenError):
+    """Tokens or extras cannot be named by a key: the request is not cached."""
+
+
+class MediaItem(msgspec.Struct, frozen=True):
+    """A multimodal item in the prompt: `length` tokens from token `offset` stand for it."""
+
+    content_hash: str
+    offset: int
+    length: int
+
+
+class Extras(msgspec.Struct, frozen=True):
+    """What determines a request's KV besides its tokens.
+
+    `lora` is the adapter's fingerprint (never its name), `salt` the tenant's cache salt.
+    """
+
+    lora: str = ""
+    salt: str = ""
+    items: tuple[MediaItem, ...] = ()
+
+
+def namespace_digest(fields: Mapping[str, str]) -> NamespaceDigest:
+    """Return the digest of a namespace; the order of `fields` does not matter."""
+    parts = [_NAMESPACE_TAG, struct.pack("<I", len(fields))]
+    encoded = sorted((_text(name), _text(value)) for name, value in fields.items())
+    for name, value in encoded:
+        parts += (struct.pack("<I", len(name)), name, struct.pack("<I", len(value)), value)
+    return NamespaceDigest(sha256(b"".join(parts)).digest())
+
+
+def epoch_root(namespace: NamespaceDigest, epoch: bytes) -> bytes:
+    """Return the 32 byte root for an engine that reset its cache; `epoch` is any unique value."""
+    return sha256(_EPOCH_TAG + namespace + epoch).digest()
+
+
+class KeyChain:
+    """The keys of one request's full chunks, extended as the request grows.
+
+    `root` is what the chain starts from: 32 bytes, a namespace's digest or an `epoch_root`.
+    Raises `KeyInputError` for a root of another length, a `chunk_size` below 1, or media items
+    with an offset or length outside of 32 bits.
+
+    Not safe for use by several threads at once.
+    """
+
+    def __init__(
+        self, root: NamespaceDigest | bytes, chunk_size: int, extras: Extras | None = None
+    ) -> None:
+        if len(root) != KEY_BYTES:
+            raise KeyInputError(f"a root has {KEY_BYTES} bytes, this one has {len(root)}")
+        if chunk_size < 1:
+            raise KeyInputError(f"chunk_size is {chunk_size}, it must be at least 1")
+        self.root = bytes(root)
+        self.chunk_size = chunk_size
+        self.keys: list[ChunkKey] = []
+        """Keys of the full chunks so far, from the first chunk on."""
+        extras = extras or Extras()
+        self._first_records = _record(_LORA, _text(extras.lora)) if extras.lora else b""
+        if extras.salt:
+            self._first_records += _record(_SALT, _text(extras.salt))
+        self._items = sorted(_checked(extras.items), key=_order)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Hash the full chunks of `tokens` that are not hashed yet.
+
+        `tokens` are all tokens of the request so far; those of chunks that have a key already
+        are not looked at again. Raises `KeyInputError` if a token is no 32-bit unsigned
+        integer, or if there are fewer tokens than were hashed (see `truncate`); the keys are
+        then unchanged.
+        """
+        size, first, end = self.chunk_size, len(self.keys), len(tokens) // self.chunk_size
+        if end == first:
+            return
+        if end < first:
+            raise KeyInputError(
+                f"{len(tokens)} tokens given, but {first * size} are hashed: truncate first"
+            )
+        packed = _packed(tokens[first * size : end * size], first * size)
+        records = self._media_records(first, end)
+        if first == 0 and self._first_records:
+            records[0] = self._first_records + records.get(0, b"")
+        previous = self.keys[-1] if self.keys else self.root
+        step = 4 * size
+        for index, start in enumerate(range(0, len(packed), step), first):
+            content = previous + packed[start : start + step]
+            if records:
+                content += records.get(index, b"")
+            previous = ChunkKey(sha256(content).digest())
+            self.keys.append(previous)
+
+    def truncate(self, tokens: int) -> None:
+        """Forget the keys of chunks that end beyond the first `tokens` tokens."""
+        del self.keys[max(tokens, 0) // self.chunk_size :]
+
+    def add_items(self, items: Iterable[MediaItem]) -> None:
+        """Add media items (a streaming session brought them); keys they touch are forgotten.
+
+        Raises `KeyInputError` as the constructor does.
+        """
+        added = _checked(items)
+        self._items = sorted(self._items + added, key=_order)
+        for item in added:
+            self.truncate(item.offset)
+
+    def _media_records(self, first: int, end: int) -> dict[int, bytes]:
+        """Return the media records of chunks `first` to `end`, by chunk, where there are any."""
+        records: dict[int, bytes] = {}
+        for item in self._items:
+            content = _text(item.content_hash)
+            touched = range(
+                max(first, item.offset // self.chunk_size),
+                min(end, (item.offset + item.length - 1) // self.chunk_size + 1),
+            )
+            for index in touched:
+                offset = item.offset - index * self.chunk_size
+                record = _record(_MEDIA, struct.pack("<qI", offset, item.length) + content)
+                records[index] = records.get(index, b"") + record
+        return records
+
+
+def _text(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _record(kind: int, content: bytes) -> bytes:
+    return struct.pack("<BI", kind, len(content)) + content
+
+
+def _checked(items: Iterable[MediaItem]) -> list[MediaItem]:
+    checked = list(items)
+    for item in checked:
+        if not (0 <= item.offset <= UINT32_MAX and 1 <= item.length <= UINT32_MAX):
+            raise KeyInputError(
+                f"media item {item.content_hash!r} covers {item.length} tokens from token "
+                f"{item.offset}; both must be unsigned 32-bit numbers, and the length at least 1"
+            )
+    return checked
+
+
+def _order(item: MediaItem) -> tuple[int, int, bytes]:
+    return item.offset, item.length, _text(item.content_hash)
+
+
+def _packed(tokens: Sequence[int], position: int) -> memoryview:
+    """Return tokens as little-endian unsigned 32-bit numbers; the first one is `position`."""
+    try:
+        packed = array.array("I", tokens)
+    except (OverflowError, TypeError):
+        _refuse_first_bad(tokens, position)
+        raise
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return memoryview(packed).cast("B")
+
+
+def _refuse_first_bad(tokens: Sequence[object], position: int) -> None:
+    for index, token in enumerate(tokens, position):
+        if not isinstance(token, int) or not 0 <= token <= UINT32_MAX:
+            raise KeyInputError(
+                f"token {index} of the request is {token!r}; "
+                f"a token must be an integer from 0 to {UINT32_MAX}"
+            ) from None

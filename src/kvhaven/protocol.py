@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wire between engines and the node service: msgpack frames on a unix socket.
+
+A frame is a little-endian uint32 (the body's length in bytes) and a msgpack map with the
+message's name under `type`. Unknown fields are ignored, so either side may be newer.
+`docs/formats.md` lists every message.
+"""
+
+import struct
+from typing import Final
+
+import msgspec
+
+from kvhaven.errors import ProtocolError
+from kvhaven.types import KEY_BYTES, ChunkKey, Shard, ShardTable
+
+VERSION: Final = 1
+FRAME_LIMIT: Final = 16 << 20
+"""Largest body in bytes; a longer one is malformed."""
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type"):
+    """Base of all messages; the class name is the tag."""
+
+
+# --- said once per connection ---------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag=True):
+    """First message of a client."""
+
+    version: int = VERSION
+    features: int = 0
+    frame_limit: int = FRAME_LIMIT
+
+
+class Welcome(Message, frozen=True, tag=True):
+    """First message of the service. `service` is new each time the service starts."""
+
+    service: str
+    pid: int
+    version: int = VERSION
+    features: int = 0
+    frame_limit: int = FRAME_LIMIT
+
+
+class AttachRank(Message, frozen=True, tag=True):
+    """A worker says who it is. `member` names its process; `fields` are its namespace's."""
+
+    id: int
+    session: str
+    member: str
+    rank: int
+    world: int
+    namespace: bytes
+    fields: dict[str, str]
+    shard: Shard
+
+
+class AttachScheduler(Message, frozen=True, tag=True):
+    """A scheduler joins the session its ranks opened; waits `wait_ms` for them."""
+
+    id: int
+    session: str
+    member: str
+    world: int
+    wait_ms: int
+
+
+class SegmentInfo(msgspec.Struct, frozen=True):
+    """A segment of the arena; `lock_byte` is the one that this member locks while it maps it."""
+
+    index: int
+    size: int
+    lock_byte: int
+
+
+class Attached(Message, frozen=True, tag=True):
+    """Answer to both. A rank gets the segments, their descriptors come with the frame.
+
+    The scheduler gets the namespace and the shard table on which all ranks agree.
+    """
+
+    id: int
+    segments: tuple[SegmentInfo, ...] = ()
+    namespace: bytes = b""
+    table: ShardTable | None = None
+
+
+class Refused(Message, frozen=True, tag=True):
+    """The request `id` cannot be served; `reason` is for people."""
+
+    id: int
+    reason: str
+
+
+# --- the scheduler's ------------------------------------------------------------------------
+
+
+class Prefetch(Message, frozen=True, tag=True):
+    """Promote what is stored below memory and mark the chain as used; no lease, no answer."""
+
+    keys: bytes
+
+
+class Acquire(Message, frozen=True, tag=True):
+    """Lease the longest prefix of `keys`; promotions are waited for, `wait_ms` at most."""
+
+    ticket: int
+    keys: bytes
+    wait_ms: int
+
+
+class Acquired(Message, frozen=True, tag=True):
+    """The lease's state: `(segment, offset)` of each chunk's extent, one source byte each.
+
+    `final=False` says that promotions are under way and another answer follows.
+    """
+
+    ticket: int
+    final: bool
+    extents: list[tuple[int, int]]
+    sources: bytes
+
+
+class Release(Message, frozen=True, tag=True):
+    """These leases were not handed to any rank and end now. Reliable."""
+
+    seq: int
+    tickets: list[int]
+
+
+# --- a rank's -------------------------------------------------------------------------------
+
+
+class Loaded(Message, frozen=True, tag=True):
+    """The rank's copies for these leases have ended. Reliable."""
+
+    seq: int
+    tickets: list[int]
+
+
+class Reserve(Message, frozen=True, tag=True):
+    """Space for consecutive chunks; `parent` is the key before them (empty: none)."""
+
+    id: int
+    parent: bytes
+    keys: bytes
+
+
+class Granted(Message, frozen=True, tag=True):
+    """Answer to `Reserve`: `(segment, offset of the rank's shard, generation)` or nothing."""
+
+    id: int
+    grants: list[tuple[int, int, int] | None]
+
+
+class Commit(Message, frozen=True, tag=True):
+    """Shards that are written: `(key, generation, checksum)`. Reliable."""
+
+    seq: int
+    shards: list[tuple[bytes, int, bytes]]
+
+
+class Abort(Message, frozen=True, tag=True):
+    """Shards given up: `(key, generation)`; no copy into them is running. Reliable."""
+
+    seq: int
+    shards: list[tuple[bytes, int]]
+
+
+class Ack(Message, frozen=True, tag=True):
+    """All reliable messages of this member up to `seq` were handled."""
+
+    seq: int
+
+
+# --- people's -------------------------------------------------------------------------------
+
+
+class Status(Message, frozen=True, tag=True):
+    """Ask for everything `kvhaven status` shows."""
+
+    id: int
+
+
+class StatusReply(Message, frozen=True, tag=True):
+    """The answer, as JSON (its shape is `service.status.ServiceStatus`)."""
+
+    id: int
+    status: bytes
+
+
+class Clear(Message, frozen=True, tag=True):
+    """Drop a namespace (its digest, empty: all) from a tier (empty: from all and memory)."""
+
+    id: int
+    namespace: bytes
+    tier: str
+
+
+class Cleared(Message, frozen=True, tag=True):
+    """What `Clear` dropped."""
+
+    id: int
+    chunks: int
+    bytes: int
+
+
+class Flush(Message, frozen=True, tag=True):
+    """Wait until everything resident is written to the tiers, `wait_ms` at most."""
+
+    id: int
+    wait_ms: int
+
+
+class Flushed(Message, frozen=True, tag=True):
+    """Answer to `Flush`: writes still outstanding (0: all is stored)."""
+
+    id: int
+    outstanding: int
+
+
+ClientMessage = (
+    Hello
+    | AttachRank
+    | AttachScheduler
+    | Prefetch
+    | Acquire
+    | Release
+    | Loaded
+    | Reserve
+    | Commit
+    | Abort
+    | Status
+    | Clear
+    | Flush
+)
+ServiceMessage = (
+    Welcome | Attached | Refused | Acquired | Granted | Ack | StatusReply | Cleared | Flushed
+)
+Reliable = Release | Loaded | Commit | Abort
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_client_decoder: Final[msgspec.msgpack.Decoder[ClientMessage]] = msgspec.msgpack.Decoder(
+    ClientMessage
+)
+_service_decoder: Final[msgspec.msgpack.Decoder[ServiceMessage]] = msgspec.msgpack.Decoder(
+    ServiceMessage
+)
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as one frame. Raises `ProtocolError` when it is over the limit."""
+    body = _encoder.encode(message)
+    if len(body) > FRAME_LIMIT:
+        raise ProtocolError(
+            f"{type(message).__name__} of {len(body)} bytes; a frame has {FRAME_LIMIT} at most"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_client(body: bytes | bytearray | memoryview) -> ClientMessage:
+    """Return what a client said. Raises `ProtocolError`."""
+    try:
+        return _client_decoder.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from error
+
+
+def decode_service(body: bytes | bytearray | memoryview) -> ServiceMessage:
+    """Return what the service said. Raises `ProtocolError`."""
+    try:
+        return _service_decoder.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"malformed message of {len(body)} bytes: {error}") from error
+
+
+class FrameReader:
+    """Cuts a byte stream into frames' bodies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add received bytes; return the bodies that are complete now, in order.
+
+        Raises `ProtocolError` for a length over the limit.
+        """
+        self._buffer += data
+        bodies, at = [], 0
+        while len(self._buffer) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, at)
+            if length > FRAME_LIMIT:
+                raise ProtocolError(
+                    f"a frame of {length} bytes was announced; {FRAME_LIMIT} are allowed"
+                )
+            end = at + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            bodies.append(bytes(self._buffer[at + _LENGTH.size : end]))
+            at = end
+        if at:
+            del self._buffer[:at]
+        return bodies
+
+
+def split_keys(blob: bytes) -> list[ChunkKey]:
+    """Return the keys in a blob of 32 bytes each. Raises `ProtocolError`."""
+    if len(blob) % KEY_BYTES:
+        raise ProtocolError(f"{len(blob)} bytes are not a whole number of {KEY_BYTES}-byte keys")
+    return [ChunkKey(blob[at : at + KEY_BYTES]) for at in range(0, len(blob), KEY_BYTES)]

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `kvhaven status` shows: everything the service knows about itself, typed."""
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvhaven import __version__
+from kvhaven.catalog.stats import CatalogStats
+from kvhaven.tiers.base import TierHealth
+
+if TYPE_CHECKING:
+    from kvhaven.service.server import Service
+
+
+class NamespaceStatus(msgspec.Struct, frozen=True):
+    """A namespace's chunks and bytes in memory and in each tier."""
+
+    digest: str
+    model: str
+    fields: dict[str, str]
+    chunks: dict[str, int]
+    bytes: dict[str, int]
+
+
+class MemberStatus(msgspec.Struct, frozen=True):
+    """A process of an engine. `quarantined_bytes`: it is lost and may still touch these."""
+
+    session: str
+    role: str
+    connected: bool
+    quarantined_bytes: int
+
+
+class ServiceStatus(msgspec.Struct, frozen=True):
+    """One moment of a node service. Sizes are bytes; counters run since it started."""
+
+    version: str
+    service: str
+    pid: int
+    arena_bytes: int
+    arena_used_bytes: int
+    hit_rate: float
+    """Chunks that were resident or promoted, of those asked for."""
+    verified_chunks: int
+    damaged_chunks: int
+    namespaces: list[NamespaceStatus]
+    members: list[MemberStatus]
+    tiers: dict[str, TierHealth]
+    catalog: CatalogStats
+
+
+def describe(service: "Service") -> bytes:
+    """Return the service's status as JSON of `ServiceStatus`."""
+    stats = service.catalog.stats()
+    hits = stats.hit_chunks + stats.promoted_chunks
+    asked = stats.hit_chunks + stats.promoted_chunks + stats.missed_chunks
+    status = ServiceStatus(
+        version=__version__,
+        service=service.id,
+        pid=os.getpid(),
+        arena_bytes=stats.capacity_bytes,
+        arena_used_bytes=stats.used_bytes,
+        hit_rate=hits / asked if asked else 0.0,
+        verified_chunks=service.verifier.checked,
+        damaged_chunks=service.verifier.damaged,
+        namespaces=[
+            NamespaceStatus(
+                digest=digest.hex(),
+                model=namespace.fields.get("model", ""),
+                fields=namespace.fields,
+                chunks={"memory": namespace.memory.chunks}
+                | {str(name): usage.chunks for name, usage in namespace.tiers.items()},
+                bytes={"memory": namespace.memory.bytes}
+                | {str(name): usage.bytes for name, usage in namespace.tiers.items()},
+            )
+            for digest, namespace in stats.namespaces.items()
+        ],
+        members=[
+            MemberStatus(
+                session=session.id,
+                role=member.role,
+                connected=member.connection is not None,
+                quarantined_bytes=stats.quarantined_by.get(member.id, 0),
+            )
+            for session in service.sessions
+            for member in session.members
+        ],
+        tiers={str(name): tier.health() for name, tier in service.tiers.items()},
+        catalog=msgspec.structs.replace(stats, namespaces={}),
+    )
+    return msgspec.json.encode(status)

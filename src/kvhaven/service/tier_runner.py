@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does what the catalog asks of tiers, and tells it how that went."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+from kvhaven.catalog import Catalog
+from kvhaven.catalog.actions import TierDelete, TierName, TierRead, TierWrite
+from kvhaven.errors import KVHavenError, TierError, TierMissError
+from kvhaven.tiers.base import Namespace, StoredShard, Tier
+from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, align_up
+
+logger = logging.getLogger(__name__)
+
+
+class TierRunner:
+    """Runs tier actions as tasks of the event loop.
+
+    `memory_of` gives the service's own view of an extent; `changed` is called after the
+    catalog was told of a result, since that may have produced further actions.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        tiers: Mapping[TierName, Tier],
+        memory_of: Callable[[Extent], memoryview],
+        changed: Callable[[], None],
+    ) -> None:
+        self._catalog = catalog
+        self._tiers = tiers
+        self._memory_of = memory_of
+        self._changed = changed
+        self._namespaces: dict[NamespaceDigest, Namespace] = {}
+        self._introduced: set[tuple[TierName, NamespaceDigest]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._scanned: set[TierName] = set()
+
+    def add_namespace(self, namespace: Namespace) -> None:
+        """Remember a namespace's shard table; its tiers are told before the first write."""
+        self._namespaces[namespace.digest] = namespace
+
+    def run(self, action: TierRead | TierWrite | TierDelete) -> None:
+        """Start an action; its result goes to the catalog."""
+        if isinstance(action, TierRead):
+            self._spawn(self._read(action))
+        elif isinstance(action, TierWrite):
+            self._spawn(self._write(action))
+        else:
+            self._spawn(self._delete(action))
+
+    def check_health(self) -> None:
+        """Tell the catalog which tiers are in use; scan those that have come into use."""
+        for name, tier in self._tiers.items():
+            online = tier.health().online
+            self._catalog.tier_online(name, online)
+            if online and name not in self._scanned:
+                self._scanned.add(name)
+                self._spawn(self._scan(name, tier))
+
+    async def close(self, deadline_s: float) -> None:
+        """Wait for running tasks, `deadline_s` at most, then close the tiers."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=deadline_s)
+        for tier in self._tiers.values():
+            await tier.close(deadline_s)
+
+    async def _scan(self, name: TierName, tier: Tier) -> None:
+        """Tell the catalog what a tier holds from earlier lives, in the background."""
+        found = 0
+        try:
+            async for namespace, shards in tier.scan():
+                found += self._found(name, namespace, shards)
+                self._changed()
+        except TierError as error:
+            self._scanned.discard(name)
+            logger.warning("tier %s: the scan ended early: %s", name, error)
+        logger.info("tier %s: found %d shards from before", name, found)
+
+    def _found(self, name: TierName, namespace: Namespace, shards: Sequence[StoredShard]) -> int:
+        try:
+            self._catalog.add_namespace(namespace)
+        except KVHavenError as error:
+            logger.warning("tier %s: ignored a namespace: %s", name, error)
+            return 0
+        self._namespaces.setdefault(namespace.digest, namespace)
+        bits = {shard.id: bit for bit, shard in enumerate(namespace.table.shards)}
+        count = 0
+        for stored in shards:
+            bit = bits.get(stored.shard)
+            if bit is not None:
+                self._catalog.tier_found(
+                    name, namespace.digest, stored.key, bit, stored.payload_bytes
+                )
+                count += 1
+        return count
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _parts(
+        self, namespace: NamespaceDigest, key: ChunkKey, extent: Extent
+    ) -> list[tuple[StoredShard, memoryview]]:
+        table = self._namespaces[namespace].table
+        memory = self._memory_of(extent)
+        return [
+            (
+                StoredShard(namespace, key, shard.id, shard.payload_bytes),
+                memory[offset : offset + align_up(shard.payload_bytes)],
+            )
+            for shard, offset in zip(table.shards, table.offsets, strict=True)
+        ]
+
+    async def _read(self, action: TierRead) -> None:
+        tier = self._tiers[action.tier]
+        checksums: tuple[Checksum, ...] | None = None
+        parts = self._parts(action.namespace, action.key, action.extent)
+        results = await asyncio.gather(
+            *(tier.read(shard, part) for shard, part in parts), return_exceptions=True
+        )
+        failures = [result for result in results if isinstance(result, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, (TierMissError, TierError)):
+                logger.error("tier %s: a read failed unexpectedly: %r", action.tier, failure)
+        if not failures:
+            checksums = tuple(result for result in results if isinstance(result, bytes))
+        if any(isinstance(failure, TierError) for failure in failures):
+            self.check_health()
+        self._catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
+        self._changed()
+
+    async def _write(self, action: TierWrite) -> None:
+        tier = self._tiers[action.tier]
+        ok = False
+        try:
+            await self._introduce(action.tier, action.namespace)
+            parts = self._parts(action.namespace, action.key, action.extent)
+            for (shard, part), checksum in zip(parts, action.checksums, strict=True):
+                await tier.write(shard, part, checksum)
+            ok = True
+        except TierError:
+            self._introduced.discard((action.tier, action.namespace))
+            self.check_health()
+        except Exception:
+            # Whatever went wrong, the extent must be let go: a dropped write is a later miss.
+            logger.exception("tier %s: a write failed unexpectedly", action.tier)
+        self._catalog.tier_write_done(action.tier, action.key, ok)
+        self._changed()
+
+    async def _delete(self, action: TierDelete) -> None:
+        table = self._namespaces[action.namespace].table
+        shards = [
+            StoredShard(action.namespace, action.key, shard.id, shard.payload_bytes)
+            for shard in table.shards
+        ]
+        try:
+            await self._tiers[action.tier].delete(shards)
+        except TierError:
+            self.check_health()
+
+    async def _introduce(self, name: TierName, digest: NamespaceDigest) -> None:
+        if (name, digest) not in self._introduced:
+            await self._tiers[name].add_namespace(self._namespaces[digest])
+            self._introduced.add((name, digest))

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads for the blocking I/O of one tier, so that the event loop never waits for a disk."""
+
+import asyncio
+import contextlib
+import enum
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
+
+from kvhaven.errors import TierError
+
+T = TypeVar("T")
+
+NICENESS: Final = 10
+"""Page-cache reads and hashing at normal priority put a quarter of acquires over 2 ms."""
+
+MOST_THREADS: Final = 8
+"""Enough 8 MiB requests in flight for the fastest local disks."""
+
+
+class Lane(enum.IntEnum):
+    """Kinds of work; a lane's jobs only start when the lanes before it are empty."""
+
+    READ = 0
+    WRITE = 1
+    """Writes and deletes, in the order of their arrival."""
+    BACKGROUND = 2
+    """Scans, probes, audits."""
+
+
+class _Progress(enum.Enum):
+    QUEUED = 0
+    RUNNING = 1
+    SETTLED = 2
+
+
+class _Job(Generic[T]):
+    """One call: what to do, where its outcome goes, and how far it is (under the lock)."""
+
+    __slots__ = ("future", "lane", "loop", "progress", "work")
+
+    def __init__(self, lane: Lane, work: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
+        self.lane = lane
+        self.work: Callable[[], T] | None = work
+        self.loop = loop
+        self.future: asyncio.Future[T] = loop.create_future()
+        self.progress = _Progress.QUEUED
+
+
+class TierExecutor:
+    """Runs blocking calls in `threads` threads of its own, at nice 10.
+
+    `threads` is bounded by the cores this process may use (default: one each, at most 8), each
+    lane by `max_queued` waiting jobs. A thread that hangs in a system call cannot be stopped:
+    threads are daemons, and `close` leaves such a one behind.
+    """
+
+    def __init__(self, threads: int | None = None, *, max_queued: int = 16384) -> None:
+        cores = len(os.sched_getaffinity(0))
+        self._max_queued = max_queued
+        self._ready = threading.Condition()
+        # All below is guarded by `_ready`'s lock; the figures may be read without it.
+        self._lanes: tuple[OrderedDict[_Job[Any], None], ...] = tuple(OrderedDict() for _ in Lane)
+        self._running: dict[_Job[Any], float] = {}  # since when
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvhaven-tier-{number}", daemon=True)
+            for number in range(min(threads or MOST_THREADS, cores))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def threads(self) -> int:
+        """Number of threads."""
+        return len(self._threads)
+
+    @property
+    def running(self) -> int:
+        """Jobs that a thread is at now."""
+        return len(self._running)
+
+    def longest_running_s(self) -> float:
+        """Seconds since the oldest of the running jobs began; 0 when none runs."""
+        with self._ready:
+            since = min(self._running.values(), default=None)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def queued(self, lane: Lane) -> int:
+        """Jobs of `lane` that wait for a thread."""
+        return len(self._lanes[lane])
+
+    async def run(
+        self, lane: Lane, work: Callable[[], T], then: Callable[[T], None] | None = None
+    ) -> T:
+        """Call `work` in a thread and return what it returns, or raise what it raises.
+
+        `then` is called on the event loop with the result before `run` ends, also when the
+        caller was cancelled meanwhile: book-keeping that must match what happened belongs
+        there. A cancelled call whose work has not begun is taken back; one whose work has
+        begun ends when the work does, however often it is cancelled.
+
+        Raises `TierError` when the lane is full or the executor closed.
+        """
+        job = _Job(lane, work, asyncio.get_running_loop())
+        self._push(job)
+        try:
+            result = await asyncio.shield(job.future)
+        except asyncio.CancelledError:
+            if not self._take_back(job) and await _outlast(job.future) and then is not None:
+                then(job.future.result())
+            raise
+        finally:
+            del job  # else: job, its exception, this frame, job; and the service runs no GC
+        if then is not None:
+            then(result)
+        return result
+
+    async def close(self, deadline_s: float) -> bool:
+        """Take no more jobs, finish what is there within `deadline_s` seconds, end the threads.
+
+        Jobs that wait then end with `TierError`; so do those that run, though their threads
+        still are at it (see `Tier` on buffers). Returns whether every thread has ended.
+        """
+        with self._ready:
+            self._closing = True
+            self._ready.notify_all()
+        ended = await asyncio.to_thread(self._join, deadline_s)
+        with self._ready:
+            left = [job for lane in self._lanes for job in lane]
+            left += self._running
+            for job in left:
+                job.work = None
+                job.progress = _Progress.SETTLED
+            for lane in self._lanes:
+                lane.clear()
+            self._ready.notify_all()
+        for job in left:
+            if not job.future.done():
+                job.future.set_exception(TierError(f"given up after {deadline_s} s at close"))
+                job.future.exception()  # whoever asked may be gone: no complaint about that
+        return ended
+
+    def _join(self, deadline_s: float) -> bool:
+        end = time.monotonic() + deadline_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _push(self, job: _Job[Any]) -> None:
+        with self._ready:
+            if self._closing:
+                raise TierError("the tier is closed")
+            if self.queued(job.lane) >= self._max_queued:
+                raise TierError(
+                    f"{self._max_queued} {job.lane.name.lower()} jobs are waiting already"
+                )
+            self._lanes[job.lane][job] = None
+            self._ready.notify()
+
+    def _take_back(self, job: _Job[Any]) -> bool:
+        """Return whether the job was still waiting; it will never run then."""
+        with self._ready:
+            if job.progress is not _Progress.QUEUED:
+                return False
+            job.progress = _Progress.SETTLED
+            del self._lanes[job.lane][job]
+            return True
+
+    def _next(self) -> _Job[Any] | None:
+        """Wait for a job; None when there will be no more."""
+        with self._ready:
+            while True:
+                for lane in self._lanes:
+                    if lane:
+                        job, _ = lane.popitem(last=False)
+                        job.progress = _Progress.RUNNING
+                        self._running[job] = time.monotonic()
+                        return job
+                if self._closing:
+                    return None
+                self._ready.wait()
+
+    def _work(self) -> None:
+        thread_id = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread_id)
+        os.setpriority(os.PRIO_PROCESS, thread_id, max(niceness, NICENESS))
+        while (job := self._next()) is not None:
+            self._run(job)
+
+    def _run(self, job: _Job[Any]) -> None:
+        work, job.work = job.work, None
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            if work is not None:
+                result = work()
+        except BaseException as caught:  # noqa: BLE001 - it is raised where it was asked for
+            error = caught
+        with self._ready:
+            self._running.pop(job, None)
+            job.progress = _Progress.SETTLED
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting
+            job.loop.call_soon_threadsafe(_settle, job.future, result, error)
+        del job, error  # the error's traceback holds this frame: no cycle
+
+
+def _settle(future: "asyncio.Future[T]", result: T, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+        future.exception()  # the caller may have been cancelled: no complaint about that
+
+
+async def _outlast(future: "asyncio.Future[Any]") -> bool:
+    """Wait for `future`, whatever cancels the wait; return whether it has a result."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
+    return future.exception() is None

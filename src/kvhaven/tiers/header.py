@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 4096 bytes before the payload of every stored shard.
+
+Little-endian; version 1:
+
+| offset | bytes | field |
+| ---: | ---: | --- |
+| 0 | 8 | magic `KVHAVEN` and a zero byte |
+| 8 | 4 | format version (1) |
+| 12 | 4 | size of this header (4096) |
+| 16 | 32 | chunk key |
+| 48 | 32 | namespace digest |
+| 80 | 4 | shard: KV group |
+| 84 | 8 | shard: first layer, end of layers |
+| 92 | 8 | shard: first head, end of heads |
+| 100 | 4 | shard: replica |
+| 104 | 8 | payload length in bytes, without padding |
+| 112 | 16 | xxh3-128 of the payload, big-endian (its canonical form) |
+| 128 | 3952 | zero |
+| 4080 | 16 | xxh3-128 of bytes 0 to 4079 of this header, big-endian |
+
+The payload follows at 4096, padded to a multiple of 4096 with bytes that mean nothing.
+"""
+
+import struct
+from typing import Final
+
+import msgspec
+import xxhash
+
+from kvhaven.errors import TierMissError
+from kvhaven.tiers.base import StoredShard
+from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId, align_up
+
+HEADER_BYTES: Final = 4096
+MAGIC: Final = b"KVHAVEN\0"
+FORMAT_VERSION: Final = 1
+
+_FIELDS: Final = struct.Struct("<8sII32s32sIIIIIIQ16s")
+_PREFIX: Final = struct.Struct("<8sII")
+_CHECKSUM_AT: Final = HEADER_BYTES - 16
+
+
+class ShardHeader(msgspec.Struct, frozen=True):
+    """What a header says: whose payload follows, and its checksum."""
+
+    stored: StoredShard
+    checksum: Checksum
+
+
+def stored_bytes(payload_bytes: int) -> int:
+    """Return what a payload takes in a store: header, payload and padding, in bytes."""
+    return HEADER_BYTES + align_up(payload_bytes)
+
+
+def pack_header(stored: StoredShard, checksum: Checksum) -> bytes:
+    """Return the 4096 bytes to write before a payload. Raises `ValueError` for bad fields."""
+    shard = stored.shard
+    if (len(stored.key), len(stored.namespace), len(checksum)) != (32, 32, 16):
+        raise ValueError(
+            f"key, namespace and checksum are {len(stored.key)}, {len(stored.namespace)} and "
+            f"{len(checksum)} bytes long; 32, 32 and 16 are needed"
+        )
+    try:
+        fields = _FIELDS.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            HEADER_BYTES,
+            stored.key,
+            stored.namespace,
+            shard.group,
+            *shard.layers,
+            *shard.heads,
+            shard.replica,
+            stored.payload_bytes,
+            checksum,
+        )
+    except struct.error as error:
+        raise ValueError(f"shard {shard} does not fit into a header: {error}") from error
+    body = fields.ljust(_CHECKSUM_AT, b"\0")
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def unpack_header(raw: bytes | memoryview) -> ShardHeader:
+    """Return what the first 4096 bytes of `raw` say.
+
+    Raises `TierMissError` with the reason when they are no whole header of this version.
+    """
+    if len(raw) < HEADER_BYTES:
+        raise TierMissError(f"the header is {len(raw)} bytes long instead of {HEADER_BYTES}")
+    magic, version, size = _PREFIX.unpack_from(raw)
+    if magic != MAGIC:
+        raise TierMissError(f"the header starts with {magic!r} instead of {MAGIC!r}")
+    if (version, size) != (FORMAT_VERSION, HEADER_BYTES):
+        raise TierMissError(
+            f"the header is of format version {version} with {size} bytes; "
+            f"this reader knows version {FORMAT_VERSION} with {HEADER_BYTES}"
+        )
+    if xxhash.xxh3_128_digest(raw[:_CHECKSUM_AT]) != raw[_CHECKSUM_AT:HEADER_BYTES]:
+        raise TierMissError("the header does not match its own checksum")
+    _, _, _, key, namespace, group, l0, l1, h0, h1, replica, length, checksum = _FIELDS.unpack_from(
+        raw
+    )
+    shard = ShardId(group, (l0, l1), (h0, h1), replica)
+    stored = StoredShard(NamespaceDigest(namespace), ChunkKey(key), shard, length)
+    return ShardHeader(stored, Checksum(checksum))
+
+
+def verify_payload(raw: bytes | memoryview, payload: memoryview, wanted: StoredShard) -> Checksum:
+    """Return the payload's checksum after checking that these bytes are what is `wanted`.
+
+    `raw` holds the header, `payload` what followed it (padding may be included). Raises
+    `TierMissError` with the first thing that is wrong.
+    """
+    header = unpack_header(raw)
+    found = header.stored
+    if found != wanted:
+        named = (
+            ("namespace", found.namespace.hex(), wanted.namespace.hex()),
+            ("key", found.key.hex(), wanted.key.hex()),
+            ("shard", str(found.shard), str(wanted.shard)),
+            ("length", str(found.payload_bytes), str(wanted.payload_bytes)),
+        )
+        raise TierMissError(
+            "the header is another shard's: "
+            + ", ".join(
+                f"{name} {is_} instead of {want}" for name, is_, want in named if is_ != want
+            )
+        )
+    if len(payload) < wanted.payload_bytes:
+        raise TierMissError(f"{len(payload)} of {wanted.payload_bytes} payload bytes are there")
+    if xxhash.xxh3_128_digest(payload[: wanted.payload_bytes]) != header.checksum:
+        raise TierMissError("the payload does not match its checksum")
+    return header.checksum

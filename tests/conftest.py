@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: their order, their time limits, a clean environment."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from kvhaven.config_sources import NOT_SETTINGS, NOT_SETTINGS_PREFIXES
+
+_SECONDS_BY_MARKER = {"vllm": 600, "crash": 300, "slow": 300}
+_ORDER = ("vllm", "crash", "slow")
+"""What takes longest comes last, so that a mistake is seen early."""
+
+# No deadline for an example: the machine may be busy with other work, and pytest has a limit.
+hypothesis.settings.register_profile("kvhaven", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("kvhaven")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the settings of the shell that runs the tests out of them."""
+    del config
+    for name in list(os.environ):
+        keep = name in NOT_SETTINGS or name.startswith(NOT_SETTINGS_PREFIXES)
+        if name == "KVHAVEN_CONFIG_FILE" or (name.startswith("KVHAVEN_") and not keep):
+            del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give marked tests the time they need, and run them last."""
+    for item in items:
+        limits = [s for marker, s in _SECONDS_BY_MARKER.items() if item.get_closest_marker(marker)]
+        if limits and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(max(limits)))
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    """0 for what is quick; sorting by it keeps the order within each rank."""
+    ranks = [len(_ORDER) - i for i, marker in enumerate(_ORDER) if item.get_closest_marker(marker)]
+    return max(ranks, default=0)
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A new directory whose path is short enough for unix sockets, which `tmp_path` may not be."""
+    path = Path(tempfile.mkdtemp(prefix="kvh-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain model that the catalog is held against: memory, and who really touches it.
+
+The model knows what the catalog cannot: which process lives and which pages it may be
+touching. Every such use is a claim; an extent that is handed out over the claim of another,
+or bytes that are offered and are not their key's, is a failure, whatever the catalog
+believes. A page holds the name of the shard that was written there, `(key, bit)`.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvhaven.arena.allocator import SlabAllocator
+from kvhaven.catalog import Catalog, TierSpec
+from kvhaven.catalog.actions import Leased, TierName
+from kvhaven.catalog.policy import LRU
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import (
+    PAGE_BYTES,
+    Checksum,
+    ChunkKey,
+    Extent,
+    NamespaceDigest,
+    Shard,
+    ShardId,
+    ShardTable,
+)
+
+T = TypeVar("T")
+Choose = Callable[[int], int]
+"""Returns a number from 0 to n - 1: from a seeded generator, or from hypothesis."""
+Page = tuple[int, int]
+Claim = tuple[object, ...]
+
+ARENA_BYTES = 192 << 10
+CHAIN_CHUNKS = 6
+CHAINS = 4
+TIERS = (
+    TierSpec(TierName("disk"), 768 << 10, 0.8),
+    TierSpec(TierName("remote"), 384 << 10),
+)
+
+
+def namespace_of(name: str, shards: int, payload_bytes: int) -> Namespace:
+    """Return a namespace whose chunks have `shards` equal shards."""
+    table = ShardTable(
+        tuple(Shard(ShardId(0, (0, 1), (n, n + 1)), payload_bytes) for n in range(shards))
+    )
+    digest = NamespaceDigest(hashlib.sha256(name.encode()).digest())
+    return Namespace(digest, {"model": name}, table)
+
+
+NAMESPACES = {
+    1: (namespace_of("one", 1, 4096), namespace_of("three", 1, 12000)),
+    2: (namespace_of("two", 2, 4096), namespace_of("four", 2, 8192)),
+}
+"""By number of ranks. Their four extent sizes share the arena."""
+
+BY_DIGEST = {n.digest: n for both in NAMESPACES.values() for n in both}
+
+
+def chain_of(namespace: Namespace, number: int) -> list[ChunkKey]:
+    """Return the keys of a chain; it shares its first `number` chunks with the later ones."""
+    keys, parent = [], bytes(namespace.digest)
+    for index in range(CHAIN_CHUNKS):
+        branch = 0 if index < number else number + 1
+        parent = hashlib.sha256(parent + bytes([index, branch])).digest()
+        keys.append(ChunkKey(parent))
+    return keys
+
+
+CHAIN_KEYS = {d: [chain_of(n, c) for c in range(CHAINS)] for d, n in BY_DIGEST.items()}
+
+
+def checksum_of(key: ChunkKey, bit: int) -> Checksum:
+    """Return the checksum of the only right content of a shard."""
+    return Checksum(hashlib.sha256(key + bytes([bit])).digest()[:16])
+
+
+@dataclass(eq=False)
+class Copy:
+    """Pages of one chunk that somebody writes or reads one by one."""
+
+    namespace: Namespace
+    key: ChunkKey
+    extent: Extent
+    bits: Sequence[int]
+    claim: Claim
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        """List the pages with the shard each belongs to."""
+        table, start = self.namespace.table, self.extent.offset
+        ends = [*table.offsets, table.extent_bytes]
+        self.pages: list[tuple[Page, int]] = [
+            ((self.extent.segment, page), bit)
+            for bit in self.bits
+            for page in range(start + ends[bit], start + ends[bit + 1], PAGE_BYTES)
+        ]
+
+    @property
+    def ended(self) -> bool:
+        return self.done == len(self.pages)
+
+
+@dataclass
+class Memory:
+    """The arena's pages: what is there, and who may be touching them."""
+
+    content: dict[Page, tuple[ChunkKey, int]] = field(default_factory=dict)
+    claims: dict[Page, dict[Claim, int]] = field(default_factory=dict)
+    committed: dict[int, set[int]] = field(default_factory=dict)
+    """By generation: the shards that are written, by a commit or a read that was accepted."""
+    damaged: set[int] = field(default_factory=set)
+    """Generations whose bytes were damaged after they were written."""
+
+    def claim(self, copy: Copy) -> None:
+        """Note that somebody may touch these pages until `drop`, and nobody of another extent."""
+        generation = copy.extent.generation
+        for page, _ in copy.pages:
+            claims = self.claims.setdefault(page, {})
+            others = [c for c, g in claims.items() if g != generation]
+            assert not others, f"{copy.extent} was given to {copy.claim}, but {others} uses it"
+            claims[copy.claim] = generation
+
+    def drop(self, copy: Copy) -> None:
+        """End a claim."""
+        for page, _ in copy.pages:
+            self.claims.get(page, {}).pop(copy.claim, None)
+
+    def write(self, copy: Copy, *, good: bool = True) -> None:
+        """Write the next page of a copy."""
+        page, bit = copy.pages[copy.done]
+        self.content[page] = copy.key, bit if good else -1
+        copy.done += 1
+
+    def read(self, copy: Copy) -> None:
+        """Read the next page of a copy; it must be its key's, and be its own to read."""
+        page, bit = copy.pages[copy.done]
+        assert copy.claim in self.claims[page]
+        if copy.extent.generation not in self.damaged:
+            found = self.content.get(page)
+            assert found == (copy.key, bit), f"{copy.claim} read {found}, not {copy.key.hex()}"
+        copy.done += 1
+
+    def is_whole(self, namespace: Namespace, extent: Extent) -> bool:
+        """Whether every shard of an extent was committed."""
+        shards = len(namespace.table.shards)
+        return len(self.committed.get(extent.generation, ())) == shards
+
+    def verify(self, namespace: Namespace, chunk: Leased) -> None:
+        """Assert that what is offered is all there and all right."""
+        extent = chunk.extent
+        assert self.is_whole(namespace, extent), f"{chunk} is offered but not written"
+        if extent.generation not in self.damaged:
+            bits = range(len(namespace.table.shards))
+            for page, bit in Copy(namespace, chunk.key, extent, bits, ()).pages:
+                found = self.content.get(page)
+                assert found == (chunk.key, bit), f"{chunk} is offered, but there is {found}"
+
+
+class World:
+    """What all parts of the simulation share. `choose` decides what is left to chance."""
+
+    def __init__(self, choose: Choose) -> None:
+        self.choose = choose
+        self.allocator = SlabAllocator({0: ARENA_BYTES}, slab_bytes=16 << 10)
+        self.catalog = Catalog(self.allocator, LRU(), tiers=TIERS, write_queue_bytes=64 << 10)
+        self.memory = Memory()
+        self.counts: Counter[str] = Counter()
+        for namespace in BY_DIGEST.values():
+            self.catalog.add_namespace(namespace)
+
+    def pick(self, items: Sequence[T]) -> T:
+        """Return one of these."""
+        return items[self.choose(len(items))]
+
+    def one_in(self, n: int) -> bool:
+        """Whether something that happens once in n times happens now."""
+        return self.choose(n) == n - 1

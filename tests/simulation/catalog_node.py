@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated node around the real catalog and allocator, driven event by event."""
+
+from collections.abc import Callable
+
+from kvhaven.catalog.actions import Update
+from tests.simulation.catalog_engines import Engines
+from tests.simulation.catalog_model import ARENA_BYTES, Choose, World
+from tests.simulation.catalog_tiers import FakeTiers
+
+
+class Node:
+    """Engines and tiers around one catalog.
+
+    `audit_every` is the number of events between two runs of `Catalog.check`; 0 is never,
+    so that the model alone has to find what is wrong.
+    """
+
+    def __init__(self, choose: Choose, audit_every: int = 4) -> None:
+        self.world = World(choose)
+        self.engines = Engines(self.world)
+        self.tiers = FakeTiers(self.world)
+        engines, tiers = self.engines, self.tiers
+        self.events: list[tuple[int, Callable[[], None]]] = [
+            (150, engines.write),
+            (60, engines.reserve),
+            (60, engines.load),
+            (60, tiers.read),
+            (60, tiers.write),
+            (40, engines.acquire),
+            (40, engines.dispatch),
+            (25, engines.plan_save),
+            (15, engines.notice),
+            (15, engines.reconnect),
+            (10, engines.start),
+            (8, engines.settle),
+            (8, engines.release),
+            (8, engines.prefetch),
+            (4, engines.disconnect),
+            (4, engines.abort),
+            (4, tiers.find),
+            (4, tiers.lose),
+            (4, tiers.switch),
+            (2, engines.commit_nonsense),
+            (2, tiers.damage_memory),
+            (1, engines.kill),
+            (1, engines.kill_engine),
+        ]
+        self.rare: list[Callable[[], None]] = [engines.kill_all, tiers.clear]
+        self._audit_every = audit_every
+        self._count = 0
+
+    def step(self, event: Callable[[], None]) -> None:
+        """Let one event happen, and let begin what the catalog wants done about it."""
+        event()
+        for action in self.world.catalog.take_actions():
+            if isinstance(action, Update):
+                self.engines.updated(action.session, action.acquisition)
+            else:
+                self.tiers.begin(action)
+        self._count += 1
+        if self._audit_every and self._count % self._audit_every == 0:
+            self.world.catalog.check()
+            assert self.world.allocator.used_bytes <= ARENA_BYTES
+
+    def finish(self) -> None:
+        """Everybody is gone and the tiers have answered: nothing but resident chunks is left."""
+        self.step(self.engines.kill_all)
+        while self.tiers.busy:
+            self.step(self.tiers.read)
+            self.step(self.tiers.write)
+        stats = self.world.catalog.stats()
+        resident = sum(n.memory.bytes for n in stats.namespaces.values())
+        assert stats.used_bytes == resident, "bytes leaked"
+        assert (stats.sessions, stats.members, stats.leases) == (0, 0, 0)
+        assert (stats.leased_bytes, stats.promoting_bytes) == (0, 0)
+        assert (stats.reserved_bytes, stats.doomed_bytes, stats.quarantined_bytes) == (0, 0, 0)
+        assert not any(self.world.memory.claims.values()), "the model itself leaks"
+        self.world.catalog.check()

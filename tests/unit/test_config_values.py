@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How values are written and shown."""
+
+import contextlib
+from typing import Annotated
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvhaven.config import setting_infos
+from kvhaven.config_sources import RawValue
+from kvhaven.config_values import (
+    format_size,
+    parse_size,
+    parse_value,
+    setting,
+    settings_of,
+    shown_value,
+)
+from kvhaven.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("20GiB", 20 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        ("1 tib", 1 << 40),
+        ("4096B", 4096),
+        ("64Ki", 64 << 10),
+        ("7kb", 7000),
+        (".5GiB", 1 << 29),
+        ("5", 5 << 30),
+        (5, 5 << 30),
+        (0.25, 1 << 28),
+        ("0.25", 1 << 28),
+    ],
+)
+def test_sizes(written: object, size: int) -> None:
+    assert parse_size(written) == size
+
+
+@pytest.mark.parametrize(
+    "written", ["", "GiB", "-1", "1e3", "nan", "1,5GB", True, [], float("inf")]
+)
+def test_what_is_no_size_is_refused(written: object) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(written)
+
+
+@given(st.integers(0, 1 << 60))
+def test_a_shown_size_reads_back_within_its_decimals(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"), [(4 << 30, "4GiB"), (3 << 19, "1.5MiB"), (1000, "1000B"), (0, "0B")]
+)
+def test_sizes_are_shown_in_the_largest_fitting_unit(size: int, shown: str) -> None:
+    assert format_size(size) == shown
+
+
+class Example(msgspec.Struct, frozen=True):
+    """A model with a secret, as later settings will be."""
+
+    password: Annotated[str | None, setting("A secret.", "any text", secret=True, most=8)] = None
+    on: Annotated[bool, setting("A switch.", "true or false")] = False
+
+
+def test_a_secret_is_shown_nowhere() -> None:
+    password = settings_of(Example)[0]
+    assert shown_value(password, "hunter2") == ("********", "********")
+    assert shown_value(password, None) == (None, "none")
+    with pytest.raises(ConfigError) as error:
+        parse_value(password, RawValue("hunter2-is-too-long", "KVHAVEN_PASSWORD"))
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize("written", ["true", "TRUE", "1", " yes ", "On", True, 1])
+def test_switches_that_are_on(written: object) -> None:
+    assert parse_value(settings_of(Example)[1], RawValue(written, "x")) is True
+
+
+@pytest.mark.parametrize("written", ["false", "0", "No", "off", False, 0])
+def test_switches_that_are_off(written: object) -> None:
+    assert parse_value(settings_of(Example)[1], RawValue(written, "x")) is False
+
+
+@pytest.mark.parametrize("written", ["none", "null", "", None])
+def test_none_can_be_written(written: object) -> None:
+    assert parse_value(settings_of(Example)[0], RawValue(written, "x")) is None
+
+
+@given(st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.lists(st.text())))
+def test_any_rubbish_is_either_understood_or_a_config_error(value: object) -> None:
+    for info in setting_infos():
+        with contextlib.suppress(ConfigError):
+            parse_value(info, RawValue(value, "x"))

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports point one way (STYLE.md), and torch and vLLM stay where they belong."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+_LEVELS = (
+    {"errors", "types", "config", "config_sources", "config_values", "keys", "protocol"},
+    {"arena", "catalog", "devices", "layouts", "tiers"},
+    {"client", "service"},
+    {"cli", "integrations"},
+)
+"""Parts of KVHaven, lowest first: each imports from its own level and those below."""
+
+_WITHOUT_TORCH = (_LEVELS[0] | _LEVELS[1] | _LEVELS[2]) - {"devices", "layouts"}
+
+Sources = Mapping[str, str]
+"""Source text by module name."""
+
+
+def violations(sources: Sources) -> list[str]:
+    """Return a sentence for each import that points the wrong way."""
+    imports = {module: _imports(module, ast.parse(text)) for module, text in sources.items()}
+    return [
+        *_unknown_parts(imports),
+        *_upward(imports),
+        *_torch_within_reach(imports),
+        *_vllm_outside_its_place(imports),
+        *_cuda_outside_its_place(sources, imports),
+    ]
+
+
+def _unknown_parts(imports: Mapping[str, set[str]]) -> Iterator[str]:
+    for module in imports:
+        if module != "kvhaven" and _level(module) is None:
+            yield f"{module}: no level is known for it; add it to _LEVELS"
+
+
+def _upward(imports: Mapping[str, set[str]]) -> Iterator[str]:
+    for module, targets in imports.items():
+        for target in sorted(targets):
+            level, above = _level(module), _level(target)
+            if level is not None and above is not None and above > level:
+                yield f"{module} imports {target}, which is a level above"
+
+
+def _torch_within_reach(imports: Mapping[str, set[str]]) -> Iterator[str]:
+    """Also through others: what a part imports must not import torch either."""
+    for module in imports:
+        if _part(module) not in _WITHOUT_TORCH:
+            continue
+        for reached in sorted(_reach(module, imports)):
+            if any(_is_in(target, "torch") for target in imports[reached]):
+                yield f"{module} reaches torch by {reached}"
+
+
+def _vllm_outside_its_place(imports: Mapping[str, set[str]]) -> Iterator[str]:
+    for module, targets in imports.items():
+        if any(_is_in(target, "vllm") for target in targets) and not _is_in(
+            module, "kvhaven.integrations.vllm"
+        ):
+            yield f"{module} imports vllm"
+
+
+def _cuda_outside_its_place(sources: Sources, imports: Mapping[str, set[str]]) -> Iterator[str]:
+    for module, text in sources.items():
+        if module == "kvhaven.devices.cuda":
+            continue
+        used = any(
+            isinstance(node, ast.Attribute)
+            and node.attr == "cuda"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+            for node in ast.walk(ast.parse(text))
+        )
+        if used or any(_is_in(target, "torch.cuda") for target in imports[module]):
+            yield f"{module} uses torch.cuda"
+
+
+def _imports(module: str, tree: ast.Module) -> set[str]:
+    """Every module named by an import anywhere in the file, and every `from` name as if one."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _reach(module: str, imports: Mapping[str, set[str]]) -> set[str]:
+    """Return the modules of ours that importing `module` can load, itself and packages too."""
+    reached: set[str] = set()
+    pending = [module]
+    while pending:
+        name = pending.pop()
+        if name not in imports or name in reached:
+            continue
+        reached.add(name)
+        pending += [*imports[name], *([name.rpartition(".")[0]] if "." in name else [])]
+    return reached
+
+
+def _part(module: str) -> str:
+    words = module.split(".")
+    return words[1] if words[0] == "kvhaven" and len(words) > 1 else ""
+
+
+def _level(module: str) -> int | None:
+    part = _part(module)
+    return next((level for level, parts in enumerate(_LEVELS) if part in parts), None)
+
+
+def _is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def _read_sources() -> dict[str, str]:
+    sources = {}
+    for file in sorted((SOURCE / "kvhaven").rglob("*.py")):
+        words = file.relative_to(SOURCE).with_suffix("").parts
+        name = ".".join(words[:-1] if words[-1] == "__init__" else words)
+        sources[name] = file.read_text(encoding="utf-8")
+    return sources
+
+
+def test_imports_of_kvhaven_point_one_way() -> None:
+    sources = _read_sources()
+    assert len(sources) > 10
+    assert violations(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "found"),
+    [
+        ("kvhaven.catalog.core", "from kvhaven.service import server", "a level above"),
+        ("kvhaven.keys", "import kvhaven.tiers.disk", "a level above"),
+        ("kvhaven.types", "def f():\n    from kvhaven import client", "a level above"),
+        ("kvhaven.service.server", "import kvhaven.cli.serve", "a level above"),
+        ("kvhaven.service.server", "import torch", "reaches torch"),
+        ("kvhaven.arena", "from torch import Tensor", "reaches torch"),
+        ("kvhaven.client", "import torch.nn as nn", "reaches torch"),
+        ("kvhaven.tiers.disk", "from kvhaven.devices import cpu", "reaches torch by kvhaven.dev"),
+        ("kvhaven.tiers.disk", "def f():\n    import torch", "reaches torch"),
+        ("kvhaven.devices.cpu", "from vllm import LLM", "imports vllm"),
+        ("kvhaven.cli.demo", "import vllm.config", "imports vllm"),
+        ("kvhaven.layouts.paged", "import torch\ntorch.cuda.synchronize()", "uses torch.cuda"),
+        ("kvhaven.integrations.vllm.worker", "from torch import cuda", "uses torch.cuda"),
+        ("kvhaven.novelty", "", "no level is known"),
+    ],
+)
+def test_the_checker_sees_what_points_the_wrong_way(module: str, text: str, found: str) -> None:
+    others = {"kvhaven.devices": "", "kvhaven.devices.cpu": "import torch"}
+    seen = violations({**others, module: text})
+    assert any(found in sentence and sentence.startswith(module) for sentence in seen)
+
+
+def test_the_checker_lets_pass_what_points_the_right_way() -> None:
+    good = {
+        "kvhaven": "",
+        "kvhaven.types": "import msgspec",
+        "kvhaven.devices.cuda": "import torch\ntorch.cuda.is_available()",
+        "kvhaven.service.server": "from kvhaven.catalog import core\nfrom kvhaven import types",
+        "kvhaven.integrations.vllm.worker": "import vllm, torch\nfrom kvhaven.devices import cuda",
+        "kvhaven.cli.serve": "from kvhaven.service import server",
+        "kvhaven.catalog.core": "import torchlike, vllmlike",
+    }
+    assert violations(good) == []
+
+
+def test_the_checker_resolves_relative_imports() -> None:
+    seen = violations({"kvhaven.catalog.core": "from ..service import server"})
+    assert seen == [
+        "kvhaven.catalog.core imports kvhaven.service, which is a level above",
+        "kvhaven.catalog.core imports kvhaven.service.server, which is a level above",
+    ]

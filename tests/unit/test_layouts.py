@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: what is understood, and that everything else is refused with its numbers."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+
+from kvhaven.errors import LayoutError
+from kvhaven.layouts import PagedLayout, describe_kv_caches
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 2, 4, 8
+PAGE = HEADS * TOKENS * CONTENT * 2
+ORDERS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+
+
+def caches(
+    order: str = "LBHNC", heads: int = HEADS, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """Views [B, H, N, C] into one allocation, in a physical order of vLLM 0.29 and newer."""
+    shape = (LAYERS, BLOCKS, heads, TOKENS, CONTENT)
+    physical = [shape[dim] for dim in ORDERS[order]]
+    raw = torch.zeros(math.prod(shape), dtype=dtype).view(physical)
+    logical = raw.permute([ORDERS[order].index(dim) for dim in range(5)])
+    return {f"layer.{index}": logical[index] for index in range(LAYERS)}
+
+
+def describe(
+    tensors: dict[str, torch.Tensor], page: int = PAGE, kernel_tag: str = "test", **wanted: int
+) -> PagedLayout:
+    return describe_kv_caches(
+        tensors,
+        layer_specs=dict.fromkeys(tensors, (page, wanted.get("block_size", TOKENS))),
+        num_blocks=wanted.get("num_blocks", BLOCKS),
+        kernel_tag=kernel_tag,
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "stride", "next_layer"),
+    [
+        ("LBHNC", PAGE, PAGE * BLOCKS),
+        ("LBNHC", PAGE, PAGE * BLOCKS),
+        ("BLHNC", PAGE * LAYERS, PAGE),
+        ("BLNHC", PAGE * LAYERS, PAGE),
+    ],
+)
+def test_orders_with_whole_pages_are_read(order: str, stride: int, next_layer: int) -> None:
+    tensors = caches(order)
+    layout = describe(tensors)
+    base = tensors["layer.0"].data_ptr()
+    assert [
+        (run.layer, run.pointer - base, run.block_stride_bytes, run.page_bytes)
+        for run in layout.layers
+    ] == [(f"layer.{index}", index * next_layer, stride, PAGE) for index in range(LAYERS)]
+    assert (layout.num_blocks, layout.block_size) == (BLOCKS, TOKENS)
+    assert layout.block_bytes == LAYERS * PAGE
+    assert layout.payload_bytes(4) == 4 * LAYERS * PAGE
+
+
+@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
+def test_orders_that_break_a_page_by_head_are_refused_with_advice(order: str) -> None:
+    with pytest.raises(LayoutError, match=r"not one piece of memory.*VLLM_KV_CACHE_LAYOUT=LBHNC"):
+        describe(caches(order))
+
+
+@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
+def test_with_one_head_no_order_breaks_a_page(order: str) -> None:
+    assert describe(caches(order, heads=1), PAGE // HEADS).block_bytes == LAYERS * PAGE // HEADS
+
+
+def test_the_tensor_that_vllm_0_32_has_on_a_cpu_is_read() -> None:
+    raw = torch.zeros(8 * 4 * 32768, dtype=torch.bfloat16).view(8, 4, 2, 128, 128)
+    layout = describe(
+        {f"l{index}": raw[index] for index in range(8)}, 65536, num_blocks=4, block_size=128
+    )
+    assert layout.block_bytes == 8 * 65536
+    assert layout.layers[1].pointer - layout.layers[0].pointer == 4 * 65536
+    assert raw[0].stride() == (32768, 16384, 128, 1)
+
+
+def test_mla_pages_are_read() -> None:
+    tensor = torch.zeros(BLOCKS, 1, 16, 576, dtype=torch.float16)
+    assert describe({"mla": tensor}, 16 * 576 * 2).block_bytes == 16 * 576 * 2
+
+
+def test_kernel_blocks_are_joined_to_the_engines_blocks() -> None:
+    tensor = torch.zeros(BLOCKS * 2, HEADS, TOKENS, CONTENT, dtype=torch.bfloat16)
+    (run,) = describe({"layer": tensor}, 2 * PAGE, block_size=2 * TOKENS).layers
+    assert (run.page_bytes, run.block_stride_bytes) == (2 * PAGE, 2 * PAGE)
+
+
+def test_layers_that_alias_the_same_bytes_are_one() -> None:
+    tensors = caches()
+    tensors["shared"] = tensors["layer.1"]
+    layout = describe(tensors)
+    assert [run.layer for run in layout.layers] == ["layer.0", "layer.1", "layer.2"]
+    assert len(layout.tensors) == LAYERS
+
+
+def test_the_fingerprint_is_about_payloads_not_about_places() -> None:
+    """LBHNC and BLHNC place pages differently, but their payloads are alike."""
+    reference = describe(caches()).fingerprint
+    assert describe(caches("BLHNC")).fingerprint == reference
+    unlike = [
+        describe(caches("LBNHC")),
+        describe(caches(dtype=torch.float16)),
+        describe(caches(), kernel_tag="cpu-x86_64+avx512+amx"),
+        describe(caches(), block_size=2 * TOKENS),
+        describe(dict(list(caches().items())[:2])),
+        describe(caches(heads=1), PAGE // HEADS),
+    ]
+    assert len({reference, *(layout.fingerprint for layout in unlike)}) == len(unlike) + 1
+
+
+def overlapping() -> dict[str, torch.Tensor]:
+    raw = torch.zeros(BLOCKS * PAGE, dtype=torch.bfloat16)
+    shape, strides = (BLOCKS, HEADS, TOKENS, CONTENT), (PAGE // 2, TOKENS * CONTENT, CONTENT, 1)
+    return {
+        "one": raw.as_strided(shape, strides),
+        "other": raw.as_strided(shape, strides, PAGE // 4),
+    }
+
+
+REFUSED = {
+    "nothing": ({}, PAGE, "no KV caches"),
+    "K and V apart": (
+        {"l": torch.zeros(2, BLOCKS, HEADS, TOKENS, CONTENT // 2, dtype=torch.bfloat16)},
+        PAGE,
+        r"first dimension is not the blocks.*0\.29",
+    ),
+    "page size by its spec": (
+        caches(),
+        2 * PAGE,
+        f"{2 * PAGE} bytes a page by its spec.* has {PAGE}",
+    ),
+    "blocks overlap": (
+        {
+            "l": torch.zeros(10_000, dtype=torch.bfloat16).as_strided(
+                (BLOCKS, HEADS, TOKENS, CONTENT), (32, TOKENS * CONTENT, CONTENT, 1)
+            )
+        },
+        PAGE,
+        "they overlap",
+    ),
+    "layers overlap": (overlapping(), PAGE, "one and other share bytes.*64 bytes apart"),
+    "gaps in a page": (
+        {"l": torch.zeros(BLOCKS, HEADS, TOKENS, 2 * CONTENT, dtype=torch.bfloat16)[..., :CONTENT]},
+        PAGE,
+        "not one piece of memory",
+    ),
+    "content not dense": (
+        {"l": torch.zeros(BLOCKS, HEADS, CONTENT, TOKENS, dtype=torch.bfloat16).transpose(2, 3)},
+        PAGE,
+        "content dense",
+    ),
+    "kernel blocks apart": (
+        {"l": torch.zeros(2 * BLOCKS, 2, HEADS, TOKENS, CONTENT, dtype=torch.bfloat16)[:, 0]},
+        2 * PAGE,
+        "2 kernel blocks make one block",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
+def test_what_does_not_add_up_is_refused(
+    case: tuple[dict[str, torch.Tensor], int, str],
+) -> None:
+    tensors, page, message = case
+    with pytest.raises(LayoutError, match=message) as refusal:
+        describe(tensors, page)
+    if "shape" in str(refusal.value):
+        assert re.search(r"shape \(.*strides \(.*blocks", str(refusal.value))
+
+
+def test_a_layer_without_a_spec_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"layer\.0.*no KV spec"):
+        describe_kv_caches(caches(), layer_specs={}, num_blocks=BLOCKS, kernel_tag="")
+
+
+def test_layers_of_unlike_block_sizes_are_refused() -> None:
+    tensors = caches()
+    specs = {name: (PAGE, TOKENS * (1 + index)) for index, name in enumerate(tensors)}
+    with pytest.raises(LayoutError, match=r"unlike block sizes \(\[4, 8, 12\] tokens\)"):
+        describe_kv_caches(tensors, layer_specs=specs, num_blocks=BLOCKS, kernel_tag="")
+
+
+def test_a_layout_is_not_changed_by_accident() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        describe(caches()).num_blocks = 3  # type: ignore[misc]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of tiers share: page-aligned buffers, namespaces, pieces to store, mounts."""
 
+import asyncio
 import contextlib
 import hashlib
 import mmap
 import random
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +85,8 @@ def content(piece: Piece) -> bytes:
 
 async def scanned(tier: Tier) -> tuple[set[NamespaceDigest], set[StoredShard]]:
     """Scan a tier; return the namespaces and shards it told of."""
-    namespaces, shards = set(), set()
+    namespaces: set[NamespaceDigest] = set()
+    shards: set[StoredShard] = set()
     async for namespace, batch in tier.scan():
         namespaces.add(namespace.digest)
         shards.update(batch)
@@ -129,3 +131,25 @@ def tmpfs(path: Path, size: int) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", path], check=True)
+
+
+@contextlib.contextmanager
+def ext4(path: Path, size: int) -> Iterator[Path]:
+    """Mount a real file system of `size` bytes, in a file beside it, at `path`."""
+    path.mkdir(exist_ok=True)
+    image = path.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(size)
+    run_or_skip("mkfs.ext4", "-q", image)
+    run_or_skip("mount", "-o", "loop", image, path)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+async def until(condition: Callable[[], bool], within_s: float = 10) -> None:
+    """Wait until `condition` holds."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(0.01)

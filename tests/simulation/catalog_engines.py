@@ -4,14 +4,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvhaven.catalog.actions import (
-    Acquisition,
-    CommitResult,
-    Leased,
-    MemberId,
-    SessionId,
-    Ticket,
-)
+from kvhaven.catalog.actions import Acquisition, CommitResult, Leased, MemberId, SessionId, Ticket
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import Checksum, ChunkKey
 from tests.simulation.catalog_model import (
@@ -159,9 +152,7 @@ class Engines:
         engine, rank, memory = process.engine, process.rank, self._world.memory
         job = next(j for j in engine.to_save if j[0] == rank)
         engine.to_save.remove(job)
-        grants = self._world.catalog.reserve(
-            process.id, engine.namespace.digest, job[1], job[2]
-        )
+        grants = self._world.catalog.reserve(process.id, engine.namespace.digest, job[1], job[2])
         for key, grant in zip(job[2], grants, strict=True):
             if grant is None:
                 continue
@@ -271,8 +262,7 @@ class Engines:
             assert process.rank is not None
             claim = ("load", process.id, load.ticket)
             copies = [
-                Copy(engine.namespace, c.key, c.extent, [process.rank], claim)
-                for c in load.chunks
+                Copy(engine.namespace, c.key, c.extent, [process.rank], claim) for c in load.chunks
             ]
             for copy in copies:
                 self._world.memory.claim(copy)

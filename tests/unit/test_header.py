@@ -22,7 +22,10 @@ from kvhaven.tiers.header import (
 from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId
 
 STORED = StoredShard(
-    NamespaceDigest(bytes(range(32))), ChunkKey(bytes(range(32, 64))), ShardId(1, (2, 3), (4, 5), 6), 7
+    NamespaceDigest(bytes(range(32))),
+    ChunkKey(bytes(range(32, 64))),
+    ShardId(1, (2, 3), (4, 5), 6),
+    7,
 )
 PAYLOAD = b"payload"
 CHECKSUM = Checksum(xxhash.xxh3_128_digest(PAYLOAD))
@@ -136,7 +139,7 @@ def test_the_payload_is_verified_and_its_padding_is_not() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(stored: StoredShard, checksum: Checksum) -> None:
-    with pytest.raises(ValueError, match="fit|needed"):
+    with pytest.raises(ValueError, match=r"fit|needed"):
         pack_header(stored, checksum)
 
 

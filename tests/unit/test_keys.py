@@ -195,6 +195,13 @@ def test_adapter_salt_and_image_each_change_every_key_that_they_reach() -> None:
     assert variants[0][0] == variants[4][0], "an image does not reach back"
 
 
+def test_an_item_is_in_no_chunk_that_it_only_borders_on() -> None:
+    tokens = list(range(12))
+    between = chain_of(tokens, items=(MediaItem("cat", 4, 4),))
+    plain = {"lora": "", "salt": "", "items": [{"content_hash": "cat", "offset": 4, "length": 4}]}
+    assert between == reference_keys(bytes(ROOT), 4, tokens, plain)
+
+
 def test_image_placeholders_alone_do_not_collide() -> None:
     placeholders = [32000] * 8
     assert not set(chain_of(placeholders, items=(MediaItem("cat", 0, 8),))) & set(

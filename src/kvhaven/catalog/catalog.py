@@ -186,9 +186,7 @@ class Catalog:
         if known is not None:
             self._leases.loaded(session, ticket, known)
 
-    def checksums(
-        self, key: ChunkKey, extent: Extent | None = None
-    ) -> tuple[Checksum, ...] | None:
+    def checksums(self, key: ChunkKey, extent: Extent | None = None) -> tuple[Checksum, ...] | None:
         """Return the checksums of a resident chunk's shards, or None if it is not resident.
 
         With `extent`, only if it is there that it is resident: it may have been dropped and
@@ -293,8 +291,8 @@ class Catalog:
     def discard(self, key: ChunkKey, extent: Extent | None = None) -> None:
         """Drop a resident chunk whose bytes failed verification; it is never offered again.
 
-        With `extent`, only if it is resident there. Leases that were given on it keep its space. What is being written of it to a tier is
-        deleted when that write ends.
+        With `extent`, only if it is resident there. Leases that were given on it keep its
+        space. What is being written of it to a tier is deleted when that write ends.
         """
         entry = self._resident(key, extent)
         if entry is not None:

@@ -261,9 +261,14 @@ class Space(Generic[S]):
         return newest
 
     def _empty_slabs(self, length: int, before: int | None) -> bool:
-        """Empty the coldest slabs that make room; with `before`, only such as are older."""
+        """Empty the coldest slabs of other classes that make room; only older ones than `before`.
+
+        The class itself gives leaves, one by one.
+        """
 
         def cost(slab: S) -> float | None:
+            if any(e.length == length for e in self.allocator.extents_in(slab)):
+                return None
             age = self._age(slab)
             return None if age is None or (before is not None and age >= before) else age
 

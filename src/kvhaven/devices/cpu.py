@@ -24,7 +24,7 @@ from kvhaven.types import Checksum
 
 logger = logging.getLogger(__name__)
 
-HASH_BYTES = 512 * 1024
+HASH_BYTES = 2**20
 """Copied bytes are hashed in pieces of about this size, while they are in the core's cache."""
 
 

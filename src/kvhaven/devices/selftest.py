@@ -43,8 +43,10 @@ def self_test(device: Device, layout: PagedLayout, scratch: memoryview) -> None:
     device.synchronize()
     original = _read_blocks(layout, around)
     exported = ctypes.c_char.from_buffer(scratch)
+    address = ctypes.addressof(exported)
+    device.register_host(address, needed)
     try:
-        _round_trip(device, layout, blocks, ctypes.addressof(exported))
+        _round_trip(device, layout, blocks, address)
         device.synchronize()
         rest = [index for index, block in enumerate(around) if block not in blocks]
         for run, before, after in zip(
@@ -56,6 +58,8 @@ def self_test(device: Device, layout: PagedLayout, scratch: memoryview) -> None:
                     f"changed a block beside them ({layout.description})"
                 )
     finally:
+        device.synchronize()
+        device.unregister_host(address, needed)
         del exported
         for tensor, saved in zip(layout.tensors, original, strict=True):
             _by_block(layout, tensor)[around] = saved

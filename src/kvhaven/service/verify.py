@@ -63,7 +63,7 @@ class Verifier:
     async def _check(self, chunks: Sequence[Leased], table: ShardTable) -> int:
         loop = asyncio.get_running_loop()
         for good, chunk in enumerate(chunks):
-            expected = self._catalog.checksums(chunk.key)
+            expected = self._catalog.checksums(chunk.key, chunk.extent)
             if expected is None:
                 return good
             self.checked += 1
@@ -72,7 +72,7 @@ class Verifier:
             ):
                 self.damaged += 1
                 logger.error("chunk %s was damaged in memory: discarded", chunk.key.hex())
-                self._catalog.discard(chunk.key)
+                self._catalog.discard(chunk.key, chunk.extent)
                 return good
         return len(chunks)
 

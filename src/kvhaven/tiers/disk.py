@@ -77,7 +77,7 @@ class DiskTier:
         )
         self._opened: OpenStore | None = None
         self._index = Index()
-        self._largest_bytes = 1 << 20  # of one file
+        self._largest_bytes = 4096  # of one file
         self._epoch = 0
         self._keeper: asyncio.Task[None] | None = None
         self._reads = self._writes = self._misses = self._rejected = 0
@@ -124,7 +124,7 @@ class DiskTier:
                     break
                 await run(functools.partial(opened.files.remove_debris, listed.debris))
                 for shard, inode in listed.misfits:
-                    await self._set_aside(opened, shard, inode, "its size does not fit")
+                    await self._reject(opened, shard, inode, "its size does not fit")
                 yield namespace, kept
         opened.scanned = True
 
@@ -136,12 +136,12 @@ class DiskTier:
             work = functools.partial(opened.files.read, shard, into)
             checksum = await self._run(opened, Lane.READ, work)
         except ShardRejectedError as error:
-            await self._set_aside(opened, shard, error.inode, str(error))
+            await self._reject(opened, shard, error.inode, str(error))
             raise
         except TierMissError:
             self._misses += 1
-            if not opened.changing(shard):
-                opened.index.discard(shard)
+            if shard in opened.index:
+                await self._set_aside(opened, shard)
             raise
         self._reads += 1
         return checksum
@@ -184,7 +184,9 @@ class DiskTier:
             if opened is not None:
                 opened.owed.update(shards)
             self._condition.require(Lane.READ)
-        await self._delete(self._require(Lane.READ), shards)
+        opened = self._require(Lane.READ)
+        async with opened.change(shards):
+            await self._remove(opened, shards)
 
     def health(self) -> TierHealth:
         """Return the figures of this moment."""
@@ -234,30 +236,45 @@ class DiskTier:
         self._condition.succeeded(lane)
         return result
 
-    async def _delete(self, opened: OpenStore, shards: Sequence[StoredShard]) -> None:
-        opened.owed.update(shards)
-        gone: list[StoredShard] = []
+    async def _delete_owed(self, opened: OpenStore) -> None:
+        """Delete what could not be deleted before, unless it was written again since."""
+        shards = tuple(opened.owed)
         async with opened.change(shards):
-            try:
-                work = functools.partial(opened.files.delete, shards, gone)
-                await self._run(opened, Lane.WRITE, work)
-            finally:
-                opened.owed.difference_update(gone)
-                for shard in gone:
-                    opened.index.discard(shard)
+            await self._remove(opened, [shard for shard in shards if shard in opened.owed])
 
-    async def _set_aside(
-        self, opened: OpenStore, shard: StoredShard, inode: int, reason: str
-    ) -> None:
-        """Take a file that failed a check out of sight; never raises `TierError`."""
+    async def _remove(self, opened: OpenStore, shards: Sequence[StoredShard]) -> None:
+        gone: list[StoredShard] = []
+        try:
+            work = functools.partial(opened.files.delete, shards, gone)
+            await self._run(opened, Lane.WRITE, work)
+        except TierError:
+            opened.owed.update(shards)
+            raise
+        finally:
+            opened.owed.difference_update(gone)
+            for shard in gone:
+                opened.index.discard(shard)
+
+    async def _reject(self, opened: OpenStore, shard: StoredShard, inode: int, why: str) -> None:
+        """Take a file that failed a check out of sight."""
         self._rejected += 1
-        _log.warning("%s: set a file aside: %s (%s)", self._title, reason, shard.key.hex())
+        _log.warning("%s: set a file aside: %s (%s)", self._title, why, shard.key.hex())
+        await self._set_aside(opened, shard, inode)
+
+    async def _set_aside(self, opened: OpenStore, shard: StoredShard, inode: int = 0) -> None:
+        """Move the file with `inode` away; forget the shard unless a better one is there.
+
+        Never raises `TierError`: what could not be moved is rejected again.
+        """
+
+        def forget(absent: bool) -> None:
+            if absent:
+                opened.index.discard(shard)
+
         with contextlib.suppress(TierError):
             async with opened.change([shard]):
                 work = functools.partial(opened.files.set_aside, shard, inode)
-                await self._run(
-                    opened, Lane.WRITE, work, then=lambda _: opened.index.discard(shard)
-                )
+                await self._run(opened, Lane.WRITE, work, then=forget)
 
     async def _ensure_manifest(self, opened: OpenStore, namespace: Namespace) -> None:
         if namespace.digest not in opened.manifests:
@@ -314,7 +331,7 @@ class DiskTier:
                 for lane in (Lane.READ, Lane.WRITE):
                     await self._probe(opened, lane)
                 if opened.owed and self._condition.serves(Lane.WRITE):
-                    await self._delete(opened, tuple(opened.owed))
+                    await self._delete_owed(opened)
                 return
             opened.retire()
             self._opened = None

@@ -140,24 +140,25 @@ class ShardFiles:
             self._unlink(shard_path(shard))
             gone.append(shard)
 
-    def set_aside(self, shard: StoredShard, inode: int) -> None:
+    def set_aside(self, shard: StoredShard, inode: int) -> bool:
         """Move a shard's file into `rejected`, of which the newest few are kept.
 
-        Does nothing when the file is another one by now.
+        Does nothing when the file is another one by now. Returns whether none is left.
         """
         path = shard_path(shard)
         try:
             status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
-            return
+            return True
         if status.st_ino != inode:
-            return
+            return False
         with contextlib.suppress(FileExistsError):
             os.mkdir(REJECTED, 0o700, dir_fd=self._fd)
         aside = f"{REJECTED}/{time.time_ns():020d}-{shard_name(shard)}"
         os.rename(path, aside, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         for name in sorted(self._names(REJECTED))[: -self._keep_rejected or None]:
             self._remove(f"{REJECTED}/{name}")
+        return True
 
     def add_namespace(self, namespace: Namespace) -> None:
         """Make a namespace's folder with its manifest.
@@ -388,4 +389,5 @@ def _write_whole(file: int, buffers: list[mmap.mmap | memoryview]) -> None:
     wanted = sum(len(buffer) for buffer in buffers)
     written = os.pwritev(file, buffers, 0)
     if written != wanted:
-        raise OSError(errno.ENOSPC, f"only {written} of {wanted} bytes were written")
+        reason = f"{os.strerror(errno.ENOSPC)}, only {written} of {wanted} bytes were written"
+        raise OSError(errno.ENOSPC, reason)

@@ -50,10 +50,9 @@ class Directory:
         """Return whether the lock is still the one that others would ask for."""
         try:
             named = os.stat(LOCK_NAME, dir_fd=self.fd, follow_symlinks=False)
-            held = os.fstat(self._lock_fd)
-        except OSError:
+        except FileNotFoundError:
             return False
-        return os.path.samestat(named, held)
+        return os.path.samestat(named, os.fstat(self._lock_fd))
 
     def close(self) -> None:
         """Give the lock and the descriptors up."""

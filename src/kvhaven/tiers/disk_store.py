@@ -46,10 +46,6 @@ class OpenStore:
         self._retired = True
         self._close_when_idle()
 
-    def changing(self, shard: StoredShard) -> bool:
-        """Return whether the shard's file is being written or removed."""
-        return shard in self._changing
-
     @contextlib.asynccontextmanager
     async def change(self, shards: Sequence[StoredShard]) -> AsyncIterator[None]:
         """Enclose a change of shards' files: changes of the same shard follow each other."""

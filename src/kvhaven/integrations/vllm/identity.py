@@ -205,13 +205,13 @@ def _plain(value: object) -> str:
     if isinstance(value, str | int | float | bool) or value is None:
         return str(value)
     if isinstance(value, set | frozenset):
-        return json.dumps(sorted(map(_plain, value)))
+        value = sorted(map(_plain, value))
+    elif hasattr(value, "__dict__") and not callable(value):
+        value = vars(value)
     if isinstance(value, Mapping | list | tuple):
         return json.dumps(value, sort_keys=True, default=_plain)
     if callable(value):  # hf_overrides may be a function; its effect shows in the configuration
         return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    if hasattr(value, "__dict__"):
-        return json.dumps(vars(value), sort_keys=True, default=_plain)
     return str(value).removeprefix("torch.")
 
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine in a process of its own, driven by JSON lines on standard input.
+
+Run by `engines.py`. Every command is an object with `do`; every answer is one JSON line on
+the descriptor named by the first argument, since vLLM writes to standard output.
+"""
+
+import json
+import os
+import random
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """Start the engine that the second argument describes, then answer commands."""
+    answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    arguments = json.loads(sys.argv[2])
+    from vllm import LLM  # noqa: PLC0415 - slow
+
+    llm = LLM(**arguments)
+    print(json.dumps({"ready": True, "pid": os.getpid()}), file=answers)
+    for line in sys.stdin:
+        command = json.loads(line)
+        result = getattr(Commands, command.pop("do"))(llm, **command)
+        print(json.dumps(result), file=answers)
+
+
+class Commands:
+    """What an engine can be told."""
+
+    @staticmethod
+    def generate(
+        llm: Any,
+        prompts: list[list[int]],
+        max_tokens: int = 1,
+        sampling: dict[str, Any] | None = None,
+        salts: list[str] | None = None,
+        priorities: list[int] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Generate greedily; return tokens, log-probabilities of the first, cached tokens."""
+        from vllm import SamplingParams  # noqa: PLC0415 - slow
+
+        parameters = SamplingParams(
+            max_tokens=max_tokens, temperature=0, logprobs=1, ignore_eos=True, **(sampling or {})
+        )
+        inputs: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for one, salt in zip(inputs, salts or [], strict=False):
+            one["cache_salt"] = salt
+        outputs = llm.generate(
+            inputs, parameters, use_tqdm=False, **({"priority": priorities} if priorities else {})
+        )
+        return [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "logprob": next(iter(output.outputs[0].logprobs[0].values())).logprob,
+                "cached": output.num_cached_tokens,
+            }
+            for output in outputs
+        ]
+
+    @staticmethod
+    def reset(llm: Any, connector: bool = False) -> bool:
+        """Empty the engine's own prefix cache (and with `connector` start a new epoch)."""
+        return bool(llm.reset_prefix_cache(reset_connector=connector))
+
+    @staticmethod
+    def abort_storm(llm: Any, prompts: list[list[int]], seed: int) -> int:
+        """Add every prompt and abort each at a random step; return how many had finished."""
+        from vllm import SamplingParams  # noqa: PLC0415 - slow
+
+        engine, chance = llm.llm_engine, random.Random(seed)
+        waiting = [f"storm-{seed}-{index}" for index in range(len(prompts))]
+        for id_, prompt in zip(waiting, prompts, strict=True):
+            engine.add_request(
+                id_, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=64, ignore_eos=True)
+            )
+        finished = 0
+        while engine.has_unfinished_requests():
+            if waiting and chance.random() < 0.7:
+                engine.abort_request([waiting.pop(chance.randrange(len(waiting)))])
+            finished += sum(output.finished for output in engine.step())
+        return finished
+
+    @staticmethod
+    def metrics(llm: Any) -> dict[str, float]:
+        """Return the engine's counters whose name has `kvhaven` or `cache` in it."""
+        totals: dict[str, float] = {}
+        for metric in llm.get_metrics():
+            if "kvhaven" in metric.name or "cache" in metric.name:
+                totals[metric.name] = totals.get(metric.name, 0) + getattr(metric, "value", 0)
+        return totals
+
+    @staticmethod
+    def sleep(llm: Any, level: int = 1) -> bool:
+        """Sleep and wake."""
+        llm.sleep(level=level)
+        llm.wake_up()
+        return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines and node services for the end-to-end tests."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvhaven.client.control import connect
+from kvhaven.service.status import ServiceStatus
+
+ROOT = Path(__file__).resolve().parents[2]
+CHUNK = 64
+"""Small chunks and blocks of 32 tokens, so that short prompts have many."""
+
+
+@dataclass
+class Engine:
+    """A running engine; `ask` sends a command of `engine_process.Commands`."""
+
+    process: subprocess.Popen[str]
+    answers: Any
+    log: Path
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Send a command and wait for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Wait for the next answer."""
+        line = self.answers.readline()
+        if not line:
+            raise AssertionError(f"the engine died; its log ends:\n{self.log.read_text()[-4000:]}")
+        return json.loads(line)
+
+    def generate(self, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[dict[str, Any]]:
+        """Generate for prompts of token ids."""
+        result: list[dict[str, Any]] = self.ask("generate", prompts=prompts, **arguments)
+        return result
+
+    def kill(self) -> None:
+        """Kill -9 the engine and all its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def engine(
+    model: Path, log: Path, settings: dict[str, Any] | None, **arguments: Any
+) -> Iterator[Engine]:
+    """Start an engine; `settings` are KVHaven's (None: off), `arguments` vLLM's."""
+    options: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "block_size": 32,
+        "max_num_batched_tokens": 256,
+        "num_gpu_blocks_override": 512,
+        "disable_log_stats": False,
+        "skip_tokenizer_init": True,
+    }
+    if settings is not None:
+        options["kv_transfer_config"] = {
+            "kv_connector": "KVHavenConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"chunk_size": CHUNK, "verify_memory": "always"}
+            | settings,
+        }
+    options |= arguments
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if options.get("tensor_parallel_size", 1) > 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    read, write = os.pipe()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("engine_process.py")),
+                str(write),
+                json.dumps(options),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            text=True,
+            pass_fds=(write,),
+            env=environment,
+            start_new_session=True,
+        )
+    os.close(write)
+    with os.fdopen(read) as answers:
+        started = Engine(process, answers, log)
+        try:
+            assert started.answer()["ready"]
+            yield started
+        finally:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
+            started.kill()
+
+
+class NodeService:
+    """`kvhaven serve` in a process."""
+
+    def __init__(self, socket: Path, log: Path, **settings: object) -> None:
+        self.socket = socket
+        self._log = log
+        self._environment = os.environ | {
+            f"KVHAVEN_{name.upper()}": str(value) for name, value in settings.items()
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        with self._log.open("a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvhaven.cli", "serve", "--socket", str(self.socket)],
+                stdout=output,
+                stderr=output,
+                env=self._environment,
+            )
+        end = time.monotonic() + 30
+        while True:
+            try:
+                self.status()
+            except Exception:
+                if time.monotonic() > end or self.process.poll() is not None:
+                    raise AssertionError(self._log.read_text()) from None
+                time.sleep(0.05)
+            else:
+                return
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Signal it and wait for its end."""
+        if self.process is not None:
+            self.process.send_signal(number)
+            self.process.wait(timeout=30)
+            self.process = None
+
+    def status(self) -> ServiceStatus:
+        """Return its status."""
+        with connect(str(self.socket)) as control:
+            return msgspec.json.decode(control.status(), type=ServiceStatus)
+
+    def flush(self) -> None:
+        """Wait until everything is on disk."""
+        with connect(str(self.socket)) as control:
+            assert control.flush(20) == 0
+
+    def settled(self, timeout_s: float = 15) -> ServiceStatus:
+        """Wait until nothing is held any more; return the status then (or at the timeout)."""
+        end = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            held = status.catalog
+            if not (
+                held.leases
+                or held.leased_bytes
+                or held.reserved_bytes
+                or held.quarantined_bytes
+                or held.doomed_bytes
+                or held.promoting_bytes
+            ):
+                return status
+            if time.monotonic() > end:
+                return status
+            time.sleep(0.05)
+
+
+def prompts(seed: int, count: int, *, least: int = 100, most: int = 700) -> list[list[int]]:
+    """Return prompts of random tokens; every other one begins like the one before it."""
+    chance = random.Random(seed)
+    result: list[list[int]] = []
+    for index in range(count):
+        shared = result[-1][: chance.randrange(len(result[-1]))] if index % 2 else []
+        length = max(chance.randrange(least, most), len(shared) + 1)
+        result.append(shared + [chance.randrange(250) for _ in range(length - len(shared))])
+    return result
+
+
+def assert_same(found: Sequence[dict[str, Any]], control: Sequence[dict[str, Any]]) -> None:
+    """Assert that outputs equal the control's: the tokens, and the first log-probability.
+
+    In float32 right KV differs by rounding alone (below 1e-3), wrong KV by far more.
+    """
+    assert len(found) == len(control)
+    for one, other in zip(found, control, strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert abs(one["logprob"] - other["logprob"]) < 1e-3  # noqa: PLR2004 - see above

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was cached outlives engines and services; their absence is only a miss."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import Control
+from engines import NodeService, assert_same, engine, prompts
+from test_engine import full_chunks
+
+pytestmark = pytest.mark.vllm
+
+
+def test_a_new_engine_and_a_killed_service_find_everything(
+    model: Path, control: Control, tmp_path: Path, short_dir: Path
+) -> None:
+    asked = prompts(5, 6)
+    expected = control(asked, max_tokens=4)
+    service = NodeService(
+        short_dir / "s",
+        tmp_path / "service.log",
+        max_local_cpu_size="128MiB",
+        local_disk=tmp_path / "disk",
+    )
+    service.start()
+    settings = {"service_address": str(service.socket)}
+    try:
+        with engine(model, tmp_path / "a.log", settings) as started:
+            assert_same(started.generate(asked, max_tokens=4), expected)
+            service.flush()
+            started.kill()
+        assert service.settled().members == []
+        service.stop(signal.SIGKILL)
+        service.start()
+        with engine(model, tmp_path / "b.log", settings) as started:
+            found = started.generate(asked, max_tokens=4)
+            assert_same(found, expected)
+            for prompt, one in zip(asked, found, strict=True):
+                assert one["cached"] >= full_chunks(prompt)
+            # Damaged files are misses, and are not offered again.
+            for at, file in enumerate(sorted((tmp_path / "disk").rglob("*.kv"))):
+                damage(file, at % 4)
+            service.stop(signal.SIGKILL)
+            service.start()
+            started.ask("reset")
+            found = started.generate(asked, max_tokens=4)
+            assert_same(found, expected)
+            assert max(one["cached"] for one in found) < 700
+            service.flush()
+            started.ask("reset")
+            assert_same(started.generate(asked, max_tokens=4), expected)
+            assert started.ask("metrics").get("vllm:kvhaven_failed_loads", 0) == 0
+    finally:
+        service.stop()
+
+
+def test_serving_goes_on_while_the_service_is_away_or_stuck_and_recovers(
+    model: Path, control: Control, tmp_path: Path, short_dir: Path
+) -> None:
+    asked = prompts(6, 8)
+    expected = control(asked, max_tokens=4)
+    service = NodeService(
+        short_dir / "s", tmp_path / "service.log", max_local_cpu_size="128MiB"
+    )
+    with engine(
+        model, tmp_path / "log", {"service_address": str(service.socket)}
+    ) as started:  # no service at start
+        try:
+            assert_same(started.generate(asked, max_tokens=4), expected)
+            service.start()
+            wait_for_members(service, 2)
+            started.ask("reset")
+            assert_same(started.generate(asked, max_tokens=4), expected)
+            started.ask("reset")
+            assert started.generate(asked)[0]["cached"] >= full_chunks(asked[0])
+            assert service.process is not None
+            service.process.send_signal(signal.SIGSTOP)
+            started.ask("reset")
+            assert_same(started.generate(asked, max_tokens=4), expected)
+            service.process.send_signal(signal.SIGCONT)
+            assert service.settled().catalog.leases == 0
+            # Killed and started again at random moments while requests run.
+            stop = threading.Event()
+            killer = threading.Thread(target=keep_killing, args=(service, stop))
+            killer.start()
+            try:
+                for _ in range(12):
+                    started.ask("reset")
+                    assert_same(started.generate(asked, max_tokens=4), expected)
+            finally:
+                stop.set()
+                killer.join()
+            wait_for_members(service, 2)
+            for _ in range(3):
+                started.ask("reset")
+                found = started.generate(asked, max_tokens=4)
+                assert_same(found, expected)
+            assert found[0]["cached"] >= full_chunks(asked[0])
+            assert service.settled().catalog.leases == 0
+        finally:
+            service.stop(signal.SIGKILL)
+
+
+def damage(file: Path, kind: int) -> None:
+    """Flip a bit, truncate, empty, or overwrite the header."""
+    size = file.stat().st_size
+    with file.open("r+b") as content:
+        if kind == 0:
+            content.seek(size // 2)
+            byte = content.read(1)[0]
+            content.seek(size // 2)
+            content.write(bytes([byte ^ 1]))
+        elif kind == 3:  # noqa: PLR2004 - one of four
+            content.write(os.urandom(4096))
+        else:
+            content.truncate(size // 2 if kind == 1 else 0)
+
+
+def keep_killing(service: NodeService, stop: threading.Event) -> None:
+    """Kill and restart the service until told to stop; leave it running."""
+    while not stop.wait(0.4):
+        service.stop(signal.SIGKILL)
+        service.start()
+
+
+def wait_for_members(service: NodeService, count: int) -> None:
+    """Wait until that many processes are attached."""
+    for _ in range(200):
+        if len(service.status().members) >= count:
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError(f"{service.status().members} are attached, {count} should be")

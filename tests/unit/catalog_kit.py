@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small catalog with sessions, for tests that look at one behaviour each."""
+
+import hashlib
+from collections.abc import Sequence
+
+from kvhaven.arena.allocator import SlabAllocator
+from kvhaven.catalog import Catalog, TierSpec
+from kvhaven.catalog.actions import (
+    Acquisition,
+    Action,
+    CommitResult,
+    Grant,
+    MemberId,
+    SessionId,
+    Ticket,
+    TierName,
+    TierRead,
+    TierWrite,
+)
+from kvhaven.catalog.policy import LRU
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import (
+    Checksum,
+    ChunkKey,
+    NamespaceDigest,
+    Shard,
+    ShardId,
+    ShardTable,
+)
+
+DISK = TierName("disk")
+PAGE = 4096
+BIG = 1 << 30
+STORED = 2 * PAGE
+"""Bytes that a chunk of one page takes in a tier."""
+
+
+def namespace_of(name: str, shards: int = 1, payload_bytes: int = PAGE) -> Namespace:
+    """Return a namespace whose chunks have `shards` equal shards."""
+    table = ShardTable(
+        tuple(Shard(ShardId(0, (0, 1), (n, n + 1)), payload_bytes) for n in range(shards))
+    )
+    return Namespace(NamespaceDigest(hashlib.sha256(name.encode()).digest()), {}, table)
+
+
+def keys_of(name: str, count: int) -> list[ChunkKey]:
+    """Return the keys of a chain."""
+    return [ChunkKey(hashlib.sha256(f"{name}/{n}".encode()).digest()) for n in range(count)]
+
+
+def checksums_of(key: ChunkKey, shards: int = 1) -> tuple[Checksum, ...]:
+    """Return what the shards of a chunk are committed with."""
+    return tuple(Checksum(hashlib.sha256(key + bytes([n])).digest()[:16]) for n in range(shards))
+
+
+class Node:
+    """A catalog over an arena of `pages` pages, with the session `s` of `world` ranks.
+
+    Chunks of its namespace have one page a rank. Writes to tiers are left undone unless
+    asked for.
+    """
+
+    def __init__(
+        self,
+        pages: int = 16,
+        world: int = 1,
+        tiers: Sequence[TierSpec] = (),
+        pin_limit: int | None = None,
+        write_queue: int | None = None,
+    ) -> None:
+        self.allocator = SlabAllocator({0: pages * PAGE}, slab_bytes=PAGE)
+        self.catalog = Catalog(
+            self.allocator,
+            LRU(),
+            pin_limit_bytes=None if pin_limit is None else pin_limit * PAGE,
+            tiers=tiers,
+            write_queue_bytes=None if write_queue is None else write_queue * PAGE,
+        )
+        self.world = world
+        self.namespace = namespace_of("n", world)
+        self.session = SessionId("s")
+        self.catalog.add_namespace(self.namespace)
+        self.attach("s")
+        self._ticket = 0
+
+    def attach(self, session: str, namespace: Namespace | None = None) -> None:
+        """Attach a scheduler (`s/None`) and the ranks (`s/0`, ...) of a session."""
+        namespace = namespace or self.namespace
+        world = len(namespace.table.shards)
+        for rank in (None, *range(world)):
+            member = MemberId(f"{session}/{rank}")
+            self.catalog.attach(SessionId(session), member, rank, namespace.digest, world)
+
+    def reserve(
+        self, keys: Sequence[ChunkKey], member: str = "s/0", parent: ChunkKey | None = None
+    ) -> list[Grant | None]:
+        """Reserve as a rank."""
+        return self.catalog.reserve(MemberId(member), self.namespace.digest, parent, keys)
+
+    def grant(self, key: ChunkKey, member: str = "s/0") -> Grant:
+        """Reserve one chunk, which must be granted."""
+        grant = self.reserve([key], member)[0]
+        assert grant is not None
+        return grant
+
+    def commit(self, grant: Grant, member: str = "s/0") -> CommitResult:
+        """Commit a rank's shard."""
+        bit = int(member.rpartition("/")[2])
+        checksum = checksums_of(grant.key, self.world)[bit]
+        return self.catalog.commit(MemberId(member), grant.key, grant.extent.generation, checksum)
+
+    def save(self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None) -> int:
+        """Have all ranks of `s` save chunks; return how many are resident then."""
+        grants = [self.reserve(keys, f"s/{rank}", parent) for rank in range(self.world)]
+        for rank, granted in enumerate(grants):
+            for grant in granted:
+                if grant is not None:
+                    self.commit(grant, f"s/{rank}")
+        self.catalog.check()
+        return self.resident(keys)
+
+    def resident(self, keys: Sequence[ChunkKey]) -> int:
+        """Count the chunks that are resident."""
+        return sum(self.catalog.checksums(key) is not None for key in keys)
+
+    def acquire(self, keys: Sequence[ChunkKey], session: str = "s") -> Acquisition:
+        """Acquire under a new ticket."""
+        self._ticket += 1
+        ticket = Ticket(self._ticket)
+        return self.catalog.acquire(SessionId(session), ticket, self.namespace.digest, keys)
+
+    def store(self, keys: Sequence[ChunkKey], tier: TierName = DISK) -> None:
+        """Have a tier hold chunks, as its scan would say."""
+        for key in keys:  # what is found first counts as younger
+            for bit, shard in enumerate(self.namespace.table.shards):
+                size = shard.payload_bytes
+                self.catalog.tier_found(tier, self.namespace.digest, key, bit, size)
+
+    def reads(self) -> list[TierRead]:
+        """Take all actions; return the reads."""
+        return [a for a in self.catalog.take_actions() if isinstance(a, TierRead)]
+
+    def writes(self) -> list[TierWrite]:
+        """Take all actions; return the writes."""
+        return [a for a in self.catalog.take_actions() if isinstance(a, TierWrite)]
+
+    def finish(self, read: TierRead, *, ok: bool = True) -> None:
+        """Answer a read."""
+        checksums = checksums_of(read.key, self.world) if ok else None
+        self.catalog.tier_read_done(read.tier, read.key, read.extent, checksums)
+        self.catalog.check()
+
+    def of_type(self, kind: type[Action]) -> list[Action]:
+        """Take all actions; return those of a kind."""
+        return [a for a in self.catalog.take_actions() if isinstance(a, kind)]
+
+
+def spec(name: TierName = DISK, chunks: int = 1 << 20, watermark: float = 0.9) -> TierSpec:
+    """Return a tier that holds so many chunks of one page."""
+    return TierSpec(name, chunks * STORED, watermark)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated node again, with hypothesis choosing: what it breaks, it makes short."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from tests.simulation.catalog_node import Node
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """Any event at any time; the catalog audits itself after each, and the model watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data: st.DataObject | None = None
+        self.node = Node(self.choose, audit_every=1)
+        self.events = [event for _, event in self.node.events] + self.node.rare
+
+    def choose(self, n: int) -> int:
+        """Leave a choice to hypothesis; the end of a history has nothing left to choose."""
+        return self.data.draw(st.integers(0, n - 1)) if self.data is not None else 0
+
+    @rule(data=st.data(), number=st.integers(0, 24))
+    def happen(self, data: st.DataObject, number: int) -> None:
+        self.data = data
+        self.node.step(self.events[number % len(self.events)])
+        self.data = None
+
+    @rule(data=st.data())
+    def save_and_load(self, data: st.DataObject) -> None:
+        """A path that random events alone rarely find in a short history."""
+        self.data = data
+        engines = self.node.engines
+        for event in (engines.start, engines.plan_save, engines.reserve, engines.write):
+            self.node.step(event)
+        for event in (engines.write, engines.acquire, engines.dispatch):
+            self.node.step(event)
+        self.data = None
+
+    def teardown(self) -> None:
+        """Whatever happened: when everybody is gone, nothing is left."""
+        self.node.finish()
+
+
+TestCatalogMachine = CatalogMachine.TestCase
+TestCatalogMachine.settings = settings(
+    max_examples=30,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the catalog believes of the tiers, and what it has deleted from them."""
+
+import pytest
+
+from kvhaven.catalog.actions import TierDelete, TierName, Update
+from kvhaven.errors import KVHavenError
+from kvhaven.types import ChunkKey, NamespaceDigest
+from tests.unit.catalog_kit import DISK, PAGE, STORED, Node, keys_of, namespace_of, spec
+
+
+def deleted(node: Node) -> list[ChunkKey]:
+    return [a.key for a in node.of_type(TierDelete) if isinstance(a, TierDelete)]
+
+
+def held(node: Node) -> int:
+    return node.catalog.stats().tiers[DISK].chunks
+
+
+def test_a_scan_is_counted_once() -> None:
+    node, keys = Node(world=2, tiers=[spec()]), keys_of("a", 2)
+    node.store(keys)
+    node.store(keys)
+    node.catalog.check()
+    usage = node.catalog.stats().namespaces[node.namespace.digest].tiers[DISK]
+    assert (usage.chunks, usage.bytes) == (2, 4 * STORED)
+
+
+def test_above_its_capacity_a_tier_is_emptied_to_the_watermark() -> None:
+    node, keys = Node(pages=32, tiers=[spec(chunks=10, watermark=0.5)]), keys_of("a", 11)
+    node.store(keys[:10])
+    assert deleted(node) == []
+    node.store(keys[10:])
+    node.catalog.check()
+    assert len(deleted(node)) == 6
+    assert held(node) == 5
+
+
+def test_tails_that_were_not_used_go_first() -> None:
+    node, old, new = Node(tiers=[spec(chunks=6, watermark=1.0)]), keys_of("o", 3), keys_of("n", 3)
+    node.store(old)
+    node.store(new)
+    node.catalog.prefetch(node.namespace.digest, old)
+    node.catalog.take_actions()
+    extra = keys_of("x", 2)
+    node.save(extra)
+    for write in node.writes():
+        node.catalog.tier_write_done(DISK, write.key, ok=True)
+    assert node.catalog.stats().tiers[DISK].chunks == 6
+    node.catalog.clear(tier=TierName("memory"))
+    assert node.acquire(old).promoting == 3
+    assert node.acquire(new).promoting == 1
+
+
+def test_a_written_chain_loses_its_tail_first() -> None:
+    node, keys = Node(tiers=[spec(chunks=4, watermark=1.0)]), keys_of("a", 4)
+    node.save(keys)
+    for write in node.writes():
+        node.catalog.tier_write_done(DISK, write.key, ok=True)
+    node.save(keys_of("b", 1))
+    assert deleted(node) == keys[3:]
+
+
+def test_what_is_being_read_is_not_deleted() -> None:
+    node, keys = Node(tiers=[spec(chunks=2, watermark=0.5)]), keys_of("a", 2)
+    node.store(keys)
+    node.acquire(keys)
+    reads = node.reads()
+    node.save(keys_of("b", 2))
+    for write in node.writes():
+        node.catalog.tier_write_done(DISK, write.key, ok=True)
+    node.catalog.check()
+    assert not set(deleted(node)) & set(keys)
+    for read in reads:
+        node.finish(read)
+    assert held(node) <= 2
+
+
+def test_what_is_cleared_while_it_is_read_is_deleted_afterwards() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 1)
+    node.store(keys)
+    node.acquire(keys)
+    (read,) = node.reads()
+    assert node.catalog.clear() == (1, STORED)
+    node.catalog.check()
+    assert len(node.of_type(Update)) == 1, "the ticket does not wait any more"
+    node.finish(read)
+    assert deleted(node) == keys
+    assert node.resident(keys) == 0
+    assert node.allocator.used_bytes == 0
+
+
+def test_a_failed_write_leaves_nothing_behind() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 1)
+    node.save(keys)
+    (write,) = node.writes()
+    node.catalog.tier_write_done(DISK, write.key, ok=False)
+    assert deleted(node) == keys
+    assert held(node) == 0
+    assert node.catalog.stats().dropped_writes == 1
+
+
+def test_what_is_discarded_while_it_is_written_is_deleted_afterwards() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 1)
+    node.save(keys)
+    (write,) = node.writes()
+    node.catalog.discard(keys[0])
+    assert node.allocator.used_bytes == PAGE
+    node.catalog.tier_write_done(DISK, write.key, ok=True)
+    node.catalog.check()
+    assert deleted(node) == keys
+    assert (held(node), node.allocator.used_bytes) == (0, 0)
+
+
+def test_what_a_tier_lost_is_a_miss() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 1)
+    node.store(keys)
+    node.catalog.tier_forgot(DISK, keys[0])
+    node.catalog.tier_forgot(DISK, keys[0])
+    assert node.acquire(keys).promoting == 0
+    assert deleted(node) == []
+
+
+def test_an_offline_tier_is_given_nothing_and_forgets_what_waited() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 1)
+    node.catalog.tier_online(DISK, online=False)
+    node.save(keys)
+    assert node.writes() == []
+    node.catalog.tier_online(DISK, online=True)
+    node.save(keys_of("b", 1))
+    assert len(node.writes()) == 1
+
+
+def test_a_chunk_larger_than_the_tier_is_not_written() -> None:
+    node = Node(tiers=[spec(chunks=0)])
+    node.save(keys_of("a", 1))
+    assert node.writes() == []
+    assert node.catalog.stats().dropped_writes == 1
+
+
+def test_clearing_memory_leaves_the_tiers() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 3)
+    node.store(keys)
+    node.save(keys)
+    assert node.catalog.clear(tier=TierName("memory")) == (3, 3 * PAGE)
+    assert (node.resident(keys), held(node)) == (0, 3)
+
+
+def test_clearing_a_tier_leaves_memory_and_what_waits_for_it() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 3)
+    node.save(keys)
+    writes = node.writes()
+    assert node.catalog.clear(tier=DISK) == (0, 0)
+    for write in writes:
+        node.catalog.tier_write_done(DISK, write.key, ok=True)
+    assert sorted(deleted(node)) == sorted(keys), "a write under way does not survive the clear"
+    assert (node.resident(keys), held(node)) == (3, 0)
+
+
+def test_clearing_a_namespace_leaves_the_others() -> None:
+    node, keys, others = Node(tiers=[spec()]), keys_of("a", 2), keys_of("b", 1)
+    other = namespace_of("other")
+    node.catalog.add_namespace(other)
+    node.save(keys)
+    node.catalog.tier_found(DISK, other.digest, others[0], 0, PAGE)
+    assert node.catalog.clear(other.digest) == (1, STORED)
+    assert node.resident(keys) == 2
+    node.catalog.check()
+
+
+def test_what_is_pinned_is_cleared_from_sight_and_freed_later() -> None:
+    node, keys = Node(), keys_of("a", 3)
+    node.save(keys[:2])
+    ticket = node.acquire(keys).ticket
+    grant = node.grant(keys[2])
+    assert node.catalog.clear() == (2, 2 * PAGE)
+    node.catalog.check()
+    assert node.acquire(keys).chunks == ()
+    assert node.allocator.used_bytes == 3 * PAGE
+    node.catalog.release(node.session, ticket)
+    node.commit(grant)
+    assert node.allocator.used_bytes == 0
+
+
+def test_mistakes_are_refused_by_name() -> None:
+    node, key = Node(tiers=[spec()]), keys_of("a", 1)[0]
+    digest = node.namespace.digest
+    with pytest.raises(KVHavenError, match="tier tape is unknown; there are: disk"):
+        node.catalog.clear(tier=TierName("tape"))
+    with pytest.raises(KVHavenError, match=r"shard 1 .* does not exist"):
+        node.catalog.tier_found(DISK, digest, key, 1, PAGE)
+    with pytest.raises(KVHavenError, match="unknown"):
+        node.catalog.tier_found(DISK, NamespaceDigest(b"?" * 32), key, 0, PAGE)
+    with pytest.raises(KVHavenError, match="no write"):
+        node.catalog.tier_write_done(DISK, key, ok=True)
+    extent = node.grant(key).extent
+    with pytest.raises(KVHavenError, match="no read"):
+        node.catalog.tier_read_done(DISK, key, extent, None)
+    with pytest.raises(KVHavenError, match="cannot be named memory"):
+        Node(tiers=[spec(TierName("memory"))])

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction: the contract of the policies, and what the catalog makes of their proposals."""
+
+import random
+
+import pytest
+
+from kvhaven.catalog.actions import MemberId
+from kvhaven.catalog.policy import LRU, POLICIES
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import ChunkKey
+from tests.unit.catalog_kit import PAGE, Node, keys_of, namespace_of
+
+EVERY_POLICY = pytest.mark.parametrize("name", POLICIES)
+
+
+@EVERY_POLICY
+def test_a_policy_proposes_exactly_what_it_was_given(name: str) -> None:
+    policy, rng = POLICIES[name](), random.Random(1)
+    keys, known = keys_of("k", 20), set[ChunkKey]()
+    for _ in range(500):
+        key = rng.choice(keys)
+        if key not in known:
+            policy.added(key)
+            known.add(key)
+        elif rng.random() < 0.6:
+            policy.touched([key, *(known - {key})][: rng.randrange(1, 4)])
+        else:
+            rng.choice([policy.evicted, policy.removed])(key)
+            known.discard(key)
+        proposed = list(policy.candidates())
+        assert len(proposed) == len(known)
+        assert set(proposed) == known
+
+
+@EVERY_POLICY
+def test_a_fresh_policy_is_empty_and_of_the_same_kind(name: str) -> None:
+    policy = POLICIES[name]()
+    policy.added(keys_of("k", 1)[0])
+    fresh = policy.fresh()
+    assert fresh.name == policy.name == name
+    assert list(fresh.candidates()) == []
+
+
+def test_lru_proposes_what_was_not_used_for_longest() -> None:
+    policy, (one, two, three) = LRU(), keys_of("k", 3)
+    for key in (one, two, three):
+        policy.added(key)
+    policy.touched([two, one])
+    assert list(policy.candidates()) == [three, two, one]
+
+
+def test_the_tail_of_the_oldest_chain_goes_first() -> None:
+    node, old, new = Node(pages=16), keys_of("old", 8), keys_of("new", 8)
+    node.save(old)
+    node.save(new)
+    node.save(keys_of("x", 3))
+    assert (node.resident(old), node.resident(new)) == (5, 8)
+    assert node.resident(old[:5]) == 5
+    assert node.catalog.stats().evictions == 3
+
+
+def test_a_chain_that_was_asked_for_is_younger() -> None:
+    node, old, new = Node(pages=16), keys_of("old", 8), keys_of("new", 8)
+    node.save(old)
+    node.save(new)
+    node.catalog.prefetch(node.namespace.digest, old)
+    node.save(keys_of("x", 3))
+    assert (node.resident(old), node.resident(new)) == (8, 5)
+
+
+def test_a_parent_stays_while_its_child_is_here() -> None:
+    node, keys = Node(pages=16), keys_of("a", 4)
+    node.save(keys[2:], parent=keys[1])  # as if the head had been evicted, or came later
+    node.save(keys[:2])
+    node.save(keys_of("b", 12))
+    node.catalog.prefetch(node.namespace.digest, keys[3:])  # the child is younger than the parent
+    node.save(keys_of("c", 12))
+    assert node.resident(keys) == 4
+
+
+class TwoClasses:
+    """An arena of four slabs, and namespaces with chunks of one and of two pages."""
+
+    def __init__(self) -> None:
+        self.node = Node(pages=16)
+        self.wide = namespace_of("wide", 1, 2 * PAGE)
+        self.node.catalog.add_namespace(self.wide)
+
+    def save(self, namespace: Namespace, keys: list[ChunkKey]) -> int:
+        """Save chunks one after the other; return how many were granted."""
+        catalog, rank = self.node.catalog, MemberId("s/0")
+        granted = 0
+        for index, key in enumerate(keys):
+            parent = keys[index - 1] if index else None
+            (grant,) = catalog.reserve(rank, namespace.digest, parent, [key])
+            if grant is not None:
+                granted += 1
+                self.node.commit(grant)
+        catalog.check()
+        return granted
+
+
+def test_a_class_without_anything_to_evict_gets_the_coldest_slab_of_another() -> None:
+    two = TwoClasses()
+    cold, warm = keys_of("cold", 4), keys_of("warm", 12)
+    two.save(two.node.namespace, cold)
+    two.save(two.node.namespace, warm)
+    assert two.save(two.wide, keys_of("w", 2)) == 2
+    assert (two.node.resident(cold), two.node.resident(warm)) == (0, 12)
+
+
+def test_a_class_that_came_late_gets_its_share_of_what_is_colder() -> None:
+    two = TwoClasses()
+    two.save(two.node.namespace, keys_of("old", 16))
+    wide = keys_of("w", 8)
+    assert two.save(two.wide, wide) == 8
+    assert two.node.resident(wide) == 8
+
+
+def test_a_slab_with_a_leased_chunk_is_not_emptied() -> None:
+    two = TwoClasses()
+    narrow = keys_of("n", 16)
+    two.save(two.node.namespace, narrow)
+    two.node.catalog.clear()
+    heads = [keys_of(f"h{n}", 1) for n in range(16)]
+    for head in heads:
+        two.save(two.node.namespace, head)
+    for head in heads[::4]:
+        two.node.acquire(head)
+    assert two.save(two.wide, keys_of("w", 4)) == 0
+    assert sum(two.node.resident(head) for head in heads) == 16

@@ -7,18 +7,23 @@ message's name under `type`. Unknown fields are ignored, so either side may be n
 """
 
 import struct
-from typing import Final
+from collections.abc import Sequence
+from typing import Annotated, Final
 
 import msgspec
 
 from kvhaven.errors import ProtocolError
-from kvhaven.types import KEY_BYTES, ChunkKey, Shard, ShardTable
+from kvhaven.types import CHECKSUM_BYTES, KEY_BYTES, ChunkKey, Shard, ShardTable
 
 VERSION: Final = 1
 FRAME_LIMIT: Final = 16 << 20
 """Largest body in bytes; a longer one is malformed."""
 
 _LENGTH: Final = struct.Struct("<I")
+
+Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Sum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):
@@ -47,16 +52,21 @@ class Welcome(Message, frozen=True, tag=True):
 
 
 class AttachRank(Message, frozen=True, tag=True):
-    """A worker says who it is. `member` names its process; `fields` are its namespace's."""
+    """A worker says who it is. `member` names its process; `fields` are its namespace's.
+
+    `holding` are the generations of grants it got on earlier connections and has neither
+    committed nor aborted. All others that the service remembers never arrived: they end.
+    """
 
     id: int
     session: str
     member: str
     rank: int
     world: int
-    namespace: bytes
+    namespace: Key
     fields: dict[str, str]
     shard: Shard
+    holding: tuple[int, ...] = ()
 
 
 class AttachScheduler(Message, frozen=True, tag=True):
@@ -66,7 +76,7 @@ class AttachScheduler(Message, frozen=True, tag=True):
     session: str
     member: str
     world: int
-    wait_ms: int
+    wait_ms: Milliseconds
 
 
 class SegmentInfo(msgspec.Struct, frozen=True):
@@ -90,7 +100,7 @@ class Attached(Message, frozen=True, tag=True):
 
 
 class Refused(Message, frozen=True, tag=True):
-    """The request `id` cannot be served; `reason` is for people."""
+    """The request `id` (0: the connection) cannot be served; `reason` is for people."""
 
     id: int
     reason: str
@@ -110,7 +120,7 @@ class Acquire(Message, frozen=True, tag=True):
 
     ticket: int
     keys: bytes
-    wait_ms: int
+    wait_ms: Milliseconds
 
 
 class Acquired(Message, frozen=True, tag=True):
@@ -161,14 +171,14 @@ class Commit(Message, frozen=True, tag=True):
     """Shards that are written: `(key, generation, checksum)`. Reliable."""
 
     seq: int
-    shards: list[tuple[bytes, int, bytes]]
+    shards: Sequence[tuple[Key, int, Sum]]
 
 
 class Abort(Message, frozen=True, tag=True):
     """Shards given up: `(key, generation)`; no copy into them is running. Reliable."""
 
     seq: int
-    shards: list[tuple[bytes, int]]
+    shards: Sequence[tuple[Key, int]]
 
 
 class Ack(Message, frozen=True, tag=True):
@@ -213,7 +223,7 @@ class Flush(Message, frozen=True, tag=True):
     """Wait until everything resident is written to the tiers, `wait_ms` at most."""
 
     id: int
-    wait_ms: int
+    wait_ms: Milliseconds
 
 
 class Flushed(Message, frozen=True, tag=True):

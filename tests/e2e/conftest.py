@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny model, and what an engine without KVHaven answers: the control."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
-
-from engines import engine
-from model import Shape, make_model
+from examples.demo.model import Shape, make_model
+from tests.e2e.engines import engine
 
 Control = Callable[..., list[dict[str, Any]]]
 

@@ -16,7 +16,7 @@ def main() -> None:
     """Start the engine that the second argument describes, then answer commands."""
     answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     arguments = json.loads(sys.argv[2])
-    from vllm import LLM  # noqa: PLC0415 - slow
+    from vllm import LLM
 
     llm = LLM(**arguments)
     print(json.dumps({"ready": True, "pid": os.getpid()}), file=answers)
@@ -39,7 +39,7 @@ class Commands:
         priorities: list[int] | None = None,
     ) -> list[dict[str, Any]]:
         """Generate greedily; return tokens, log-probabilities of the first, cached tokens."""
-        from vllm import SamplingParams  # noqa: PLC0415 - slow
+        from vllm import SamplingParams
 
         parameters = SamplingParams(
             max_tokens=max_tokens, temperature=0, logprobs=1, ignore_eos=True, **(sampling or {})
@@ -66,14 +66,14 @@ class Commands:
 
     @staticmethod
     def abort_storm(llm: Any, prompts: list[list[int]], seed: int) -> int:
-        """Add every prompt and abort each at a random step; return how many had finished."""
-        from vllm import SamplingParams  # noqa: PLC0415 - slow
+        """Add every prompt and abort all of them at random steps; return how many finished."""
+        from vllm import SamplingParams
 
         engine, chance = llm.llm_engine, random.Random(seed)
         waiting = [f"storm-{seed}-{index}" for index in range(len(prompts))]
         for id_, prompt in zip(waiting, prompts, strict=True):
             engine.add_request(
-                id_, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=64, ignore_eos=True)
+                id_, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=300, ignore_eos=True)
             )
         finished = 0
         while engine.has_unfinished_requests():
@@ -84,19 +84,18 @@ class Commands:
 
     @staticmethod
     def metrics(llm: Any) -> dict[str, float]:
-        """Return the engine's counters whose name has `kvhaven` or `cache` in it."""
+        """Return the engine's counters of KVHaven, of caches and of preemptions."""
         totals: dict[str, float] = {}
         for metric in llm.get_metrics():
-            if "kvhaven" in metric.name or "cache" in metric.name:
+            if any(word in metric.name for word in ("kvhaven", "cache", "preempt")):
                 totals[metric.name] = totals.get(metric.name, 0) + getattr(metric, "value", 0)
         return totals
 
     @staticmethod
-    def sleep(llm: Any, level: int = 1) -> bool:
-        """Sleep and wake."""
-        llm.sleep(level=level)
-        llm.wake_up()
-        return True
+    def embed(llm: Any, prompts: list[list[int]]) -> list[list[float]]:
+        """Return an embedding of each prompt (engines with `runner="pooling"`)."""
+        outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+        return [list(output.outputs.embedding) for output in outputs]
 
 
 if __name__ == "__main__":

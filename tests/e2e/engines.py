@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kvhaven.client.control import connect
+from kvhaven.errors import KVHavenError
 from kvhaven.service.status import ServiceStatus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +147,7 @@ class NodeService:
         while True:
             try:
                 self.status()
-            except Exception:
+            except KVHavenError:
                 if time.monotonic() > end or self.process.poll() is not None:
                     raise AssertionError(self._log.read_text()) from None
                 time.sleep(0.05)
@@ -175,19 +176,30 @@ class NodeService:
         end = time.monotonic() + timeout_s
         while True:
             status = self.status()
-            held = status.catalog
-            if not (
-                held.leases
-                or held.leased_bytes
-                or held.reserved_bytes
-                or held.quarantined_bytes
-                or held.doomed_bytes
-                or held.promoting_bytes
-            ):
-                return status
-            if time.monotonic() > end:
+            if not held_bytes(status) or time.monotonic() > end:
                 return status
             time.sleep(0.05)
+
+
+def held_bytes(status: ServiceStatus) -> dict[str, int]:
+    """Return what is leased, reserved, promoting, or waiting to be proven free."""
+    catalog = status.catalog
+    held = {
+        "leases": catalog.leases,
+        "leased": catalog.leased_bytes,
+        "reserved": catalog.reserved_bytes,
+        "promoting": catalog.promoting_bytes,
+        "doomed": catalog.doomed_bytes,
+        "quarantined": catalog.quarantined_bytes,
+    }
+    return {name: amount for name, amount in held.items() if amount}
+
+
+def assert_nothing_held(status: ServiceStatus) -> None:
+    """Assert that nothing leaked: what is used is what is resident."""
+    assert held_bytes(status) == {}
+    resident = sum(namespace.bytes["memory"] for namespace in status.namespaces)
+    assert status.arena_used_bytes == resident
 
 
 def prompts(seed: int, count: int, *, least: int = 100, most: int = 700) -> list[list[int]]:
@@ -209,4 +221,4 @@ def assert_same(found: Sequence[dict[str, Any]], control: Sequence[dict[str, Any
     assert len(found) == len(control)
     for one, other in zip(found, control, strict=True):
         assert one["tokens"] == other["tokens"]
-        assert abs(one["logprob"] - other["logprob"]) < 1e-3  # noqa: PLR2004 - see above
+        assert abs(one["logprob"] - other["logprob"]) < 1e-3

@@ -4,8 +4,9 @@
 from pathlib import Path
 
 import pytest
-from conftest import Control
-from engines import CHUNK, NodeService, assert_same, engine, prompts
+
+from tests.e2e.conftest import Control
+from tests.e2e.engines import CHUNK, NodeService, assert_nothing_held, assert_same, engine, prompts
 
 pytestmark = pytest.mark.vllm
 
@@ -51,31 +52,36 @@ def test_an_embedded_engine_gets_everything_back_from_memory(
     assert list(short_dir.iterdir()) == []
 
 
-def test_preemption_chunked_prefill_and_no_prefix_cache_change_nothing(
+def test_preemption_aborts_and_no_prefix_cache_change_nothing(
     model: Path, control: Control, tmp_path: Path, short_dir: Path
 ) -> None:
+    """Few blocks, so that requests are preempted; then every request of a storm is aborted."""
     asked = prompts(2, 16, least=200, most=700)
     expected = control(asked, max_tokens=40)
-    settings = {
-        "max_local_cpu_size": "128MiB",
-        "runtime_dir": str(short_dir),
-        "save_decode_cache": True,
-    }
-    with engine(
-        model,
-        tmp_path / "log",
-        settings,
-        enable_prefix_caching=False,
-        num_gpu_blocks_override=56,
-        max_num_seqs=8,
-    ) as started:
-        for _ in range(2):
+    service = NodeService(short_dir / "s", tmp_path / "service.log", max_local_cpu_size="128MiB")
+    service.start()
+    settings = {"service_address": str(service.socket), "save_decode_cache": True}
+    try:
+        with engine(
+            model,
+            tmp_path / "log",
+            settings,
+            enable_prefix_caching=False,
+            num_gpu_blocks_override=56,
+            max_num_seqs=8,
+        ) as started:
+            for _ in range(2):
+                assert_same(started.generate(asked, max_tokens=40), expected)
+            metrics = started.ask("metrics")
+            assert metrics["vllm:kvhaven_hit_tokens"] > 0
+            assert metrics["vllm:num_preemptions"] > 0
+            for seed in range(3):
+                assert started.ask("abort_storm", prompts=asked, seed=seed) == 0
+            assert_nothing_held(service.settled())
             assert_same(started.generate(asked, max_tokens=40), expected)
-        metrics = started.ask("metrics")
-        assert metrics["vllm:kvhaven_hit_tokens"] > 0
-        for seed in range(3):
-            started.ask("abort_storm", prompts=asked, seed=seed)
-        assert_same(started.generate(asked, max_tokens=40), expected)
+            assert_nothing_held(service.settled())
+    finally:
+        service.stop()
 
 
 def test_tensor_parallel_ranks_share_their_chunks(
@@ -83,9 +89,7 @@ def test_tensor_parallel_ranks_share_their_chunks(
 ) -> None:
     asked = prompts(3, 4)
     expected = control(asked, max_tokens=4)
-    service = NodeService(
-        short_dir / "s", tmp_path / "service.log", max_local_cpu_size="128MiB"
-    )
+    service = NodeService(short_dir / "s", tmp_path / "service.log", max_local_cpu_size="128MiB")
     service.start()
     try:
         with engine(
@@ -100,7 +104,7 @@ def test_tensor_parallel_ranks_share_their_chunks(
             assert_same(again, expected)
             assert [one["cached"] for one in again] == [full_chunks(one) for one in asked]
             held = service.settled()
-            assert held.catalog.leases == 0
+            assert_nothing_held(held)
             assert {member.role for member in held.members} == {"scheduler", "rank 0", "rank 1"}
     finally:
         service.stop()
@@ -133,7 +137,7 @@ def test_two_engines_and_another_model_on_one_small_service(
                     started.ask("reset")
                     found = started.generate([asked[index] for index in half], max_tokens=4)
                     assert_same(found, [expected[index] for index in half])
-            assert service.settled().catalog.leases == 0
+            assert_nothing_held(service.settled())
             hits = [started.ask("metrics")["vllm:kvhaven_hit_tokens"] for started in (one, two)]
             assert min(hits) > 0
         with engine(other_model, tmp_path / "c.log", settings) as third:

@@ -7,9 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import Control
-from engines import NodeService, assert_same, engine, prompts
-from test_engine import full_chunks
+
+from tests.e2e.conftest import Control
+from tests.e2e.engines import NodeService, assert_nothing_held, assert_same, engine, prompts
+from tests.e2e.test_engine import full_chunks
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +33,7 @@ def test_a_new_engine_and_a_killed_service_find_everything(
             assert_same(started.generate(asked, max_tokens=4), expected)
             service.flush()
             started.kill()
-        assert service.settled().members == []
+        wait_for_members(service, 0)
         service.stop(signal.SIGKILL)
         service.start()
         with engine(model, tmp_path / "b.log", settings) as started:
@@ -62,9 +63,7 @@ def test_serving_goes_on_while_the_service_is_away_or_stuck_and_recovers(
 ) -> None:
     asked = prompts(6, 8)
     expected = control(asked, max_tokens=4)
-    service = NodeService(
-        short_dir / "s", tmp_path / "service.log", max_local_cpu_size="128MiB"
-    )
+    service = NodeService(short_dir / "s", tmp_path / "service.log", max_local_cpu_size="128MiB")
     with engine(
         model, tmp_path / "log", {"service_address": str(service.socket)}
     ) as started:  # no service at start
@@ -81,7 +80,7 @@ def test_serving_goes_on_while_the_service_is_away_or_stuck_and_recovers(
             started.ask("reset")
             assert_same(started.generate(asked, max_tokens=4), expected)
             service.process.send_signal(signal.SIGCONT)
-            assert service.settled().catalog.leases == 0
+            assert_nothing_held(service.settled())
             # Killed and started again at random moments while requests run.
             stop = threading.Event()
             killer = threading.Thread(target=keep_killing, args=(service, stop))
@@ -99,7 +98,7 @@ def test_serving_goes_on_while_the_service_is_away_or_stuck_and_recovers(
                 found = started.generate(asked, max_tokens=4)
                 assert_same(found, expected)
             assert found[0]["cached"] >= full_chunks(asked[0])
-            assert service.settled().catalog.leases == 0
+            assert_nothing_held(service.settled())
         finally:
             service.stop(signal.SIGKILL)
 
@@ -113,7 +112,7 @@ def damage(file: Path, kind: int) -> None:
             byte = content.read(1)[0]
             content.seek(size // 2)
             content.write(bytes([byte ^ 1]))
-        elif kind == 3:  # noqa: PLR2004 - one of four
+        elif kind == 3:
             content.write(os.urandom(4096))
         else:
             content.truncate(size // 2 if kind == 1 else 0)
@@ -127,9 +126,9 @@ def keep_killing(service: NodeService, stop: threading.Event) -> None:
 
 
 def wait_for_members(service: NodeService, count: int) -> None:
-    """Wait until that many processes are attached."""
-    for _ in range(200):
-        if len(service.status().members) >= count:
+    """Wait until exactly that many processes are attached."""
+    for _ in range(400):
+        if len(service.status().members) == count:
             return
         threading.Event().wait(0.05)
     raise AssertionError(f"{service.status().members} are attached, {count} should be")

@@ -286,6 +286,10 @@ class Catalog:
         """Switch a tier: offline, nothing is promoted from it or written to it."""
         self._tiers.set_online(tier, online)
 
+    def tier_capacity(self, tier: TierName, capacity_bytes: int) -> None:
+        """Change what fits into a tier: its store shrank, or has room again."""
+        self._tiers.index(tier).resize(capacity_bytes)
+
     # Dropping
 
     def discard(self, key: ChunkKey, extent: Extent | None = None) -> None:

@@ -49,6 +49,12 @@ class TierIndex:
         self._delete_later: dict[ChunkKey, NamespaceDigest] = {}
         self._actions = actions
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Take another capacity, and evict what no longer fits."""
+        if capacity_bytes != self.spec.capacity_bytes:
+            self.spec = msgspec.structs.replace(self.spec, capacity_bytes=capacity_bytes)
+            self.trim()
+
     def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
         """Whether every shard of the chunk is there."""
         stored = self.stored.get(key)

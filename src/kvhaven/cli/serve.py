@@ -29,7 +29,6 @@ def serve(
     """
     from kvhaven.cli.address import service_socket  # noqa: PLC0415 - keeps other commands quick
     from kvhaven.config import load_settings  # noqa: PLC0415
-    from kvhaven.errors import KVHavenError  # noqa: PLC0415
     from kvhaven.service.main import serve as run  # noqa: PLC0415
 
     settings = load_settings(yaml_file=file).settings
@@ -37,7 +36,4 @@ def serve(
     logging.basicConfig(
         level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    try:
-        run(settings, address, embedded=False)
-    except OSError as error:
-        raise KVHavenError(f"cannot listen at {address}: {error.strerror or error}") from error
+    run(settings, address)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions that people and tests ask a service: one connection, one answer."""
+"""Questions that people and tests ask a service: one connection, one answer at a time."""
 
+import contextlib
 import itertools
 import socket
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from kvhaven.errors import KVHavenError, ProtocolError, ServiceUnavailableError
 from kvhaven.protocol import (
@@ -24,54 +27,70 @@ from kvhaven.protocol import (
     encode,
 )
 
+M = TypeVar("M", bound=Message)
+
+_GRACE_S = 5.0
+
 
 class Control:
-    """A blocking connection; use `connect`."""
+    """A blocking connection, made by `connect`.
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
+    Every method raises `ServiceUnavailableError` when no answer comes in time, and
+    `KVHavenError` with the service's reason when it refuses.
+    """
+
+    def __init__(self, sock: socket.socket, address: str, timeout_s: float) -> None:
         self._socket = sock
         self._address = address
+        self._timeout_s = timeout_s
         self._reader = FrameReader()
+        self._received: deque[ServiceMessage] = deque()
         self._ids = itertools.count(1)
-        sock.sendall(encode(Hello()))
-        welcome = self._receive()
-        if not isinstance(welcome, Welcome):
-            raise ProtocolError(f"{address}: {type(welcome).__name__} instead of Welcome")
+        welcome = self._ask(Hello(), Welcome, timeout_s)
         self.service, self.pid = welcome.service, welcome.pid
 
     def status(self) -> bytes:
         """Return the service's status as JSON (`service.status.ServiceStatus`)."""
-        answer = self._ask(Status(next(self._ids)))
-        assert isinstance(answer, StatusReply)
-        return answer.status
+        return self._ask(Status(next(self._ids)), StatusReply, self._timeout_s).status
 
     def clear(self, namespace: bytes = b"", tier: str = "") -> Cleared:
         """Drop a namespace (empty: all) from a tier (empty: from everywhere)."""
-        answer = self._ask(Clear(next(self._ids), namespace, tier))
-        assert isinstance(answer, Cleared)
-        return answer
+        return self._ask(Clear(next(self._ids), namespace, tier), Cleared, self._timeout_s)
 
     def flush(self, wait_s: float) -> int:
         """Wait until what is resident is stored in the tiers; return what is left undone."""
-        self._socket.settimeout(wait_s + 5)
-        answer = self._ask(Flush(next(self._ids), int(wait_s * 1000)))
-        assert isinstance(answer, Flushed)
-        return answer.outstanding
+        request = Flush(next(self._ids), int(wait_s * 1000))
+        return self._ask(request, Flushed, wait_s + _GRACE_S).outstanding
 
-    def _ask(self, message: Message) -> ServiceMessage:
-        self._socket.sendall(encode(message))
-        answer = self._receive()
+    def _ask(self, request: Message, wanted: type[M], timeout_s: float) -> M:
+        self._socket.settimeout(timeout_s)
+        try:
+            with contextlib.suppress(BrokenPipeError):  # its reason may still be there to read
+                self._socket.sendall(encode(request))
+            answer = self._receive()
+        except TimeoutError as error:
+            raise ServiceUnavailableError(
+                f"the service at {self._address} did not answer within {timeout_s:g} s"
+            ) from error
+        except OSError as error:
+            raise ServiceUnavailableError(
+                f"the service at {self._address} went away: {error.strerror or error}"
+            ) from error
         if isinstance(answer, Refused):
             raise KVHavenError(answer.reason)
+        if not isinstance(answer, wanted):
+            raise ProtocolError(
+                f"{self._address}: {type(answer).__name__} instead of {wanted.__name__}"
+            )
         return answer
 
     def _receive(self) -> ServiceMessage:
-        while True:
+        while not self._received:
             data = self._socket.recv(1 << 20)
             if not data:
                 raise ServiceUnavailableError(f"{self._address}: the service closed the connection")
-            for body in self._reader.feed(data):
-                return decode_service(body)
+            self._received.extend(decode_service(body) for body in self._reader.feed(data))
+        return self._received.popleft()
 
 
 @contextmanager
@@ -81,7 +100,6 @@ def connect(address: str, timeout_s: float = 5.0) -> Iterator[Control]:
         sock.settimeout(timeout_s)
         try:
             sock.connect(address)
-            yield Control(sock, address)
         except TimeoutError as error:
             raise ServiceUnavailableError(
                 f"the service at {address} did not answer within {timeout_s:g} s"
@@ -91,3 +109,4 @@ def connect(address: str, timeout_s: float = 5.0) -> Iterator[Control]:
                 f"no service answers at {address} ({error.strerror or error}); "
                 "start one with `kvhaven serve`, or name its socket"
             ) from error
+        yield Control(sock, address, timeout_s)

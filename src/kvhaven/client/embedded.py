@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting the private service of an engine, by whichever side comes first."""
 
-import fcntl
+import contextlib
 import hashlib
 import logging
 import os
 import re
-import socket
+import select
+import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 
+from kvhaven.client.handshake import RefusedError
+from kvhaven.client.unix import listens, lock_file, prepare_directory
 from kvhaven.config import Settings
 from kvhaven.errors import ServiceUnavailableError
 
@@ -24,14 +26,11 @@ _START_S = 60.0
 _DATA_PARALLEL = re.compile(r"_dp\d+$")
 
 
-def runtime_dir(settings: Settings) -> Path:
-    """Return the directory of sockets: the setting's, $XDG_RUNTIME_DIR's, or one in /tmp."""
-    if settings.runtime_dir is not None:
-        return Path(settings.runtime_dir)
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and Path(base).is_dir():
-        return Path(base) / "kvhaven"
-    return Path(f"/tmp/kvhaven-{os.geteuid()}")  # noqa: S108 - made 0700, peers are checked
+class _Reply(msgspec.Struct, frozen=True):
+    """What the service says when it listens (no error), or why it does not."""
+
+    error: str = ""
+    passing: bool = False
 
 
 def embedded_address(settings: Settings, engine_id: str) -> str:
@@ -41,7 +40,7 @@ def embedded_address(settings: Settings, engine_id: str) -> str:
     """
     engine = _DATA_PARALLEL.sub("", engine_id)
     name = hashlib.sha256(engine.encode()).hexdigest()[:16]
-    return str(runtime_dir(settings) / f"engine-{name}.sock")
+    return str(settings.runtime_path / f"engine-{name}.sock")
 
 
 class EmbeddedService:
@@ -55,50 +54,56 @@ class EmbeddedService:
         self._address = address
 
     def ensure(self) -> None:
-        """Return once a service listens. Raises `ServiceUnavailableError`."""
-        if _answers(self._address):
-            return
-        Path(self._address).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(f"{self._address}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _answers(self._address):
-                self._start()
-        finally:
-            os.close(lock)
+        """Return once a service listens, after `_START_S` seconds at most.
 
-    def _start(self) -> None:
+        Raises `RefusedError` when it says that it cannot be started as it is set, and
+        `ServiceUnavailableError` when trying again may help.
+        """
+        prepare_directory(self._address)
+        if listens(self._address):
+            return
+        end = time.monotonic() + _START_S
+        starting = f"{self._address}.start"
+        with lock_file(starting, _START_S, in_vain=lambda: listens(self._address)) as held:
+            if listens(self._address):
+                return
+            if not held:
+                raise ServiceUnavailableError(
+                    f"another process has been starting the node service for {_START_S:g} s"
+                )
+            self._start(end)
+
+    def _start(self, end: float) -> None:
         order = msgspec.json.encode({"socket": self._address, "settings": self._settings})
         process = subprocess.Popen(
             [sys.executable, "-m", "kvhaven.service"],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the engine, which lets the service go
             cwd="/",
         )
-        assert process.stdin is not None
-        process.stdin.write(order)
-        process.stdin.close()
-        # Collects the exit status when the service ends before we do.
+        # What we start forks the service and ends at once; its group is the service's, too.
         threading.Thread(target=process.wait, name="kvhaven-wait", daemon=True).start()
-        end = time.monotonic() + _START_S
-        while time.monotonic() < end:
-            if _answers(self._address):
-                return
-            if process.poll() is not None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin, process.stdout:
+            process.stdin.write(order)
+            process.stdin.close()
+            ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 raise ServiceUnavailableError(
-                    f"the embedded node service ended at once with status {process.returncode}; "
-                    "its reason stands in the log above"
+                    f"the embedded node service did not start in {_START_S:g} s"
                 )
-            time.sleep(0.02)
-        raise ServiceUnavailableError(f"the embedded node service did not start in {_START_S:g} s")
-
-
-def _answers(address: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(address)
-        except OSError:
-            return False
-        return True
+            said = process.stdout.readline()
+        if not said:
+            raise ServiceUnavailableError(
+                "the embedded node service ended at once; its reason stands in the log above"
+            )
+        reply = msgspec.json.decode(said, type=_Reply)
+        if reply.passing:
+            raise ServiceUnavailableError(reply.error)
+        if reply.error:
+            raise RefusedError(f"the embedded node service cannot start: {reply.error}")
+        logger.info("started the node service at %s", self._address)

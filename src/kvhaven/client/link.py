@@ -6,26 +6,24 @@ import logging
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from kvhaven.errors import KVHavenError, ProtocolError, ServiceUnavailableError
+from kvhaven.client.handshake import RefusedError, shake_hands
+from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.protocol import (
     Ack,
     Attached,
     AttachRank,
     AttachScheduler,
     FrameReader,
-    Hello,
     Message,
-    Refused,
     Reliable,
     ServiceMessage,
-    Welcome,
     decode_service,
     encode,
 )
@@ -33,14 +31,16 @@ from kvhaven.protocol import (
 logger = logging.getLogger(__name__)
 
 _UNSENT_LIMIT = 8 << 20
-_HANDSHAKE_S = 30.0
 _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 2.0
-_DESCRIPTORS_MOST = 16
+_RECEIVE_BYTES = 256 << 10
 
 
 class Listener(Protocol):
     """What a link tells its owner, always from the link's thread."""
+
+    def greeting(self) -> AttachRank | AttachScheduler:
+        """Who we are; asked for each connection."""
 
     def attached(self, service: str, answer: Attached, descriptors: list[int]) -> None:
         """The service took us (again). The descriptors are the listener's to close."""
@@ -60,32 +60,35 @@ class Link:
     drops the message and says so. Reliable messages are kept until the service has
     acknowledged them and are sent again after a reconnect; the service drops repetitions.
     When another service answers than before, they are void and forgotten.
+
+    `ensure_service` is called when nobody listens at the address; it takes bounded time.
     """
 
     def __init__(
         self,
         address: str,
-        attach: AttachRank | AttachScheduler,
         listener: Listener,
         *,
         ensure_service: Callable[[], None] = lambda: None,
     ) -> None:
         self._address = address
-        self._attach = attach
         self._listener = listener
         self._ensure_service = ensure_service
         self._lock = threading.Lock()
+        # All below is guarded by the lock; `_up` and `_service` may be read without it.
         self._unsent = bytearray()
         self._outbox: deque[tuple[int, bytes]] = deque()
         self._sequence = 0
         self._socket: socket.socket | None = None
         self._up = False
+        self._service = ""
         self._closing = threading.Event()
         self._first_try = threading.Event()
         self._refusal: str | None = None
-        self._service = ""
+        self._complaint = ""
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kvhaven-link", daemon=True)
+        _links.add(self)
 
     @property
     def up(self) -> bool:
@@ -95,16 +98,18 @@ class Link:
     def start(self, timeout_s: float) -> None:
         """Start the thread and wait for the first attach.
 
-        Raises `KVHavenError` when the service refused us (its reason says what to change)
-        and `ServiceUnavailableError` when nothing answered in time; the link goes on trying
-        then, so the caller may carry on without.
+        Raises `KVHavenError` when the service refused us (its reason says what to change);
+        the link is closed then. Raises `ServiceUnavailableError` when nothing answered in
+        time; the link goes on trying, so the caller may carry on without.
         """
         self._thread.start()
         if not self._first_try.wait(timeout_s):
             raise ServiceUnavailableError(
                 f"no node service answered at {self._address} within {timeout_s:g} s"
+                + (f": {self._complaint}" if self._complaint else "")
             )
         if self._refusal is not None:
+            self.close(0)
             raise KVHavenError(self._refusal)
 
     def post(self, message: Message) -> bool:
@@ -116,24 +121,35 @@ class Link:
             self._send(frame)
         return True
 
-    def post_reliable(self, make: Callable[[int], Reliable]) -> None:
-        """Send a message that must arrive as long as this service lives; `make` takes its seq."""
+    def post_reliable(self, make: Callable[[int], Reliable], service: str) -> None:
+        """Send a message that must arrive as long as `service` lives; `make` takes its seq.
+
+        Another service has no use for it: generations and tickets would mean something else
+        there.
+        """
         with self._lock:
+            if service != self._service or self._closing.is_set():
+                return
             self._sequence += 1
             frame = encode(make(self._sequence))
             self._outbox.append((self._sequence, frame))
             if self._up:
                 self._send(frame)
 
-    def close(self, flush_s: float = 1.0) -> None:
-        """Send what waits, `flush_s` at most, and end the thread."""
+    def close(self, flush_s: float = 1.0) -> bool:
+        """Send what waits, `flush_s` at most, and end the thread; return whether it ended."""
         end = time.monotonic() + flush_s
         while self._up and self._outbox and time.monotonic() < end:
             time.sleep(0.005)
-        self._closing.set()
-        self._wake()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        with self._lock:
+            self._closing.set()
+            self._wake()
+        if self._thread.is_alive():
             self._thread.join(timeout=5.0)
+        if self._thread.is_alive():
+            return False  # it is starting a service; it ends when that has ended
+        self._close_pipe()
+        return True
 
     # --- the thread -------------------------------------------------------------------------
 
@@ -142,71 +158,61 @@ class Link:
         while not self._closing.is_set():
             try:
                 self._connect()
-            except (OSError, KVHavenError) as error:
-                if isinstance(error, _RefusedError):
-                    self._refusal = str(error)
-                    self._first_try.set()
-                logger.debug("no connection to %s: %s", self._address, error)
+            except Exception as error:  # noqa: BLE001 - nobody else would try again
+                self._complain(error)
                 self._closing.wait(pause)
                 pause = min(pause * 2, _RETRY_MOST_S)
                 continue
             pause = _RETRY_FIRST_S
-            self._refusal = None
+            if self._complaint:
+                logger.warning("the node service at %s is there", self._address)
+            self._complaint, self._refusal = "", None
             self._first_try.set()
             try:
                 self._receive()
-            except (OSError, ProtocolError) as error:
+            except Exception as error:  # noqa: BLE001 - as above
                 if not self._closing.is_set():
                     logger.warning("lost the node service at %s: %s", self._address, error)
             self._disconnect()
-        self._disconnect()
+
+    def _complain(self, error: Exception) -> None:
+        """Log a reason once, as long as it stays the same; the first refusal is `start`'s."""
+        reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
+        if isinstance(error, RefusedError) and not self._first_try.is_set():
+            self._refusal = reason
+            self._first_try.set()
+        if reason != self._complaint and not self._closing.is_set():
+            logger.warning("no node service at %s for now: %s", self._address, reason)
+        self._complaint = reason
 
     def _connect(self) -> None:
-        self._ensure_service()
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(_HANDSHAKE_S)
-            sock.connect(self._address)
-            _require_own_user(sock)
-            sock.sendall(encode(Hello()))
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(self._reach())
             self._reader = FrameReader()
-            welcome, _ = self._await_answer(sock, Welcome)
-            sock.sendall(encode(self._attach))
-            answer, descriptors = self._await_answer(sock, Attached)
-        except BaseException:
-            sock.close()
-            raise
-        assert isinstance(welcome, Welcome)
-        assert isinstance(answer, Attached)
-        if welcome.service != self._service:
+            attach = self._listener.greeting()
+            welcome, answer, descriptors, early = shake_hands(sock, attach, self._reader)
             with self._lock:
-                self._outbox.clear()
-            self._service = welcome.service
-        self._listener.attached(welcome.service, answer, descriptors)
-        sock.setblocking(False)
+                if welcome.service != self._service:
+                    self._outbox.clear()
+                    self._service = welcome.service
+            self._listener.attached(welcome.service, answer, descriptors)
+            sock.setblocking(False)
+            undo.pop_all()
         with self._lock:
             self._socket = sock
             self._unsent.clear()
             self._up = True
             for _, frame in self._outbox:
                 self._send(frame)
+        for message in early:
+            self._handle(message)
 
-    def _await_answer(
-        self, sock: socket.socket, wanted: type[Message]
-    ) -> tuple[ServiceMessage, list[int]]:
-        descriptors: list[int] = []
-        while True:
-            data, more, _flags, _address = socket.recv_fds(sock, 65536, _DESCRIPTORS_MOST)
-            descriptors += more
-            if not data:
-                raise ServiceUnavailableError("the service closed the connection")
-            for body in self._reader.feed(data):
-                message = decode_service(body)
-                if isinstance(message, Refused):
-                    raise _RefusedError(message.reason)
-                if not isinstance(message, wanted):
-                    raise ProtocolError(f"{type(message).__name__} instead of {wanted.__name__}")
-                return message, descriptors
+    def _reach(self) -> socket.socket:
+        """Return a socket that is connected; starts a service if nobody listens."""
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            return _connected(self._address)
+        self._ensure_service()
+        return _connected(self._address)
 
     def _receive(self) -> None:
         sock = self._socket
@@ -214,20 +220,23 @@ class Link:
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
+            wanted = selectors.EVENT_READ
             while not self._closing.is_set():
                 for key, events in selector.select():
                     if key.fileobj == self._wake_read:
                         os.read(self._wake_read, 4096)
                     elif events & selectors.EVENT_READ:
-                        data = sock.recv(256 << 10)
+                        data = sock.recv(_RECEIVE_BYTES)
                         if not data:
                             raise ConnectionResetError("it closed the connection")
                         for body in self._reader.feed(data):
                             self._handle(decode_service(body))
                 with self._lock:
                     self._flush()
-                    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
-                selector.modify(sock, wanted)
+                    unsent = bool(self._unsent)
+                before, wanted = wanted, selectors.EVENT_READ | (selectors.EVENT_WRITE * unsent)
+                if wanted != before:
+                    selector.modify(sock, wanted)
 
     def _handle(self, message: ServiceMessage) -> None:
         if isinstance(message, Ack):
@@ -239,12 +248,11 @@ class Link:
 
     def _disconnect(self) -> None:
         with self._lock:
-            was_up, self._up = self._up, False
+            self._up = False
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
-        if was_up:
-            self._listener.detached()
+        self._listener.detached()
 
     # --- sending, with the lock held --------------------------------------------------------
 
@@ -269,16 +277,48 @@ class Link:
             self._unsent.clear()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has been woken already
-            os.write(self._wake_write, b"\0")
+        if self._wake_write >= 0:
+            with contextlib.suppress(BlockingIOError):  # it has been woken already
+                os.write(self._wake_write, b"\0")
+
+    def _close_pipe(self) -> None:
+        with self._lock:
+            if self._wake_write >= 0:
+                os.close(self._wake_read)
+                os.close(self._wake_write)
+                self._wake_read = self._wake_write = -1
+
+    def abandon_in_child(self) -> None:
+        """Let go of the connection in a forked child, which has no thread to serve it.
+
+        Else the service would believe the parent to be connected as long as the child lives.
+        """
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._closing.set()
+        self._up = False
+        if self._socket is not None:
+            os.close(self._socket.detach())
+            self._socket = None
+        self._close_pipe()
 
 
-class _RefusedError(KVHavenError):
-    """The service answered `Refused`."""
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
-def _require_own_user(sock: socket.socket) -> None:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", credentials)
-    if uid != os.geteuid():
-        raise _RefusedError(f"the service there runs as user {uid}, this process as {os.geteuid()}")
+def _abandon_all() -> None:
+    for link in tuple(_links):
+        link.abandon_in_child()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _connected(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(5.0)
+        sock.connect(address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's client: maps the arena, reserves space for saves, reports copies that ended."""
 
-import contextlib
+import functools
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from kvhaven.arena.segment import MappedSegment
 from kvhaven.client.arena import close_all, close_descriptors, map_arena
@@ -27,15 +29,23 @@ from kvhaven.types import Checksum, ChunkKey
 
 logger = logging.getLogger(__name__)
 
-_SLOW_PAUSE_S = 1.0
+_PROBE_EVERY_S = 1.0
+_QUICK_S = 0.05
+"""A slow service that answers within this is asked again."""
 
 
 class MappedArena:
-    """The arena of one service, mapped; `address_of` turns a place into a host address."""
+    """The arena of one service, mapped; `address_of` turns a place into a host address.
 
-    def __init__(self, service: str, segments: list[MappedSegment]) -> None:
+    `lock_bytes` are the bytes of its segments that are locked while it is mapped.
+    """
+
+    def __init__(
+        self, service: str, segments: list[MappedSegment], lock_bytes: tuple[int, ...]
+    ) -> None:
         self.service = service
         self.segments = segments
+        self.lock_bytes = lock_bytes
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._prefault, name="prefault", daemon=True)
         self._thread.start()
@@ -75,15 +85,20 @@ class Grant(NamedTuple):
 class Reservation:
     """An answer that is awaited; see `RankClient.reserve`."""
 
-    def __init__(self, keys: Sequence[ChunkKey]) -> None:
+    def __init__(self, keys: Sequence[ChunkKey], asked: float) -> None:
         self.keys = keys
+        self.asked = asked
         self.answered = threading.Event()
         self.grants: list[Grant | None] = [None] * len(keys)
         self.given_up = False
 
 
 class RankClient:
-    """One rank's side of the service. Only `Reservation` waits, with a deadline."""
+    """One rank's side of the service. Only `grants` waits, with a deadline.
+
+    `on_arena` is called with each arena that was mapped, before it is used, and `off_arena`
+    before it is unmapped.
+    """
 
     def __init__(
         self,
@@ -91,18 +106,25 @@ class RankClient:
         attach: AttachRank,
         *,
         on_arena: Callable[[MappedArena], None] = lambda _: None,
+        off_arena: Callable[[MappedArena], None] = lambda _: None,
         ensure_service: Callable[[], None] = lambda: None,
     ) -> None:
+        self._attach = attach
         self._shard_bytes = attach.shard.payload_bytes
         self._on_arena = on_arena
-        self._lock = threading.Lock()
-        self._reservations: dict[int, Reservation] = {}
+        self._off_arena = off_arena
         self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        # All below is guarded by the lock; `service` and figures may be read without it.
+        self._reservations: dict[int, Reservation] = {}
+        self._holding: set[int] = set()  # generations that are not committed or aborted yet
         self._arenas: dict[str, MappedArena] = {}
-        self._slow_until = 0.0
+        self._replaced: list[MappedArena] = []
+        self._slow = False
+        self._next_probe = 0.0
         self.deadlines_missed = 0
         self.service = ""
-        self._link = Link(address, attach, self, ensure_service=ensure_service)
+        self._link = Link(address, self, ensure_service=ensure_service)
 
     def start(self, timeout_s: float) -> None:
         """Attach and map the arena. Raises as `Link.start` does."""
@@ -110,10 +132,13 @@ class RankClient:
 
     def close(self) -> None:
         """Disconnect and unmap; no copy may be running."""
-        self._link.close()
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas.clear()
+        if not self._link.close():
+            return  # its thread may still map an arena; all goes with the process
+        with self._lock:
+            arenas = [*self._arenas.values(), *self._replaced]
+            self._arenas.clear()
+            self._replaced.clear()
+        self._unmap(arenas)
 
     @property
     def up(self) -> bool:
@@ -129,30 +154,31 @@ class RankClient:
 
         No copy from or to them may be running.
         """
+        if len(self._arenas) < 2:  # noqa: PLR2004 - only the present one: the usual case
+            return
         with self._lock:
             stale = [s for s in self._arenas if s not in services and s != self.service]
             arenas = [self._arenas.pop(service) for service in stale]
-        for arena in arenas:
-            arena.close()
+        self._unmap(arenas)
 
     def reserve(self, parent: ChunkKey | None, keys: Sequence[ChunkKey]) -> Reservation | None:
-        """Ask for space for consecutive chunks; None when the service is away or slow."""
-        if time.monotonic() < self._slow_until:
+        """Ask for space for consecutive chunks; None when the service is away or slow.
+
+        A slow service is asked for nothing once a second, to see whether it has recovered.
+        """
+        now = time.monotonic()
+        if self._slow:
+            if now < self._next_probe:
+                return None
+            self._next_probe = now + _PROBE_EVERY_S
+            self._ask(None, (), now)
             return None
-        reservation = Reservation(keys)
-        with self._lock:
-            id_ = next(self._ids)
-            self._reservations[id_] = reservation
-        if not self._link.post(Reserve(id_, parent or b"", b"".join(keys))):
-            with self._lock:
-                self._reservations.pop(id_, None)
-            return None
-        return reservation
+        return self._ask(parent, keys, now)
 
     def grants(self, reservation: Reservation, deadline: float) -> list[Grant | None]:
         """Wait for an answer until `deadline` (`time.monotonic`), then do without.
 
-        A service that did not answer in time is not asked again for a second.
+        A service that did not answer in time counts as slow until it answers quickly.
         """
         if reservation.answered.wait(max(0.0, deadline - time.monotonic())):
             return reservation.grants
@@ -161,47 +187,60 @@ class RankClient:
                 return reservation.grants
             reservation.given_up = True
             self.deadlines_missed += 1
-            self._slow_until = time.monotonic() + _SLOW_PAUSE_S
+            self._slow = True
+            self._next_probe = time.monotonic() + _PROBE_EVERY_S
         return [None] * len(reservation.keys)
 
     def commit(self, written: Sequence[tuple[Grant, Checksum]]) -> None:
         """Report shards that are written, with their checksums."""
-        shards = [
-            (grant.key, grant.generation, checksum)
-            for grant, checksum in written
-            if grant.service == self.service
-        ]
-        if shards:
-            self._link.post_reliable(lambda seq: Commit(seq, list(shards)))
+        for service in {grant.service for grant, _ in written}:
+            pairs = [pair for pair in written if pair[0].service == service]
+            shards = [(grant.key, grant.generation, checksum) for grant, checksum in pairs]
+            self._link.post_reliable(functools.partial(Commit, shards=shards), service)
+        self._let_go([grant for grant, _ in written])
 
     def abort(self, grants: Sequence[Grant]) -> None:
         """Give grants up; no copy into them may be running."""
-        shards = [
-            (grant.key, grant.generation) for grant in grants if grant.service == self.service
-        ]
-        if shards:
-            self._link.post_reliable(lambda seq: Abort(seq, list(shards)))
+        for service in {grant.service for grant in grants}:
+            shards = [(g.key, g.generation) for g in grants if g.service == service]
+            self._link.post_reliable(functools.partial(Abort, shards=shards), service)
+        self._let_go(grants)
 
     def loaded(self, tickets: Sequence[int], service: str) -> None:
         """Report that this rank's copies for these leases have ended."""
-        if tickets and service == self.service:
-            self._link.post_reliable(lambda seq: Loaded(seq, list(tickets)))
+        if tickets:
+            self._link.post_reliable(functools.partial(Loaded, tickets=list(tickets)), service)
 
     # --- called by the link -----------------------------------------------------------------
 
+    def greeting(self) -> AttachRank:
+        """Say who we are, and which grants we got: the service ends all others."""
+        with self._lock:
+            return msgspec.structs.replace(self._attach, holding=tuple(self._holding))
+
     def attached(self, service: str, answer: Attached, descriptors: list[int]) -> None:
-        """Map the arena, unless it is mapped already."""
-        if service in self._arenas:
+        """Map the arena, unless it is mapped under these locks already."""
+        lock_bytes = tuple(segment.lock_byte for segment in answer.segments)
+        known = self._arenas.get(service)
+        if known is not None and known.lock_bytes == lock_bytes:
             close_descriptors(descriptors)
         else:
-            arena = MappedArena(service, map_arena(answer.segments, descriptors))
-            with contextlib.suppress(ArenaError):
-                # Registering with the device is for speed; without it copies are slower.
+            # Other locks: we were taken for gone before we had mapped anything. What proves
+            # from now on that we live are the new ones.
+            arena = MappedArena(service, map_arena(answer.segments, descriptors), lock_bytes)
+            try:
                 self._on_arena(arena)
+            except Exception:  # registering with the device is for speed
+                logger.exception("the arena could not be registered with the device")
             with self._lock:
+                if known is not None:
+                    self._replaced.append(known)
                 self._arenas[service] = arena
-        self.service = service
-        self._slow_until = 0.0
+        with self._lock:
+            if service != self.service:
+                self._holding.clear()
+            self.service = service
+            self._slow = False
 
     def received(self, message: ServiceMessage) -> None:
         """Hand an answer to who waits for it; one that comes too late is given back."""
@@ -211,7 +250,10 @@ class RankClient:
             reservation = self._reservations.pop(message.id, None)
             if reservation is None:
                 return
+            if time.monotonic() - reservation.asked < _QUICK_S:
+                self._slow = False
             grants = self._placed(reservation.keys, message)
+            self._holding.update(grant.generation for grant in grants if grant is not None)
             if not reservation.given_up:
                 reservation.grants = grants
                 reservation.answered.set()
@@ -223,8 +265,29 @@ class RankClient:
         with self._lock:
             reservations = list(self._reservations.values())
             self._reservations.clear()
-        for reservation in reservations:
-            reservation.answered.set()
+            for reservation in reservations:
+                reservation.answered.set()
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _ask(
+        self, parent: ChunkKey | None, keys: Sequence[ChunkKey], now: float
+    ) -> Reservation | None:
+        reservation = Reservation(keys, now)
+        with self._lock:
+            id_ = next(self._ids)
+            self._reservations[id_] = reservation
+        if not self._link.post(Reserve(id_, parent or b"", b"".join(keys))):
+            with self._lock:
+                self._reservations.pop(id_, None)
+            return None
+        return reservation
+
+    def _let_go(self, grants: Sequence[Grant]) -> None:
+        with self._lock:
+            self._holding.difference_update(
+                grant.generation for grant in grants if grant.service == self.service
+            )
 
     def _placed(self, keys: Sequence[ChunkKey], message: Granted) -> list[Grant | None]:
         arena = self._arenas[self.service]
@@ -239,3 +302,8 @@ class RankClient:
             )
             for key, place in zip(keys, message.grants, strict=True)
         ]
+
+    def _unmap(self, arenas: Sequence[MappedArena]) -> None:
+        for arena in arenas:
+            self._off_arena(arena)
+            arena.close()

@@ -2,6 +2,7 @@
 """The scheduler's client: asks for leases, and answers from a local table."""
 
 import enum
+import functools
 import itertools
 import logging
 import threading
@@ -13,6 +14,7 @@ import msgspec
 from kvhaven.arena.segment import MappedSegment
 from kvhaven.client.arena import close_all, close_descriptors, map_arena
 from kvhaven.client.link import Link
+from kvhaven.errors import ProtocolError
 from kvhaven.protocol import (
     Acquire,
     Acquired,
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _PROBE_EVERY_S = 1.0
 _LATE_BEFORE_SLOW = 2
+_LATE_MOST = 1024
+"""Tickets given up whose answers are still awaited, to see how late they come."""
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -54,13 +58,12 @@ class Outcome(enum.Enum):
 class _Question:
     """A ticket's state."""
 
-    __slots__ = ("answered", "asked", "lease", "pledged", "promoting")
+    __slots__ = ("answered", "asked", "lease", "promoting")
 
     def __init__(self, asked: float) -> None:
         self.asked = asked
         self.answered = False
         self.promoting = False
-        self.pledged = False
         self.lease: Lease | None = None
 
 
@@ -68,8 +71,8 @@ class SchedulerClient:
     """Leases for one engine. `look_up` and the others never block; answers come by a thread.
 
     A ticket's life: `ask`, then `look_up` until it is no longer pending, then either
-    `pledge` (the engine was told; the lease survives a reconnect), `dispatched` (the ranks
-    have it and will end it), or `release`.
+    `dispatched` (the ranks have it and will end it), or `release`. A lease survives the loss
+    of the connection, and of the service.
     """
 
     def __init__(
@@ -82,22 +85,25 @@ class SchedulerClient:
         ensure_service: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._attach = attach
         self._lookup_deadline_s = lookup_deadline_s
         self._promote_deadline_s = promote_deadline_s
         self._clock = clock
-        self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)
-        self._questions: dict[int, _Question] = {}
-        self._late: dict[int, float] = {}
         self._tickets = itertools.count(1)
         self._mapping: list[MappedSegment] = []
+        self._lock_bytes: tuple[int, ...] = ()
+        self._lock = threading.Lock()
+        # All below is guarded by the lock; `service` and figures may be read without it.
+        self._news = threading.Condition(self._lock)
+        self._questions: dict[int, _Question] = {}
+        self._late: dict[int, float] = {}  # when the ticket was asked for
         self._table = ShardTable(())
         self._slow_answers = 0
-        self._last_probe = 0.0
+        self._next_probe = 0.0
         self.service = ""
         self.namespace = b""
         self.deadlines_missed = 0
-        self._link = Link(address, attach, self, ensure_service=ensure_service)
+        self._link = Link(address, self, ensure_service=ensure_service)
 
     def start(self, timeout_s: float) -> None:
         """Attach. Raises as `Link.start` does."""
@@ -108,8 +114,8 @@ class SchedulerClient:
         with self._lock:
             open_tickets = list(self._questions)
         self.release(open_tickets)
-        self._link.close()
-        close_all(self._mapping)
+        if self._link.close():
+            close_all(self._mapping)
 
     @property
     def responsive(self) -> bool:
@@ -118,7 +124,7 @@ class SchedulerClient:
 
     @property
     def services_in_use(self) -> frozenset[str]:
-        """The services in whose arenas a pledged lease may lie, and the present one."""
+        """The services in whose arenas a lease may lie, and the present one."""
         with self._lock:
             return frozenset(
                 {self.service}
@@ -142,8 +148,8 @@ class SchedulerClient:
         """
         now = self._clock()
         if not self.responsive:
-            if self._link.up and now - self._last_probe > _PROBE_EVERY_S:
-                self._last_probe = now
+            if self._link.up and now >= self._next_probe:
+                self._next_probe = now + _PROBE_EVERY_S
                 self._probe(keys, now)
             return None
         ticket = next(self._tickets)
@@ -173,7 +179,7 @@ class SchedulerClient:
             if waited < patience:
                 return Outcome.PENDING
             del self._questions[ticket]
-            self._late[ticket] = question.asked
+            self._note_late(ticket, question.asked)
             self._slow_answers += 1
             self.deadlines_missed += 1
         self._post_release([ticket])
@@ -188,10 +194,7 @@ class SchedulerClient:
         return self.look_up(ticket)
 
     def pledge(self, ticket: int) -> None:
-        """The engine was promised these tokens: keep the lease whatever the connection does."""
-        with self._lock:
-            if ticket in self._questions:
-                self._questions[ticket].pledged = True
+        """The engine was promised these tokens: the lease stands until it is let go."""
 
     def dispatched(self, ticket: int) -> None:
         """The ranks are told to load; their acknowledgements end the lease."""
@@ -207,25 +210,30 @@ class SchedulerClient:
 
     # --- called by the link -----------------------------------------------------------------
 
+    def greeting(self) -> AttachScheduler:
+        """Say who we are."""
+        return self._attach
+
     def attached(self, service: str, answer: Attached, descriptors: list[int]) -> None:
-        """Take the answer; leases that nobody waits for any more are given back."""
-        same = service == self.service
-        if not same or not self._mapping:
-            # Mapping the arena (its pages stay untouched) proves to the service that this
-            # process lives, like a rank's mapping does.
+        """Take the answer, and map the arena unless it is mapped under these locks already.
+
+        The mapping (its pages stay untouched) proves to the service that this process lives,
+        like a rank's mapping does.
+        """
+        if answer.table is None:
+            close_descriptors(descriptors)
+            raise ProtocolError("the service sent no shard table")
+        lock_bytes = tuple(segment.lock_byte for segment in answer.segments)
+        if self._mapping and (service, lock_bytes) == (self.service, self._lock_bytes):
+            close_descriptors(descriptors)
+        else:
             mapped = map_arena(answer.segments, descriptors)
             close_all(self._mapping)
-            self._mapping = mapped
-        else:
-            close_descriptors(descriptors)
-        assert answer.table is not None
+            self._mapping, self._lock_bytes = mapped, lock_bytes
         with self._lock:
-            given_up = list(self._late)
             self._late.clear()
             self._slow_answers = 0
             self.service, self.namespace, self._table = service, answer.namespace, answer.table
-        if same and given_up:
-            self._post_release(given_up)
 
     def received(self, message: ServiceMessage) -> None:
         """Enter an answer into the table; a late one that nobody wants has been released."""
@@ -235,8 +243,8 @@ class SchedulerClient:
         with self._lock:
             asked = self._late.pop(message.ticket, None)
             if asked is not None:
-                in_time = now - asked < self._lookup_deadline_s
-                self._slow_answers = 0 if in_time else _LATE_BEFORE_SLOW
+                if now - asked < self._lookup_deadline_s:
+                    self._slow_answers = 0
                 return
             question = self._questions.get(message.ticket)
             if question is None:
@@ -259,13 +267,19 @@ class SchedulerClient:
                 )
 
     def detached(self) -> None:
-        """Nothing will be answered: what is not pledged is a miss now."""
+        """Nothing will be answered: open questions are misses now, and given back.
+
+        Leases stand: the service keeps them as long as it sees that this process lives, and
+        memory of a service that has ended is written by nobody any more.
+        """
         with self._lock:
-            for ticket, question in self._questions.items():
-                if not question.pledged:
-                    self._late[ticket] = question.asked
-                    question.answered, question.lease = True, None
+            void = [t for t, question in self._questions.items() if not question.answered]
+            for ticket in void:
+                self._questions[ticket].answered = True
+            self._late.clear()
             self._news.notify_all()
+        if void:
+            self._post_release(void)
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -277,9 +291,14 @@ class SchedulerClient:
     def _probe(self, keys: Sequence[ChunkKey], now: float) -> None:
         ticket = next(self._tickets)
         with self._lock:
-            self._late[ticket] = now
+            self._note_late(ticket, now)
         if self._post_question(ticket, keys[:1]):
             self._post_release([ticket])
 
+    def _note_late(self, ticket: int, asked: float) -> None:
+        self._late[ticket] = asked
+        if len(self._late) > _LATE_MOST:
+            del self._late[next(iter(self._late))]
+
     def _post_release(self, tickets: list[int]) -> None:
-        self._link.post_reliable(lambda seq: Release(seq, tickets))
+        self._link.post_reliable(functools.partial(Release, tickets=tickets), self.service)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The service's side of the arena: its segments, who maps them, and when nobody does."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -19,12 +20,7 @@ class Arena:
     def __init__(self, wanted_bytes: int, *, strict: bool) -> None:
         allowed = arena_size(wanted_bytes, strict=strict)
         if allowed.bytes < wanted_bytes:
-            logger.warning(
-                "arena: %d bytes instead of the %d wanted: %s",
-                allowed.bytes,
-                wanted_bytes,
-                allowed.reason,
-            )
+            logger.warning("%s", allowed.reason)
         self.segments: Sequence[Segment] = (Segment.create(0, allowed.bytes),)
         self._stop = threading.Event()
         self._prefault = threading.Thread(target=self._populate, name="prefault", daemon=True)
@@ -60,7 +56,9 @@ class Arena:
         self._stop.set()
         self._prefault.join()
         for segment in self.segments:
-            segment.close()
+            # A tier that hangs may still hold a view: then the memory goes with the process.
+            with contextlib.suppress(BufferError):
+                segment.close()
 
     def _populate(self) -> None:
         for segment in self.segments:

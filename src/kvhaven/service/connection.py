@@ -3,15 +3,16 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvhaven.errors import ProtocolError
+from kvhaven.client.unix import listens, peer_uid
+from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.protocol import ClientMessage, FrameReader, Message, decode_client, encode
 
 logger = logging.getLogger(__name__)
@@ -19,21 +20,19 @@ logger = logging.getLogger(__name__)
 _RECEIVE_BYTES = 256 << 10
 _UNSENT_LIMIT = 64 << 20
 """A client that lets this much pile up is not reading; it is disconnected."""
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """Return the user id of the process at the other end of a unix socket."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", credentials)
-    return int(uid)
+_BACKLOG = 512
+_ACCEPT_PAUSE_S = 0.5
 
 
 class Connection:
     """Reads messages and hands each to `on_message`; calls `on_closed` exactly once.
 
-    An exception of type `ProtocolError` from either decoding or `on_message` closes this
-    connection and changes nothing else. After the messages of one readable event were
-    handled, `on_batch` is called, so that acknowledgements can be sent once for many.
+    Whatever `on_message` raises closes this connection and changes nothing else. After the
+    messages of one readable event were handled, `on_batch` is called, so that
+    acknowledgements can be sent once for many.
+
+    `send` never calls back: a connection that fails in it is closed by the loop a moment
+    later, so that nobody's tables change under their hands.
     """
 
     def __init__(
@@ -53,9 +52,16 @@ class Connection:
         self._reader = FrameReader()
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
-        self.closed = False
+        self._failed = False
+        self._waits_to_write = False
+        self._closed = False
         self.greeted = False
         self._loop.add_reader(sock, self._readable)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed, or will be in a moment: nothing can be said any more."""
+        return self._closed or self._failed
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message, now or when the socket takes it; descriptors go with its first byte."""
@@ -65,16 +71,22 @@ class Connection:
         self._unsent.append((memoryview(frame), descriptors))
         self._unsent_bytes += len(frame)
         if len(self._unsent) == 1:
-            self._writable()
+            self._write()
         if self._unsent_bytes > _UNSENT_LIMIT:
             logger.warning("a client does not read its answers: disconnected")
-            self.close()
+            self.close_soon()
+
+    def close_soon(self) -> None:
+        """Send what the socket takes, say nothing more, and close from the loop."""
+        if not self.closed:
+            self._failed = True
+            self._loop.call_soon(self.close)
 
     def close(self) -> None:
         """Close the socket and tell the owner. Safe to call again."""
-        if self.closed:
+        if self._closed:
             return
-        self.closed = True
+        self._closed = True
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         with contextlib.suppress(OSError):
@@ -95,14 +107,18 @@ class Connection:
             return
         try:
             for body in self._reader.feed(data):
+                if self.closed:
+                    return
                 self._on_message(self, decode_client(body))
+            self._on_batch(self)
         except ProtocolError as error:
             logger.warning("closed a connection: %s", error)
-            self.close()
-        else:
-            self._on_batch(self)
+            self.close_soon()
+        except Exception:
+            logger.exception("closed a connection whose message could not be handled")
+            self.close_soon()
 
-    def _writable(self) -> None:
+    def _write(self) -> None:
         try:
             while self._unsent:
                 data, descriptors = self._unsent[0]
@@ -115,10 +131,13 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            self.close()
+            self.close_soon()
             return
-        if self._unsent:
-            self._loop.add_writer(self._socket, self._writable)
+        if bool(self._unsent) == self._waits_to_write:
+            return
+        self._waits_to_write = bool(self._unsent)
+        if self._waits_to_write:
+            self._loop.add_writer(self._socket, self._write)
         else:
             self._loop.remove_writer(self._socket)
 
@@ -128,28 +147,66 @@ class Connection:
         return self._socket.send(data)
 
 
-def listen(path: str) -> socket.socket:
-    """Return a listening socket at `path`, in a directory only this user may enter.
+class Listener:
+    """A listening socket at `path`; hands every connection of our own user to `on_socket`.
 
-    A stale socket file (nobody listens on it) is replaced; raises `OSError` (EADDRINUSE)
-    when somebody does.
+    A stale socket file (nobody listens on it) is replaced. Raises `KVHavenError` when
+    somebody does listen, or when the socket cannot be made there.
     """
-    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+
+    def __init__(self, path: str) -> None:
+        if listens(path):
+            raise KVHavenError(f"another service answers at {path}")
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        mask = os.umask(0o177)
         try:
-            probe.connect(path)
-        except FileNotFoundError:
-            pass
-        except ConnectionRefusedError:
-            Path(path).unlink()
-        else:
-            raise OSError(98, f"another service answers at {path}")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)
-    try:
-        sock.bind(path)
-    finally:
-        os.umask(mask)
-    sock.listen(128)
-    sock.setblocking(False)
-    return sock
+            Path(path).unlink(missing_ok=True)
+            self._socket.bind(path)
+            self._socket.listen(_BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            raise KVHavenError(f"cannot listen at {path}: {error.strerror or error}") from error
+        finally:
+            os.umask(mask)
+        self._socket.setblocking(False)
+        self._resume: asyncio.TimerHandle | None = None
+
+    def start(self, on_socket: Callable[[socket.socket], None]) -> None:
+        """Accept connections from now on."""
+        self._on_socket = on_socket
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def close(self) -> None:
+        """Accept no more, and remove the socket file. Safe to call again."""
+        if self._socket.fileno() < 0:
+            return
+        if self._resume is not None:
+            self._resume.cancel()
+        with contextlib.suppress(RuntimeError):  # no loop runs: none was told of the socket
+            asyncio.get_running_loop().remove_reader(self._socket)
+        Path(self._path).unlink(missing_ok=True)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            logger.warning("could not accept a connection: %s", error)
+            if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                self._pause()
+            return
+        uid = peer_uid(sock)
+        if uid != os.geteuid():
+            logger.warning("refused a connection of user %d", uid)
+            sock.close()
+            return
+        self._on_socket(sock)
+
+    def _pause(self) -> None:
+        """Leave the queue alone for a while: the loop would only spin."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket)
+        self._resume = loop.call_later(_ACCEPT_PAUSE_S, self.start, self._on_socket)

@@ -3,23 +3,22 @@
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import logging
 import os
 import signal
-import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from kvhaven.catalog.actions import TierName
+from kvhaven.client.unix import lock_file, prepare_directory
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
 from kvhaven.service.arena import Arena
-from kvhaven.service.connection import listen
+from kvhaven.service.connection import Listener
 from kvhaven.service.server import Service
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.disk import DiskTier
@@ -29,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_SESSION_S = 120.0
 _IDLE_POLL_S = 0.1
+_LOCK_WAIT_S = 2.0
+_COLLECT_S = 1.0
 
 
 class EmbeddedOrder(msgspec.Struct, frozen=True):
@@ -38,65 +39,100 @@ class EmbeddedOrder(msgspec.Struct, frozen=True):
     settings: Settings
 
 
-def serve(settings: Settings, socket_path: str, *, embedded: bool) -> None:
+class EmbeddedReply(msgspec.Struct, frozen=True):
+    """What the service answers on standard output: it listens, or why it does not (empty: not).
+
+    `passing` says that trying again later makes sense.
+    """
+
+    error: str = ""
+    passing: bool = False
+
+
+class AlreadyRunningError(KVHavenError):
+    """Another service holds the socket's lock."""
+
+
+def serve(
+    settings: Settings,
+    socket_path: str,
+    *,
+    embedded: bool = False,
+    on_listening: Callable[[], None] = lambda: None,
+) -> None:
     """Run a service at `socket_path` until SIGTERM or SIGINT; embedded: or no session is left.
 
-    Raises `OSError` when another service answers there, `ArenaError` when there is no memory.
+    Raises `KVHavenError` when it cannot: another service is there, or there is no memory.
     """
-    if embedded:
-        # The CPU worker that starts us is pinned to a core; we may use what the cgroup allows.
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    with _lock_beside(socket_path):
-        listener = listen(socket_path)
-        try:
-            asyncio.run(_run(settings, socket_path, listener, embedded=embedded))
-        finally:
-            listener.close()
-            Path(socket_path).unlink(missing_ok=True)
+    prepare_directory(socket_path)
+    # One that is being stopped still stores what it has, and holds the disk tier.
+    wait_s = _LOCK_WAIT_S + (settings.stop_deadline_s if embedded else 0)
+    with lock_file(f"{socket_path}.lock", wait_s) as held:
+        if not held:
+            raise AlreadyRunningError(f"another service runs at {socket_path}")
+        asyncio.run(_run(settings, socket_path, embedded=embedded, on_listening=on_listening))
 
 
 async def _run(
-    settings: Settings, socket_path: str, listener: socket.socket, *, embedded: bool
+    settings: Settings, socket_path: str, *, embedded: bool, on_listening: Callable[[], None]
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    arena = Arena(settings.max_local_cpu_size, strict=settings.arena_strict)
-    executor = TierExecutor()
-    service = Service(settings, arena, _tiers(settings, executor))
-    # Entries have no cycles; a full collection over a million of them would stop the loop.
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    logger.info(
-        "node service %s: pid %d, socket %s, arena %d MiB",
-        service.id[:8],
-        os.getpid(),
-        socket_path,
-        sum(arena.sizes.values()) >> 20,
-    )
-    watch = loop.create_task(_stop_when_idle(service, settings, stop)) if embedded else None
-    await service.run(listener, stop)
-    if watch is not None:
-        watch.cancel()
-    await executor.close(settings.stop_deadline_s)
-    arena.close()
+    with contextlib.ExitStack() as undo:
+        arena = Arena(settings.max_local_cpu_size, strict=settings.arena_strict)
+        undo.callback(arena.close)
+        service = Service(settings, arena, _tiers(settings))
+        # Whoever connects from now on waits until the service takes it.
+        listener = Listener(socket_path)
+        undo.callback(listener.close)
+        _tame_collector()
+        logger.info(
+            "node service %s: pid %d, socket %s, arena %d MiB",
+            service.id[:8],
+            os.getpid(),
+            socket_path,
+            sum(arena.sizes.values()) >> 20,
+        )
+        on_listening()
+        background = [loop.create_task(_collect_young())]
+        if embedded:
+            background.append(loop.create_task(_stop_when_idle(service, settings, stop)))
+        await service.run(listener, stop)
+        for task in background:
+            task.cancel()
     logger.info("node service %s: ended", service.id[:8])
 
 
-def _tiers(settings: Settings, executor: TierExecutor) -> dict[TierName, Tier]:
+def _tiers(settings: Settings) -> dict[TierName, Tier]:
     if settings.local_disk is None:
         return {}
     disk = DiskTier(
         Path(settings.local_disk),
         settings.max_local_disk_size,
-        executor=executor,
+        executor=TierExecutor(),
         direct_io=settings.disk_direct_io,
         retry_s=settings.breaker_pause_s,
     )
     return {TierName(disk.name): disk}
+
+
+def _tame_collector() -> None:
+    """Never walk over the catalog: a full collection of a million entries stops us for 0.2 s."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+async def _collect_young() -> None:
+    """Collect what was made in the last second or two: failures leave cycles behind.
+
+    What survives is not looked at again, so the cost does not grow with the catalog.
+    """
+    while True:
+        await asyncio.sleep(_COLLECT_S)
+        gc.collect(1)
 
 
 async def _stop_when_idle(service: Service, settings: Settings, stop: asyncio.Event) -> None:
@@ -110,33 +146,52 @@ async def _stop_when_idle(service: Service, settings: Settings, stop: asyncio.Ev
     stop.set()
 
 
-@contextlib.contextmanager
-def _lock_beside(socket_path: str) -> Iterator[None]:
-    """Hold a lock file while serving, so that two starting services cannot both bind."""
-    path = f"{socket_path}.lock"
-    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise KVHavenError(f"another service runs at {socket_path}") from None
-        yield
-        for left in (path, f"{socket_path}.start"):
-            Path(left).unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
-
-
 def embedded_main() -> int:
-    """Read an `EmbeddedOrder` from standard input and serve."""
+    """Read an `EmbeddedOrder` from standard input, serve, and say on standard output how it went.
+
+    Whoever starts us may run pinned to a core, with signals blocked.
+    """
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=EmbeddedOrder)
+    if os.fork():
+        # vLLM kills its whole process tree when it ends in a hurry. By leaving the tree, the
+        # service gets to flush and clean up.
+        os._exit(0)
     logging.basicConfig(
         level=order.settings.log_level, format="%(levelname)s kvhaven-service: %(message)s"
     )
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
-        serve(order.settings, order.socket, embedded=True)
+        prepare_directory(order.socket)
+        _sweep(Path(order.socket))
+        serve(
+            order.settings,
+            order.socket,
+            embedded=True,
+            on_listening=lambda: _reply(EmbeddedReply()),
+        )
     except (KVHavenError, OSError) as error:
-        logger.critical("the embedded node service ended: %s", error)
+        _reply(EmbeddedReply(str(error), passing=isinstance(error, AlreadyRunningError)))
         return 1
     return 0
+
+
+def _reply(reply: EmbeddedReply) -> None:
+    """Say it, and close standard output, so that nobody waits for us there."""
+    with contextlib.suppress(OSError):  # whoever started us is gone
+        os.write(1, msgspec.json.encode(reply) + b"\n")
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def _sweep(own: Path) -> None:
+    """Remove what embedded services of other engines left when they were killed."""
+    left = {file.with_suffix("").with_suffix(".sock") for file in own.parent.glob("engine-*.*")}
+    for socket_path in left - {own}:
+        with contextlib.suppress(OSError), lock_file(f"{socket_path}.lock") as unused:
+            if unused:
+                socket_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError), lock_file(f"{socket_path}.start"):
+            pass

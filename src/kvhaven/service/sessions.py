@@ -2,7 +2,6 @@
 """Who is attached: engines (sessions), their processes (members), and when these are gone."""
 
 import itertools
-import logging
 from collections.abc import Iterator
 
 from kvhaven.catalog.actions import MemberId, SessionId
@@ -10,9 +9,7 @@ from kvhaven.errors import KVHavenError
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.service.connection import Connection
 from kvhaven.tiers.base import Namespace
-from kvhaven.types import NamespaceDigest, Shard, ShardTable
-
-logger = logging.getLogger(__name__)
+from kvhaven.types import ChunkKey, NamespaceDigest, Shard, ShardTable
 
 
 class Member:
@@ -20,7 +17,7 @@ class Member:
 
     `lock_byte` is the byte of the arena's segments that it locks while it maps them.
     `handled` is the last reliable message that was handled, so that a repeated one is not;
-    `admitted` says that the catalog knows the member.
+    `granted` are its reservations that are neither committed nor aborted, by generation.
     """
 
     def __init__(self, id_: MemberId, session: "Session", rank: int | None, lock_byte: int) -> None:
@@ -30,7 +27,7 @@ class Member:
         self.lock_byte = lock_byte
         self.handled = 0
         self.unacknowledged = False
-        self.admitted = False
+        self.granted: dict[int, ChunkKey] = {}
         self.connection: Connection | None = None
 
     @property
@@ -40,7 +37,11 @@ class Member:
 
 
 class Session:
-    """One engine: ready once every rank has said who it is and they all agree."""
+    """One engine: ready once every rank has said who it is and they all agree.
+
+    `holders` remembers which process was which rank (None: the scheduler), also after it is
+    gone: only that process can take the place again.
+    """
 
     def __init__(
         self, id_: SessionId, world: int, namespace: bytes, fields: dict[str, str]
@@ -52,6 +53,7 @@ class Session:
         self.shards: dict[int, Shard] = {}
         self.ranks: dict[int, Member] = {}
         self.scheduler: Member | None = None
+        self.holders: dict[int | None, MemberId] = {}
         self.namespace: Namespace | None = None
 
     @property
@@ -93,31 +95,43 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def get(self, id_: SessionId) -> Session | None:
+        """Return a session that has members."""
+        return self._sessions.get(id_)
+
     def lost_members(self) -> list[Member]:
         """Members without a connection that may still map the arena."""
         return [member for member in self._members.values() if member.connection is None]
 
-    def attach_rank(self, message: AttachRank, connection: Connection) -> Member:
-        """Register a rank, or take back one that lost its connection.
+    def known(self, member: str, rank: int | None) -> Member | None:
+        """Return a member that is not proven gone. Raises `KVHavenError` if its rank differs."""
+        known = self._members.get(MemberId(member))
+        if known is not None and known.rank != rank:
+            raise KVHavenError(f"process {member} is {known.role} already, and stays it")
+        return known
+
+    def add_rank(self, message: AttachRank) -> Member:
+        """Register a rank that is not known.
 
         Raises `KVHavenError` when it disagrees with the session's other ranks, or when
         somebody else is that rank already.
         """
         if not 0 <= message.rank < message.world:
             raise KVHavenError(f"rank {message.rank} is not in 0..{message.world - 1}")
-        known = self._members.get(MemberId(message.member))
-        if known is not None:
-            known.connection = connection
-            return known
+        if message.shard.payload_bytes <= 0:
+            raise KVHavenError(
+                f"rank {message.rank} holds {message.shard.payload_bytes} bytes of a chunk; "
+                "that must be more than none"
+            )
         session = self._session_for(message)
-        holder = session.ranks.get(message.rank)
-        if holder is not None:
+        if message.rank in session.ranks:
             raise KVHavenError(
                 f"rank {message.rank} of engine {message.session} is attached already; "
                 "give each engine its own engine_id"
             )
-        self._require_agreement(session, message)
-        member = self._add(MemberId(message.member), session, message.rank, connection)
+        _require_agreement(session, message)
+        self._sessions[session.id] = self._latest[message.session] = session
+        member = self._add(message.member, session, message.rank)
         session.ranks[message.rank] = member
         session.shards[message.rank] = message.shard
         if session.namespace is None and len(session.shards) == session.world:
@@ -125,33 +139,40 @@ class Sessions:
             session.namespace = Namespace(session.digest, session.fields, table)
         return member
 
-    def attach_scheduler(self, message: AttachScheduler, connection: Connection) -> Member | None:
-        """Register a scheduler, or take one back; None while its ranks have not come.
+    def add_scheduler(self, message: AttachScheduler) -> Member | None:
+        """Register a scheduler that is not known; None while its ranks have not come.
 
         Raises `KVHavenError` when the world's size differs or another scheduler is there.
         """
-        known = self._members.get(MemberId(message.member))
-        if known is not None:
-            known.connection = connection
-            return known
         session = self._latest.get(message.session)
         if session is None or session.namespace is None:
             return None
+        holder = session.holders.get(None)
+        if holder not in {None, message.member}:
+            if session.scheduler is None or session.scheduler.connection is None:
+                return None  # its engine is over, the ranks of the new one are still to come
+            raise KVHavenError(
+                f"engine {message.session} has a scheduler already; several independent "
+                "schedulers over one set of ranks are not served"
+            )
         if session.world != message.world:
             raise KVHavenError(
                 f"the scheduler of engine {message.session} expects {message.world} ranks, "
                 f"they say they are {session.world}"
             )
-        if session.scheduler is not None:
-            raise KVHavenError(
-                f"engine {message.session} has a scheduler already; several independent "
-                "schedulers over one set of ranks are not served"
-            )
-        session.scheduler = self._add(MemberId(message.member), session, None, connection)
+        session.scheduler = self._add(message.member, session, None)
         return session.scheduler
 
-    def remove(self, member: Member) -> bool:
-        """Forget a member that is proven gone; return whether its session ended with it."""
+    def withdraw(self, member: Member) -> None:
+        """Forget a rank that was just added and cannot be served."""
+        session = member.session
+        assert member.rank is not None
+        del session.shards[member.rank], session.holders[member.rank]
+        session.namespace = None
+        self.remove(member)
+
+    def remove(self, member: Member) -> None:
+        """Forget a member that is proven gone, and its session with the last one."""
         session = member.session
         self._members.pop(member.id, None)
         if member.rank is None:
@@ -159,51 +180,50 @@ class Sessions:
         else:
             session.ranks.pop(member.rank, None)
         if any(session.members):
-            return False
+            return
         self._sessions.pop(session.id, None)
         for engine, latest in tuple(self._latest.items()):
             if latest is session:
                 del self._latest[engine]
-        return True
 
     def _session_for(self, message: AttachRank) -> Session:
         session = self._latest.get(message.session)
-        if session is not None and not self._is_over(session, message):
+        if session is not None and not _is_over(session, message):
             return session
         id_ = SessionId(f"{message.session}#{next(self._incarnations)}")
-        session = Session(id_, message.world, message.namespace, dict(message.fields))
-        self._sessions[id_] = session
-        self._latest[message.session] = session
-        return session
+        return Session(id_, message.world, message.namespace, dict(message.fields))
 
-    @staticmethod
-    def _is_over(session: Session, message: AttachRank) -> bool:
-        """Whether `message` comes from a new engine under the old engine's id."""
-        holder = session.ranks.get(message.rank)
-        return not session.connected or (holder is not None and holder.connection is None)
-
-    @staticmethod
-    def _require_agreement(session: Session, message: AttachRank) -> None:
-        if message.world != session.world:
-            raise KVHavenError(
-                f"rank {message.rank} says the engine has {message.world} ranks, "
-                f"the others say {session.world}"
-            )
-        if message.namespace != session.digest:
-            differing = sorted(
-                name
-                for name in session.fields.keys() | message.fields.keys()
-                if session.fields.get(name) != message.fields.get(name)
-            )
-            raise KVHavenError(
-                f"rank {message.rank} computes another KV than the other ranks: "
-                f"they differ in {', '.join(differing) or 'the namespace'}"
-            )
-
-    def _add(
-        self, id_: MemberId, session: Session, rank: int | None, connection: Connection
-    ) -> Member:
-        member = Member(id_, session, rank, next(self._lock_bytes))
-        member.connection = connection
-        self._members[id_] = member
+    def _add(self, id_: str, session: Session, rank: int | None) -> Member:
+        member = Member(MemberId(id_), session, rank, next(self._lock_bytes))
+        self._members[member.id] = member
+        session.holders[rank] = member.id
         return member
+
+
+def _is_over(session: Session, message: AttachRank) -> bool:
+    """Whether `message` comes from a new engine under the old engine's id."""
+    if not session.connected:
+        return True
+    was = session.holders.get(message.rank)
+    if was is None or was == message.member:
+        return False
+    holder = session.ranks.get(message.rank)
+    return holder is None or holder.connection is None
+
+
+def _require_agreement(session: Session, message: AttachRank) -> None:
+    if message.world != session.world:
+        raise KVHavenError(
+            f"rank {message.rank} says the engine has {message.world} ranks, "
+            f"the others say {session.world}"
+        )
+    if message.namespace != session.digest:
+        differing = sorted(
+            name
+            for name in session.fields.keys() | message.fields.keys()
+            if session.fields.get(name) != message.fields.get(name)
+        )
+        raise KVHavenError(
+            f"rank {message.rank} computes another KV than the other ranks: "
+            f"they differ in {', '.join(differing) or 'the namespace'}"
+        )

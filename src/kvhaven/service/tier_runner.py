@@ -35,7 +35,7 @@ class TierRunner:
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
         self._introduced: set[tuple[TierName, NamespaceDigest]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._scanned: set[TierName] = set()
+        self._scanned: dict[TierName, int] = {}
 
     def add_namespace(self, namespace: Namespace) -> None:
         """Remember a namespace's shard table; its tiers are told before the first write."""
@@ -53,10 +53,13 @@ class TierRunner:
     def check_health(self) -> None:
         """Tell the catalog which tiers are in use; scan those that have come into use."""
         for name, tier in self._tiers.items():
-            online = tier.health().online
-            self._catalog.tier_online(name, online)
-            if online and name not in self._scanned:
-                self._scanned.add(name)
+            health = tier.health()
+            self._catalog.tier_online(name, health.online)
+            if not health.online:
+                continue
+            self._catalog.tier_capacity(name, health.capacity_bytes)
+            if self._scanned.get(name) != health.epoch:
+                self._scanned[name] = health.epoch
                 self._spawn(self._scan(name, tier))
 
     async def close(self, deadline_s: float) -> None:
@@ -74,7 +77,7 @@ class TierRunner:
                 found += self._found(name, namespace, shards)
                 self._changed()
         except TierError as error:
-            self._scanned.discard(name)
+            self._scanned.pop(name, None)
             logger.warning("tier %s: the scan ended early: %s", name, error)
         logger.info("tier %s: found %d shards from before", name, found)
 
@@ -115,22 +118,36 @@ class TierRunner:
         ]
 
     async def _read(self, action: TierRead) -> None:
-        tier = self._tiers[action.tier]
         checksums: tuple[Checksum, ...] | None = None
+        try:
+            checksums = await self._read_shards(action)
+        except TierMissError:
+            pass  # counted and logged by the tier
+        except TierError:
+            self.check_health()
+        except Exception:
+            # Whatever went wrong, the extent must be let go, and whoever waits be told.
+            logger.exception("tier %s: a read failed unexpectedly", action.tier)
+        self._catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
+        self._changed()
+
+    async def _read_shards(self, action: TierRead) -> tuple[Checksum, ...]:
+        """Read all shards of a chunk at once; returns or raises when *every* read has ended."""
+        tier = self._tiers[action.tier]
         parts = self._parts(action.namespace, action.key, action.extent)
+        if len(parts) == 1:
+            return (await tier.read(*parts[0]),)
         results = await asyncio.gather(
             *(tier.read(shard, part) for shard, part in parts), return_exceptions=True
         )
         failures = [result for result in results if isinstance(result, BaseException)]
-        for failure in failures:
-            if not isinstance(failure, (TierMissError, TierError)):
-                logger.error("tier %s: a read failed unexpectedly: %r", action.tier, failure)
-        if not failures:
-            checksums = tuple(result for result in results if isinstance(result, bytes))
-        if any(isinstance(failure, TierError) for failure in failures):
-            self.check_health()
-        self._catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
-        self._changed()
+        try:
+            if failures:
+                raise failures[0]
+            return tuple(result for result in results if isinstance(result, bytes))
+        finally:
+            # An exception holds this frame, which must not hold it: the service runs no GC.
+            del results, failures
 
     async def _write(self, action: TierWrite) -> None:
         tier = self._tiers[action.tier]
@@ -160,6 +177,8 @@ class TierRunner:
             await self._tiers[action.tier].delete(shards)
         except TierError:
             self.check_health()
+        except Exception:
+            logger.exception("tier %s: a delete failed unexpectedly", action.tier)
 
     async def _introduce(self, name: TierName, digest: NamespaceDigest) -> None:
         if (name, digest) not in self._introduced:

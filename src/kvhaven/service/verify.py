@@ -4,6 +4,7 @@
 import asyncio
 import logging
 import os
+import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +14,16 @@ import xxhash
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import Acquisition, Leased
 from kvhaven.service.arena import Arena
-from kvhaven.types import Checksum, ShardTable
+from kvhaven.types import Checksum, Extent, ShardTable
 
 logger = logging.getLogger(__name__)
 
 _SAMPLE_EVERY = 16
-"""With `verify_memory: sample`, one chunk of every this many leases is checked."""
+"""With `verify_memory: sample`, one chunk of every this many leases is checked, on average."""
 
 
 class Verifier:
-    """Reads leased chunks in a thread of low priority; damaged ones are discarded.
+    """Reads resident chunks in a thread of low priority; damaged ones are discarded.
 
     `always` checks every chunk before a lease is answered. `sample` checks behind the
     answers: it finds failing memory, it does not stop the first use of a damaged chunk.
@@ -33,8 +34,9 @@ class Verifier:
         self._arena = arena
         self._mode = mode
         self._threads = ThreadPoolExecutor(1, "verify", initializer=_be_nice)
-        self._leases = 0
-        self._running: asyncio.Future[int] | None = None
+        # By chance, not by turns: turns could pass the same chunks over for ever.
+        self._chance = random.Random()  # noqa: S311 - nobody gains by foreseeing it
+        self._running: asyncio.Task[int] | None = None
         self.checked = 0
         self.damaged = 0
 
@@ -44,13 +46,13 @@ class Verifier:
         return self._mode == "always"
 
     def sample(self, acquisition: Acquisition, table: ShardTable) -> None:
-        """Check one chunk of a lease now and then, in the background."""
-        if self._mode != "sample" or not acquisition.chunks:
+        """Check one chunk of a lease now and then, in the background, one at a time."""
+        if self._mode != "sample" or not acquisition.chunks or self._running is not None:
             return
-        self._leases += 1
-        if self._leases % _SAMPLE_EVERY == 0:
-            chunk = acquisition.chunks[self._leases // _SAMPLE_EVERY % len(acquisition.chunks)]
-            self._running = asyncio.ensure_future(self._check([chunk], table))
+        if self._chance.randrange(_SAMPLE_EVERY) == 0:
+            chunk = self._chance.choice(acquisition.chunks)
+            self._running = asyncio.create_task(self._check([chunk], table))
+            self._running.add_done_callback(self._sampled)
 
     async def verify(self, acquisition: Acquisition, table: ShardTable) -> int:
         """Check all chunks of a lease; return how many of its first are undamaged."""
@@ -58,7 +60,14 @@ class Verifier:
 
     def close(self) -> None:
         """End the thread."""
+        if self._running is not None:
+            self._running.cancel()
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _sampled(self, task: asyncio.Task[int]) -> None:
+        self._running = None
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a check of memory failed", exc_info=task.exception())
 
     async def _check(self, chunks: Sequence[Leased], table: ShardTable) -> int:
         loop = asyncio.get_running_loop()
@@ -67,21 +76,32 @@ class Verifier:
             if expected is None:
                 return good
             self.checked += 1
-            if not await loop.run_in_executor(
-                self._threads, self._is_intact, chunk, table, expected
-            ):
+            intact = await loop.run_in_executor(
+                self._threads, self._is_intact, chunk.extent, table, expected
+            )
+            # The lease may have ended meanwhile, and its memory been written anew: then these
+            # bytes say nothing about the chunk.
+            if not intact and self._catalog.checksums(chunk.key, chunk.extent) is not None:
                 self.damaged += 1
                 logger.error("chunk %s was damaged in memory: discarded", chunk.key.hex())
                 self._catalog.discard(chunk.key, chunk.extent)
+            if not intact:
                 return good
         return len(chunks)
 
-    def _is_intact(self, chunk: Leased, table: ShardTable, expected: tuple[Checksum, ...]) -> bool:
-        memory = self._arena.memory(chunk.extent)
-        return all(
-            xxhash.xxh3_128_digest(memory[offset : offset + shard.payload_bytes]) == checksum
-            for shard, offset, checksum in zip(table.shards, table.offsets, expected, strict=True)
-        )
+    def _is_intact(self, extent: Extent, table: ShardTable, expected: tuple[Checksum, ...]) -> bool:
+        with self._arena.memory(extent) as memory:
+            return all(
+                _is_right(memory, offset, shard.payload_bytes, checksum)
+                for shard, offset, checksum in zip(
+                    table.shards, table.offsets, expected, strict=True
+                )
+            )
+
+
+def _is_right(memory: memoryview, offset: int, length: int, checksum: Checksum) -> bool:
+    with memory[offset : offset + length] as payload:
+        return xxhash.xxh3_128_digest(payload) == checksum
 
 
 def _be_nice() -> None:

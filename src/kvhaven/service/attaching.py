@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How processes come and go: the first messages of a connection, its loss, and its end."""
+
+import asyncio
+import logging
+import os
+from typing import NamedTuple
+
+from kvhaven.catalog import Catalog
+from kvhaven.errors import KVHavenError, ProtocolError
+from kvhaven.protocol import (
+    VERSION,
+    Attached,
+    AttachRank,
+    AttachScheduler,
+    ClientMessage,
+    Hello,
+    Refused,
+    Welcome,
+)
+from kvhaven.service.arena import Arena
+from kvhaven.service.connection import Connection
+from kvhaven.service.saves import Saves
+from kvhaven.service.sessions import Member, Sessions
+from kvhaven.service.tier_runner import TierRunner
+
+logger = logging.getLogger(__name__)
+
+
+class _Waiting(NamedTuple):
+    """A scheduler whose ranks have not come yet."""
+
+    message: AttachScheduler
+    timer: asyncio.TimerHandle
+
+
+class Attaching:
+    """Knows which connection is whose.
+
+    A member has one connection at a time. When it comes back on a new one, the old one is
+    closed first, and what may still lie in its buffers is never read: what a client said
+    there it says again, or has given up.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        catalog: Catalog,
+        sessions: Sessions,
+        arena: Arena,
+        runner: TierRunner,
+        saves: Saves,
+    ) -> None:
+        self._service = service
+        self._catalog = catalog
+        self._sessions = sessions
+        self._arena = arena
+        self._runner = runner
+        self._saves = saves
+        self._members: dict[Connection, Member] = {}
+        self._waiting: dict[Connection, _Waiting] = {}
+
+    def member(self, connection: Connection) -> Member | None:
+        """Return who is on a connection; None before it has attached."""
+        return self._members.get(connection)
+
+    def greet(self, connection: Connection, message: ClientMessage) -> None:
+        """Answer the first message, or close the connection and say why."""
+        if not isinstance(message, Hello):
+            raise ProtocolError(f"the first message is Hello, not {type(message).__name__}")
+        if message.version != VERSION:
+            reason = f"wire version {message.version} was offered; this service speaks {VERSION}"
+            connection.send(Refused(0, f"{reason}: install the same KVHaven on both sides"))
+            raise ProtocolError(reason)
+        connection.greeted = True
+        connection.send(Welcome(self._service, os.getpid()))
+
+    def attach(self, connection: Connection, message: AttachRank | AttachScheduler) -> None:
+        """Take a process in, or refuse it with the reason."""
+        if connection in self._members or connection in self._waiting:
+            raise ProtocolError("a connection attaches once")
+        try:
+            if isinstance(message, AttachRank):
+                self._attach_rank(connection, message)
+            else:
+                self._attach_scheduler(connection, message)
+        except KVHavenError as error:
+            logger.warning("refused a process of engine %s: %s", message.session, error)
+            connection.send(Refused(message.id, str(error)))
+
+    def closed(self, connection: Connection) -> None:
+        """Note that a connection is gone, which proves nothing about its process."""
+        waiting = self._waiting.pop(connection, None)
+        if waiting is not None:
+            waiting.timer.cancel()
+        member = self._members.pop(connection, None)
+        if member is not None:
+            member.connection = None
+            self._catalog.lost(member.id)
+            logger.info("%s of %s disconnected", member.role, member.session.id)
+
+    def end_quarantines(self) -> None:
+        """Let go of lost members whose mappings are proven gone."""
+        for member in self._sessions.lost_members():
+            if not self._arena.is_mapped(member.lock_byte):
+                self._catalog.gone(member.id)
+                self._sessions.remove(member)
+                logger.info("%s of %s is gone", member.role, member.session.id)
+
+    # --- ranks ------------------------------------------------------------------------------
+
+    def _attach_rank(self, connection: Connection, message: AttachRank) -> None:
+        member = self._sessions.known(message.member, message.rank)
+        if member is None:
+            member = self._sessions.add_rank(message)
+            if member.session.namespace is not None:
+                self._admit_session(member)
+        self._take(connection, member)
+        self._saves.returned(member, message.holding)
+        connection.send(
+            Attached(message.id, self._arena.describe(member.lock_byte)), self._arena.descriptors
+        )
+        if member.session.namespace is None:
+            return
+        for scheduler, waiting in tuple(self._waiting.items()):
+            if not scheduler.closed and waiting.message.session == message.session:
+                del self._waiting[scheduler]
+                waiting.timer.cancel()
+                self.attach(scheduler, waiting.message)
+
+    def _admit_session(self, newcomer: Member) -> None:
+        """Make the ranks of a complete session known to the catalog, or withdraw the last one."""
+        session = newcomer.session
+        assert session.namespace is not None
+        try:
+            self._catalog.add_namespace(session.namespace)
+        except KVHavenError:
+            self._sessions.withdraw(newcomer)
+            raise
+        self._runner.add_namespace(session.namespace)
+        for rank in session.ranks.values():
+            self._catalog.attach(session.id, rank.id, rank.rank, session.digest, session.world)
+            if rank.connection is None and rank is not newcomer:
+                self._catalog.lost(rank.id)
+
+    # --- schedulers -------------------------------------------------------------------------
+
+    def _attach_scheduler(self, connection: Connection, message: AttachScheduler) -> None:
+        member = self._sessions.known(message.member, None)
+        if member is None:
+            member = self._sessions.add_scheduler(message)
+        if member is None:
+            timer = asyncio.get_running_loop().call_later(
+                message.wait_ms / 1000, self._give_up_waiting, connection
+            )
+            self._waiting[connection] = _Waiting(message, timer)
+            return
+        self._take(connection, member)
+        session = member.session
+        connection.send(
+            Attached(
+                message.id,
+                self._arena.describe(member.lock_byte),
+                session.digest,
+                session.table,
+            ),
+            self._arena.descriptors,
+        )
+
+    def _give_up_waiting(self, connection: Connection) -> None:
+        message = self._waiting.pop(connection).message
+        reason = (
+            f"not all {message.world} ranks of engine {message.session} attached to this "
+            f"service within {message.wait_ms / 1000:g} s; ranks on another node need a service "
+            "of their own there"
+        )
+        logger.warning("refused a scheduler: %s", reason)
+        connection.send(Refused(message.id, reason))
+
+    # --- both -------------------------------------------------------------------------------
+
+    def _take(self, connection: Connection, member: Member) -> None:
+        """Make a connection the member's only one."""
+        session = member.session
+        if member.connection is not None:
+            logger.warning("%s of %s came back before it was lost", member.role, session.id)
+            member.connection.close()
+        if session.namespace is not None:
+            self._catalog.attach(session.id, member.id, member.rank, session.digest, session.world)
+        member.connection = connection
+        self._members[connection] = member
+        logger.info("%s of %s attached", member.role, session.id)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents say what the code does: messages, headers, keys, settings, links."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import yaml
+
+from kvhaven import protocol
+from kvhaven.cli import _COMMANDS
+from kvhaven.config import load_settings, setting_infos
+from kvhaven.config_values import shown_value
+from kvhaven.protocol import Message
+from kvhaven.service.status import ServiceStatus
+from kvhaven.tiers import header
+from kvhaven.tiers.disk_manifest import pack_manifest
+from kvhaven.tiers.header import pack_header
+from kvhaven.types import align_up
+from tests.tiers import content, make_namespace, make_piece
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+Rows = dict[str, list[str]]
+"""Cells of a table's rows, the first one included, by the first one without backticks."""
+
+
+def section(page: str, title: str) -> str:
+    """Return what stands under a heading, up to the next one of its level or above."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = re.search(rf"^(#+) {re.escape(title)}\n", text, re.MULTILINE)
+    assert found, f"docs/{page} has no section {title!r}"
+    rest = text[found.end() :]
+    end = re.search(rf"^#{{1,{len(found[1])}}} ", rest, re.MULTILINE)
+    return rest[: end.start()] if end else rest
+
+
+def table(text: str) -> Rows:
+    """Return the rows of all tables in a text, without their heads."""
+    rows: Rows = {}
+    lines = text.splitlines()
+    for before, line in zip(["", *lines], lines, strict=False):
+        is_head = bool(re.fullmatch(r"[|: -]+", line))
+        if not line.startswith("|") or is_head:
+            continue
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if before.startswith("|"):
+            rows[cells[0].strip("`")] = cells
+    return rows
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def run(code: str, function: str) -> Callable[..., Any]:
+    """Run a code block of a document and return one of its functions."""
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    found: Callable[..., Any] = scope[function]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("title", "union"),
+    [
+        ("Messages of clients", protocol.ClientMessage),
+        ("Messages of the service", protocol.ServiceMessage),
+    ],
+)
+def test_every_message_is_documented_with_its_fields(title: str, union: object) -> None:
+    rows = table(section("formats.md", title))
+    messages: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(union)}
+    assert list(rows) == list(messages)
+    for name, message in messages.items():
+        named = re.findall(r"`(\w+)`", rows[name][1])
+        missing = [field for field in message.__struct_fields__ if field not in named]
+        assert not missing, f"{name}: {missing} are not documented"
+
+
+def test_every_message_is_somebodys() -> None:
+    said = {*get_args(protocol.ClientMessage), *get_args(protocol.ServiceMessage)}
+    assert set(Message.__subclasses__()) == said
+
+
+def test_reliable_messages_are_named() -> None:
+    first = section("formats.md", "Reliable messages").split(" are *reliable*")[0]
+    reliable = [kind.__name__ for kind in get_args(protocol.Reliable)]
+    assert re.findall(r"`(\w+)`", first) == reliable
+    rows = table(section("formats.md", "Messages of clients"))
+    assert [name for name, cells in rows.items() if cells[2].startswith("reliable")] == reliable
+
+
+def test_the_example_of_a_frame_and_the_limits_are_right() -> None:
+    text = section("formats.md", "The wire")
+    assert f"`{protocol.encode(protocol.Hello()).hex()}`" in text
+    assert f"({protocol.FRAME_LIMIT} bytes)" in text
+    assert f"`version` is {protocol.VERSION} on both sides" in text
+
+
+def test_the_header_is_documented_byte_by_byte() -> None:
+    rows = table(section("formats.md", "The header"))
+    assert rows == table(header.__doc__ or "")
+    end = 0
+    for offset, cells in rows.items():
+        assert int(offset) == end, cells
+        end += int(cells[1])
+    assert end == header.HEADER_BYTES
+
+
+def test_the_documented_reader_reads_what_is_stored() -> None:
+    (code,) = blocks(section("formats.md", "The header"), "python")
+    read_shard = run(code, "read_shard")
+    namespace = make_namespace("model", (10_000, 5_000))
+    piece = make_piece(namespace, at=1)
+    stored, shard = piece.shard, piece.shard.shard
+    raw = pack_header(stored, piece.checksum) + bytes(piece.payload)
+    assert len(raw) == 4096 + align_up(stored.payload_bytes)
+    assert read_shard(raw) == (
+        *(stored.key, stored.namespace, shard.group, shard.layers, shard.heads, shard.replica),
+        content(piece),
+    )
+    for at in (0, 20, 4090, 4096):
+        damaged = bytearray(raw)
+        damaged[at] ^= 1
+        with pytest.raises(ValueError, match=r"not a shard|is damaged"):
+            read_shard(bytes(damaged))
+
+
+def test_the_manifest_is_documented() -> None:
+    manifest = json.loads(pack_manifest(make_namespace()))
+    assert list(table(section("formats.md", "The manifest"))) == list(manifest)
+
+
+def test_the_key_vectors_are_the_tests_own_and_the_documented_code_gives_them() -> None:
+    page = section("formats.md", "Keys")
+    (written,) = blocks(page, "json")
+    vectors = json.loads(written)
+    file = ROOT / "tests" / "unit" / "key_vectors.json"
+    assert vectors == json.loads(file.read_text(encoding="utf-8"))["vectors"]
+    (code,) = blocks(page, "python")
+    namespace_digest, epoch_root = run(code, "namespace_digest"), run(code, "epoch_root")
+    keys = run(code, "keys")
+    for vector in vectors:
+        root = namespace_digest(vector["namespace"])
+        assert root.hex() == vector["namespace_digest"]
+        if vector["epoch"]:
+            root = epoch_root(root, bytes.fromhex(vector["epoch"]))
+        row, extras = vector["tokens"], vector["extras"]
+        tokens = [(row["first"] + i * row["step"]) % 2**32 for i in range(row["count"])]
+        items = [(item["content_hash"], item["offset"], item["length"]) for item in extras["items"]]
+        found = keys(root, vector["chunk_size"], tokens, extras["lora"], extras["salt"], items)
+        assert [key.hex() for key in found] == vector["keys"], vector["name"]
+
+
+def settings_table() -> str:
+    """Return the table of docs/settings.md as the code wants it."""
+    lines = ["| setting | default | what it does | allowed |", "| --- | --- | --- | --- |"]
+    for info in setting_infos():
+        _, default = shown_value(info, info.default)
+        cells = [f"`{info.name}`", f"`{default}`", info.doc, info.allowed]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def test_every_setting_is_in_the_table_as_it_is() -> None:
+    text = section("settings.md", "All settings")
+    wanted = settings_table()
+    assert wanted in text, f"docs/settings.md should have this table:\n{wanted}"
+
+
+def test_the_example_settings_file_is_accepted(tmp_path: Path) -> None:
+    examples = blocks((DOCS / "settings.md").read_text(encoding="utf-8"), "yaml")
+    assert examples
+    for number, example in enumerate(examples):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(example, encoding="utf-8")
+        assert yaml.safe_load(example).keys() <= {info.name for info in setting_infos()}
+        assert load_settings({}, {}, file).notes == ()
+
+
+def test_the_status_page_names_are_those_of_the_service() -> None:
+    rows = table(section("troubleshooting.md", "What status tells"))
+    fields = {field.encode_name for field in msgspec.structs.fields(ServiceStatus)}
+    fields |= {
+        f"catalog.{name}" for name in ServiceStatus.__annotations__["catalog"].__annotations__
+    }
+    assert rows.keys() <= fields, rows.keys() - fields
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                yield page, target
+
+
+def test_links_lead_somewhere() -> None:
+    for page, target in links():
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", t).strip().lower().replace(" ", "-") for t in titles}
+            assert anchor in anchors, f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_that_are_named_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    asked = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE))
+    assert asked <= targets, asked - targets
+    commands = set(re.findall(r"(?:`|^|\$ )kvhaven ([a-z]+)", text, re.MULTILINE))
+    assert commands <= set(_COMMANDS), commands - set(_COMMANDS)
+
+
+def test_files_that_are_named_exist() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for path in re.findall(
+            r"`((?:src|tests|docs|examples|scripts|requirements)/[\w./-]+)`", text
+        ):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_the_readme_has_a_place_for_the_demos_figures() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("<!-- demo-table -->") == text.count("<!-- /demo-table -->") == 1

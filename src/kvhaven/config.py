@@ -99,7 +99,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     verify_memory: Annotated[
         Literal["off", "sample", "always"],
         setting(
-            "Which resident shards have their checksum verified before they are offered.",
+            "Which resident shards are checked again: none, some behind the answers, or all before.",
             "off, sample or always",
         ),
     ] = "sample"
@@ -203,7 +203,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 2.0
 
     kv_events: Annotated[
-        bool, switch("Report stored and removed chunks as KV events, for cache-aware routers.")
+        bool, switch("Report stored chunks as KV events, for cache-aware routers.")
     ] = True
     self_test: Annotated[bool, switch("Write, read and compare bytes on the device at start.")] = (
         True
@@ -343,6 +343,7 @@ _SERVICE_ONLY = (
     "max_local_cpu_size",
     "arena_strict",
     "cache_policy",
+    "verify_memory",
     "local_disk",
     *_DISK_ONLY,
     "breaker_pause_s",

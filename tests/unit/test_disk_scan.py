@@ -179,3 +179,8 @@ def test_a_manifest_is_read_back() -> None:
     assert unpack_manifest(pack_manifest(SPACE), folder_name(SPACE)) == SPACE
     with pytest.raises(TierMissError, match="is of namespace"):
         unpack_manifest(pack_manifest(SPACE), folder_name(OTHER))
+
+
+async def test_a_tier_that_is_left_alone_for_an_hour_after_failures_opens(path: Path) -> None:
+    async with disk_tier(path, retry_s=3600) as tier:
+        assert tier.health().online

@@ -12,6 +12,7 @@ from kvhaven.tiers.executor import Lane, TierExecutor
 _log = logging.getLogger(__name__)
 
 NOT_STARTED: Final = "not started"
+_LONGEST_PAUSE_S: Final = 60.0
 
 
 class Condition:
@@ -36,7 +37,12 @@ class Condition:
         self._stall_s = stall_s
         self._stalled = False
         self._breakers = {
-            lane: Breaker(clock, threshold=failures, pause_s=retry_s)
+            lane: Breaker(
+                clock,
+                threshold=failures,
+                pause_s=retry_s,
+                max_pause_s=max(retry_s, _LONGEST_PAUSE_S),
+            )
             for lane in (Lane.READ, Lane.WRITE)
         }
         self.offline = NOT_STARTED

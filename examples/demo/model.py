@@ -94,6 +94,9 @@ def _save_tokenizer(folder: Path) -> int:
 def _save_weights(folder: Path, shape: Shape, vocabulary: int) -> None:
     import torch  # noqa: PLC0415 - slow
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - slow
+    from transformers.utils import logging  # noqa: PLC0415 - slow
+
+    logging.disable_progress_bar()
 
     torch.manual_seed(shape.seed)
     config = LlamaConfig(
@@ -115,6 +118,32 @@ def _save_weights(folder: Path, shape: Shape, vocabulary: int) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
+class _Stream:
+    """Where things lie in the residual stream, and the codes. `_lc`: shortened code by code."""
+
+    def __init__(self, shape: Shape, vocabulary: int) -> None:
+        import torch  # noqa: PLC0415 - slow
+
+        self.head = head = shape.hidden // shape.heads
+        self.lag = lag = (shape.hidden - 1 - 2 * head) // shape.heads
+        self.token = slice(1, 1 + head)
+        self.said = slice(1 + head, 1 + 2 * head)
+        first = 1 + 2 * head
+        self.back = [slice(first + j * lag, first + (j + 1) * lag) for j in range(shape.heads)]
+        self.code_vc = torch.sign(torch.randn(vocabulary, head))
+        self.shorten_lc = torch.linalg.qr(torch.randn(head, head))[0][:lag] * math.sqrt(head / lag)
+        self.pairs = head // 2
+        self.turns = _rope_base(shape) ** -(
+            torch.arange(self.pairs, dtype=torch.float64) / self.pairs
+        )
+        straight = torch.arange(_TURNING, self.pairs)
+        self.content = torch.cat((straight, straight + self.pairs))
+        """Dimensions of a head that compare contents."""
+        # What the norms before layer 0 and before all others divide by, about.
+        self.first_norm = math.sqrt((_CONSTANT**2 + head) / shape.hidden)
+        self.norm = math.sqrt((_CONSTANT**2 + head + shape.heads * head) / shape.hidden)
+
+
 def _write_circuit(model: Any, shape: Shape, vocabulary: int) -> None:
     """Replace the model's attention, embedding and output weights by the circuit above.
 
@@ -122,80 +151,75 @@ def _write_circuit(model: Any, shape: Shape, vocabulary: int) -> None:
     """
     import torch  # noqa: PLC0415 - slow
 
-    head = shape.hidden // shape.heads
-    lag = (shape.hidden - 1 - 2 * head) // shape.heads
-    pairs = head // 2
-    turns = _rope_base(shape) ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
-    turning, straight = range(_TURNING), range(_TURNING, pairs)
-    content = torch.tensor([*straight, *(p + pairs for p in straight)])
-
-    # Where things lie in the residual stream.
-    token = slice(1, 1 + head)
-    said = slice(1 + head, 1 + 2 * head)
-    back = [slice(1 + 2 * head + j * lag, 1 + 2 * head + (j + 1) * lag) for j in range(shape.heads)]
-
-    code_vc = torch.sign(torch.randn(vocabulary, head))
-    shorten_lc = torch.linalg.qr(torch.randn(head, head))[0][:lag] * math.sqrt(head / lag)
-
+    stream = _Stream(shape, vocabulary)
     model.model.embed_tokens.weight.zero_()
     model.model.embed_tokens.weight[:, 0] = _CONSTANT
-    model.model.embed_tokens.weight[:, token] = code_vc
-    model.lm_head.weight.zero_()
-
+    model.model.embed_tokens.weight[:, stream.token] = stream.code_vc
     # No two heads count the same, so that votes are never tied.
     votes = torch.rand(shape.layers - 1, shape.heads) + 0.2
     votes /= votes.sum()
-    scale = math.sqrt(head)
     for index, layer in enumerate(model.model.layers):
         attention = layer.self_attn
-        # A code's entries are 1 before the norm; what the norm makes of them is undone here.
-        norm = _rms(shape, head, lag, after_first=index > 0)
-        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            getattr(attention, projection).weight.zero_()
-        query_hd = attention.q_proj.weight.view(shape.heads, head, shape.hidden)
-        key_hd = attention.k_proj.weight.view(shape.kv_heads, head, shape.hidden)
-        value_hd = attention.v_proj.weight.view(shape.kv_heads, head, shape.hidden)
-        output_dh = attention.o_proj.weight.view(shape.hidden, shape.heads, head)
-        for kv in range(shape.kv_heads):
-            value_hd[kv, :, token] = torch.eye(head) * norm
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+            projection.weight.zero_()
+        norm = stream.norm if index else stream.first_norm
+        value_kdh = attention.v_proj.weight.view(shape.kv_heads, stream.head, shape.hidden)
+        value_kdh[:, :, stream.token] = torch.eye(stream.head) * norm
         if index == 0:
-            gap = float(sum(1 - math.cos(turns[p]) for p in turning))
-            sharp = math.sqrt(_LOOK_BACK / gap * scale) * norm / _CONSTANT
-            for kv in range(shape.kv_heads):
-                key_hd[kv, turning, 0] = sharp
-            for j in range(shape.heads):
-                for p in turning:
-                    query_hd[j, p, 0] = math.cos(turns[p] * (j + 1)) * sharp
-                    query_hd[j, p + pairs, 0] = -math.sin(turns[p] * (j + 1)) * sharp
-                output_dh[back[j], j] = shorten_lc
+            _look_back(attention, shape, stream)
         else:
-            per_kv = shape.heads // shape.kv_heads
-            for kv in range(shape.kv_heads):
-                for j in range(shape.heads):
-                    # Random, of length 1 for a code: each token that matches counts `_MATCH`.
-                    compare_dl = torch.randn(len(content), lag) / math.sqrt(len(content) * head)
-                    compare_dl *= math.sqrt(_MATCH * scale) * norm
-                    key_hd[kv, content, back[j]] = compare_dl
-                    for query in range(kv * per_kv, (kv + 1) * per_kv):
-                        if j == 0:
-                            query_hd[query, content, token] = compare_dl @ shorten_lc
-                        else:
-                            query_hd[query, content, back[j - 1]] = compare_dl
-            for query in range(shape.heads):
-                output_dh[said, query] = torch.eye(head) * votes[index - 1, query]
+            _find_and_copy(attention, shape, stream, votes[index - 1])
         layer.mlp.down_proj.weight.mul_(0.5)
-    last = _rms(shape, head, lag, after_first=True)
-    model.lm_head.weight[:, said] = code_vc * (_VOTE / head * 2 * last)
+    model.lm_head.weight.zero_()
+    model.lm_head.weight[:, stream.said] = stream.code_vc * (2 * _VOTE / stream.head * stream.norm)
+
+
+def _look_back(attention: Any, shape: Shape, stream: _Stream) -> None:
+    """Make head `j` attend to the token `j + 1` back, and note its shortened code."""
+    query_qdh, key_kdh, output_hqd = _views(attention, shape, stream)
+    gap = sum(1 - math.cos(stream.turns[pair]) for pair in range(_TURNING))
+    sharp = math.sqrt(_LOOK_BACK / gap * math.sqrt(stream.head)) * stream.first_norm / _CONSTANT
+    key_kdh[:, :_TURNING, 0] = sharp
+    for j in range(shape.heads):
+        for pair in range(_TURNING):
+            angle = float(stream.turns[pair]) * (j + 1)
+            query_qdh[j, pair, 0] = math.cos(angle) * sharp
+            query_qdh[j, pair + stream.pairs, 0] = -math.sin(angle) * sharp
+        output_hqd[stream.back[j], j] = stream.shorten_lc
+
+
+def _find_and_copy(attention: Any, shape: Shape, stream: _Stream, votes_q: Any) -> None:
+    """Make every head look for the last tokens before other ones, and vote for what came there."""
+    import torch  # noqa: PLC0415 - slow
+
+    query_qdh, key_kdh, output_hqd = _views(attention, shape, stream)
+    sharp = math.sqrt(_MATCH * math.sqrt(stream.head)) * stream.norm
+    asking = [stream.token, *stream.back[:-1]]
+    for kv in range(shape.kv_heads):
+        queries = slice(
+            kv * shape.heads // shape.kv_heads, (kv + 1) * shape.heads // shape.kv_heads
+        )
+        for now, before in zip(asking, stream.back, strict=True):
+            # Random, of length 1 for a code: each token that matches counts `_MATCH`.
+            compare_dl = torch.randn(len(stream.content), stream.lag) * sharp
+            compare_dl /= math.sqrt(len(stream.content) * stream.head)
+            key_kdh[kv, stream.content, before] = compare_dl
+            shorten = stream.shorten_lc if now is stream.token else torch.eye(stream.lag)
+            query_qdh[queries, stream.content, now] = compare_dl @ shorten
+    for head in range(shape.heads):
+        output_hqd[stream.said, head] = torch.eye(stream.head) * votes_q[head]
+
+
+def _views(attention: Any, shape: Shape, stream: _Stream) -> tuple[Any, Any, Any]:
+    """Return the weights by head: queries `[Q, D, H]`, keys `[K, D, H]`, outputs `[H, Q, D]`."""
+    return (
+        attention.q_proj.weight.view(shape.heads, stream.head, shape.hidden),
+        attention.k_proj.weight.view(shape.kv_heads, stream.head, shape.hidden),
+        attention.o_proj.weight.view(shape.hidden, shape.heads, stream.head),
+    )
 
 
 def _rope_base(shape: Shape) -> float:
+    """Return the base of the rotary frequencies by which all but `_TURNING` pairs hardly turn."""
     pairs = shape.hidden // shape.heads // 2
     return float((shape.max_length / _STRAIGHT) ** (pairs / _TURNING))
-
-
-def _rms(shape: Shape, head: int, lag: int, *, after_first: bool) -> float:
-    """Return the root mean square of the residual stream, about."""
-    squares = _CONSTANT**2 + head
-    if after_first:
-        squares += shape.heads * head
-    return math.sqrt(squares / shape.hidden)

@@ -99,7 +99,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     verify_memory: Annotated[
         Literal["off", "sample", "always"],
         setting(
-            "Which resident shards are checked again: none, some behind the answers, or all before.",
+            "Which resident shards are checked again: none, some behind answers, or all before.",
             "off, sample or always",
         ),
     ] = "sample"

@@ -49,7 +49,8 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
     catalog = status.catalog
     console.print(
         f"[bold]kvhaven {status.version}[/], service {status.service[:8]}, pid {status.pid}: "
-        f"hit rate {status.hit_rate:.1%}, {catalog.leases} leases"
+        f"hit rate {status.hit_rate:.1%}, {catalog.leases} leases, "
+        f"{status.verified_chunks} chunks verified in memory, {status.damaged_chunks} damaged"
     )
     places = Table("place", "used", "of", "chunks", "state")
     places.add_row(

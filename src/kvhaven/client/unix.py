@@ -79,7 +79,8 @@ def lock_file(
     """Hold the lock file at `path`, which is removed at the end; yields whether we hold it.
 
     Waits `wait_s` seconds, or until `in_vain` says that it is not needed any more. The lock
-    goes with the process, however it ends; what is left then is an unlocked file.
+    goes with the process, however it ends; what is left then is an unlocked file. Raises
+    `KVHavenError` when the file cannot be made.
     """
     end = time.monotonic() + wait_s
     while (descriptor := _try_lock(path)) is None:
@@ -96,7 +97,10 @@ def lock_file(
 
 def _try_lock(path: str) -> int | None:
     """Lock the file that is at `path` now: one that its last holder has removed is no lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise KVHavenError(f"{path} cannot be made: {error.strerror or error}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # noqa: PTH116 - as fstat

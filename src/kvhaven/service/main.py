@@ -138,12 +138,14 @@ async def _collect_young() -> None:
 async def _stop_when_idle(service: Service, settings: Settings, stop: asyncio.Event) -> None:
     """Set `stop` once sessions were there and none is left, or none came at all."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + _FIRST_SESSION_S
-    while loop.time() < deadline:
+    busy = loop.time()
+    while not stop.is_set():
         await asyncio.sleep(_IDLE_POLL_S)
+        patience = settings.embedded_linger_s if service.sessions.ever else _FIRST_SESSION_S
         if len(service.sessions):
-            deadline = loop.time() + settings.embedded_linger_s
-    stop.set()
+            busy = loop.time()
+        elif loop.time() - busy >= patience:
+            stop.set()
 
 
 def embedded_main() -> int:
@@ -190,8 +192,8 @@ def _sweep(own: Path) -> None:
     """Remove what embedded services of other engines left when they were killed."""
     left = {file.with_suffix("").with_suffix(".sock") for file in own.parent.glob("engine-*.*")}
     for socket_path in left - {own}:
-        with contextlib.suppress(OSError), lock_file(f"{socket_path}.lock") as unused:
+        with contextlib.suppress(OSError, KVHavenError), lock_file(f"{socket_path}.lock") as unused:
             if unused:
                 socket_path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError), lock_file(f"{socket_path}.start"):
+        with contextlib.suppress(OSError, KVHavenError), lock_file(f"{socket_path}.start"):
             pass

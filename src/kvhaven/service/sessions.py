@@ -87,7 +87,8 @@ class Sessions:
         self._latest: dict[str, Session] = {}
         self._members: dict[MemberId, Member] = {}
         self._lock_bytes = itertools.count(1)
-        self._incarnations = itertools.count(1)
+        self.ever = 0
+        """Sessions that were begun since the start."""
 
     def __iter__(self) -> Iterator[Session]:
         return iter(tuple(self._sessions.values()))
@@ -190,7 +191,8 @@ class Sessions:
         session = self._latest.get(message.session)
         if session is not None and not _is_over(session, message):
             return session
-        id_ = SessionId(f"{message.session}#{next(self._incarnations)}")
+        self.ever += 1
+        id_ = SessionId(f"{message.session}#{self.ever}")
         return Session(id_, message.world, message.namespace, dict(message.fields))
 
     def _add(self, id_: str, session: Session, rank: int | None) -> Member:

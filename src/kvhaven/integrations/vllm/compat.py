@@ -28,8 +28,12 @@ _NEEDED = (
     "build_connector_worker_meta",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
+    "bind_gpu_block_pool",
 )
 """Methods of the base class without which KVHaven would be wrong (vLLM 0.22 has them all)."""
+
+_SERVED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Kinds of KV that are known to be right; sub-classes of them may drop blocks, so by name."""
 
 
 def require_supported_vllm() -> None:
@@ -55,17 +59,36 @@ def require_supported_engine(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
                 "ranks then, which KVHaven does not read yet; set it to 1"
             )
     groups = kv_cache.kv_cache_groups
-    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    kinds = sorted({kind for group in groups for kind in _kinds(group.kv_cache_spec)})
     if len(groups) != 1:
         raise IncompatibleEngineError(
             f"the model has {len(groups)} KV groups ({', '.join(kinds)}); hybrid models are not "
             "served yet. If all its layers are attention, --disable-hybrid-kv-cache-manager "
             "makes them one group"
         )
-    if any(word in kind for kind in kinds for word in ("Mamba", "CrossAttention", "EncoderOnly")):
+    strange = [kind for kind in kinds if kind not in _SERVED_KINDS]
+    if strange:
         raise IncompatibleEngineError(
-            f"the model's KV is {', '.join(kinds)}, which is not attention over a prefix; "
-            "KVHaven cannot cache it yet"
+            f"the model's KV is {', '.join(strange)}; KVHaven can only cache attention that "
+            f"keeps every block of the prefix ({', '.join(_SERVED_KINDS)}) yet"
+        )
+    if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups):
+        raise IncompatibleEngineError(
+            "the model's attention is not causal: the KV of a prefix depends on what follows it, "
+            "so it cannot be cached"
+        )
+    if not getattr(config.model_config, "is_prefix_caching_supported", True):
+        raise IncompatibleEngineError(
+            "vLLM says that this model (or its pooling) does not support prefix caching: it "
+            "needs every token computed; leave KVHaven out"
+        )
+    if getattr(config, "use_v2_model_runner", False) and getattr(
+        kv_cache, "needs_kv_cache_zeroing", False
+    ):
+        raise IncompatibleEngineError(
+            "the KV caches are of mixed precision, and vLLM's V2 model runner zeroes new blocks "
+            "before a connector can keep what is still read from them; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
         )
 
 
@@ -107,7 +130,7 @@ def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Calla
             try:
                 return hook(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the reason for this decorator
-                _report(args[0], hook.__name__, error)
+                report_error(args[0], hook.__name__, error)
                 fallback: R = default()
                 return fallback
 
@@ -116,9 +139,16 @@ def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Calla
     return decorate
 
 
-def _report(connector: Any, hook: str, error: Exception) -> None:
+def report_error(connector: Any, hook: str, error: Exception) -> None:
+    """Log the first error of a hook, and count all (`connector.count_error`)."""
     seen: set[str] = connector.reported_errors
     if hook not in seen:
         seen.add(hook)
         logger.error("%s failed; further failures are only counted", hook, exc_info=error)
     connector.count_error()
+
+
+def _kinds(spec: Any) -> set[str]:
+    """Return the kinds of KV in a group, whose layers may be of several that are alike."""
+    nested = getattr(spec, "kv_cache_specs", None)
+    return {type(part).__name__ for part in (nested.values() if nested else (spec,))}

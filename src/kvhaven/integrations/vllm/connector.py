@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvhaven.integrations.vllm.compat import (
     never_raises,
+    report_error,
     require_supported_engine,
     require_supported_vllm,
 )
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -89,6 +91,12 @@ class KVHavenConnector(KVConnectorBase_V1):
         )
 
     # --- worker, each step ------------------------------------------------------------------
+
+    @never_raises(lambda: None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Fence the saves whose blocks were given away, before anything touches these."""
+        if self._worker is not None and isinstance(kv_connector_metadata, StepPlan):
+            self._worker.fence(kv_connector_metadata)
 
     @never_raises(lambda: None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -158,15 +166,33 @@ class KVHavenConnector(KVConnectorBase_V1):
     ) -> None:
         """Plan the load into the blocks.
 
-        The one hook that may raise: a load that the engine counts on and that is not planned
-        would be wrong output.
+        A load that the engine counts on and that cannot be planned would be wrong output; it
+        becomes one that failed, which the engine has a policy for.
         """
-        if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        if self._scheduler is None:
+            return
+        block_ids = blocks.get_block_ids()
+        try:
+            self._scheduler.allocated(request, block_ids, num_external_tokens)
+        except Exception as error:  # noqa: BLE001 - see above
+            report_error(self, "update_state_after_alloc", error)
+            if num_external_tokens:
+                self._scheduler.never_loaded(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlan:
-        """Return the step's plan."""
-        return self._scheduler.plan_step(scheduler_output) if self._scheduler else StepPlan()
+        """Return the step's plan: when it cannot be made, promised loads and all fences."""
+        if self._scheduler is None:
+            return StepPlan()
+        try:
+            return self._scheduler.plan_step(scheduler_output)
+        except Exception as error:  # noqa: BLE001 - it would end the engine
+            report_error(self, "build_connector_meta", error)
+            return self._scheduler.plan_in_doubt()
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """Take the pool: after a reset it shows which blocks still hold old KV."""
+        if self._scheduler is not None:
+            self._scheduler.block_pool = gpu_block_pool
 
     @never_raises(lambda: None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -204,6 +230,7 @@ class KVHavenConnector(KVConnectorBase_V1):
         """Return what became available since the last call, for cache-aware routers."""
         return self._scheduler.take_events() if self._scheduler is not None else ()
 
+    @never_raises(lambda: False)
     def reset_cache(self) -> bool | None:
         """Find nothing that was cached before, from now on; others' data stays."""
         if self._scheduler is not None:

@@ -17,7 +17,8 @@ class LoadJob:
 
     `blocks[group][i]` are the block ids of chunk `i`; `devices.SKIP` marks blocks that are
     not to be written. `places[i]` is the `(segment, offset)` of chunk `i`'s extent in the
-    arena of `service`, `shard_offsets[rank]` where a rank's part of it starts.
+    arena of `service`, `shard_offsets[rank]` where a rank's part of it starts. A job without
+    places could not be planned: its blocks are reported as failed, so that nobody uses them.
     """
 
     request_id: str
@@ -44,31 +45,50 @@ class SaveJob:
 
 @dataclass
 class StepPlan(KVConnectorMetadata):
-    """The plan of one step.
+    """The plan of one step. Workers must not change it: ranks of one process share it.
 
     `fence` lists save jobs whose source blocks were given to somebody else: nothing may
     write to these blocks before the copies ended. `services` are those in whose arenas a
-    present or later load may lie; arenas of others can be unmapped.
+    present or later load may lie; arenas of others can be unmapped. `failed_loads` is how many
+    failed loads of each rank the scheduler knows of (see `StepReport`).
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     fence: list[int] = field(default_factory=list)
     services: frozenset[str] = frozenset()
+    failed_loads: dict[int, int] = field(default_factory=dict)
     requests: list[object] = field(default_factory=list)
     """vllm-gaudi's runner reads this; an empty list is what it needs."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Save jobs that ended, and by how many ranks each was reported."""
+    """Save jobs that ended, and by how many ranks each was reported.
+
+    `unwritten` names the chunks of a job, by their index, that some rank did not write: no
+    space, here already, or a copy that failed. `failed_loads` counts a rank's failed loads
+    since it started. What was computed on their blocks is wrong, so the rank saves nothing
+    until a plan shows that the scheduler knows of them.
+    """
 
     saved: dict[int, int] = field(default_factory=dict)
+    unwritten: dict[int, set[int]] = field(default_factory=dict)
+    failed_loads: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return not (self.saved or self.failed_loads)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """Add up the reports of two ranks."""
         assert isinstance(other, StepReport)
-        total = dict(self.saved)
+        total = StepReport(dict(self.saved), dict(self.unwritten), dict(self.failed_loads))
         for job, ranks in other.saved.items():
-            total[job] = total.get(job, 0) + ranks
-        return StepReport(total)
+            total.saved[job] = total.saved.get(job, 0) + ranks
+        for job, chunks in other.unwritten.items():
+            total.unwritten[job] = total.unwritten.get(job, set()) | chunks
+        for rank, count in other.failed_loads.items():
+            total.failed_loads[rank] = max(total.failed_loads.get(rank, 0), count)
+        return total

@@ -111,6 +111,8 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         block_sizes=block_sizes,
         world=world,
         asynchronous=_loads_asynchronously(settings, config),
+        shared=bool(config.cache_config.enable_prefix_caching),
+        events=settings.kv_events and _publishes_events(config),
         lora_fingerprint=lora_fingerprint,
     )
 
@@ -143,6 +145,11 @@ def _loads_asynchronously(settings: Settings, config: "VllmConfig") -> bool:
     if settings.load_mode != "auto":
         return settings.load_mode == "async"
     return str(config.device_config.device_type) != "cpu"
+
+
+def _publishes_events(config: "VllmConfig") -> bool:
+    events = config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
 
 
 def _engine_id(config: "VllmConfig") -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvhaven.client.scheduler import Lease
 from kvhaven.config import Settings
+from kvhaven.errors import KVHavenError
 from kvhaven.keys import Extras, KeyChain, MediaItem
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ class Permissions:
 
     load: bool
     save: bool
-    tags: tuple[str, ...]
+    tags: tuple[str, ...] = ()
+
+
+NOTHING = Permissions(load=False, save=False)
 
 
 @dataclass(frozen=True)
@@ -37,31 +41,47 @@ class Offer:
     end: int
     chunk_size: int
 
+    @property
+    def end_chunk(self) -> int:
+        """The index of the chunk after the lease's last one."""
+        return self.first_chunk + len(self.lease.extents)
+
 
 class Tracker:
     """One request: its keys, its blocks, what it leased, and what of it was saved.
 
-    `blocks[group]` are its block ids in order. `planned_chunks` counts the chunks, from the
-    first on, that are in the cache already or that a save was planned for.
+    `blocks[group]` are its block ids in order, as of its last admission. `planned_chunks`
+    counts the chunks, from the first on, that a save was planned for, or need none.
     """
 
     def __init__(self, request: "Request", permissions: Permissions, chain: KeyChain) -> None:
         self.request = request
         self.permissions = permissions
         self.chain = chain
+        self.turn: float = request.arrival_time
+        """Changes when a streaming session gets its next input."""
         self.blocks: list[list[int]] = []
         self.planned_chunks = 0
+        self.counted = False
+        """Whether its look-up is in the statistics: one request counts once."""
+        self.computed = 0
+        """Tokens that the engine's own cache had when it asked last."""
         self.ticket: int | None = None
         self.ticket_chunk = 0
+        self.ask_after = 0.0
+        """A miss is remembered until then, so that a request that waits does not ask each step."""
+        self.waits_since: float | None = None
+        """Since when it waits for another request's load of the same chunk."""
         self.offer: Offer | None = None
         self.loaded: Offer | None = None
         """The offer that was taken last; its tokens came from the cache."""
 
     def extend_keys(self, tokens: int) -> None:
-        """Hash the full chunks of the first `tokens` tokens."""
+        """Hash the full chunks of the first `tokens` tokens. Raises `KeyInputError`."""
         size = self.chain.chunk_size
         if tokens // size > len(self.chain.keys):
-            self.chain.extend(self.request._all_token_ids[:tokens])  # noqa: SLF001 - no copy
+            ids = self.request._all_token_ids  # noqa: SLF001 - its public view is slower
+            self.chain.extend(ids if tokens == len(ids) else ids[:tokens])
 
     def replace_blocks(self, blocks: Sequence[Sequence[int]]) -> None:
         """Take new block ids instead of the present ones: admitted, or resumed."""
@@ -73,12 +93,36 @@ class Tracker:
             present.extend(added)
 
     def chunk_blocks(self, chunk: int, block_sizes: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the block ids of a chunk, for each group."""
+        """Return the block ids of a chunk, for each group. Raises `KVHavenError` if unknown."""
         result = []
         for group, size in zip(self.blocks, block_sizes, strict=True):
             per_chunk = self.chain.chunk_size // size
-            result.append(tuple(group[chunk * per_chunk : (chunk + 1) * per_chunk]))
+            blocks = tuple(group[chunk * per_chunk : (chunk + 1) * per_chunk])
+            if len(blocks) < per_chunk:
+                raise KVHavenError(
+                    f"request {self.request.request_id}: chunk {chunk} is complete, but of its "
+                    f"{per_chunk} blocks {len(blocks)} are known"
+                )
+            result.append(blocks)
         return result
+
+    def follow_session(self, lora_fingerprint: Callable[[str], str]) -> None:
+        """Hash anew what a streaming session's last input changed.
+
+        It drops the last sampled token and may bring media. Chunks that are the same as
+        before need not be saved again.
+        """
+        request = self.request
+        if not getattr(request, "resumable", False) or request.arrival_time == self.turn:
+            return
+        self.turn = request.arrival_time
+        before = self.chain.keys
+        extras = extras_of(request, lora_fingerprint)
+        self.chain = KeyChain(self.chain.root, self.chain.chunk_size, extras)
+        self.extend_keys(request.num_tokens)
+        pairs = zip(before, self.chain.keys, strict=False)
+        same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(self.chain.keys))
+        self.planned_chunks = min(self.planned_chunks, same, len(before))
 
 
 def permissions_of(request: "Request", settings: Settings) -> Permissions:
@@ -91,7 +135,7 @@ def permissions_of(request: "Request", settings: Settings) -> Permissions:
         load = False
     if getattr(request, "skip_reading_prefix_cache", False):
         load = False
-    if settings.force_skip_save or _parameter(parameters, "skip_save"):
+    if settings.force_skip_save or _is_on(_parameter(parameters, "skip_save")):
         save = False
     if settings.priority_limit is not None and request.priority > settings.priority_limit:
         save = False
@@ -119,3 +163,10 @@ def _parameter(parameters: Mapping[str, Any], name: str) -> Any:
         if prefix + name in parameters:
             return parameters[prefix + name]
     return None
+
+
+def _is_on(value: Any) -> bool:
+    """Return whether a switch is on; JSON clients also write it as text."""
+    if isinstance(value, str):
+        return value.strip().lower() in {"true", "1", "yes", "on"}
+    return bool(value)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make bench`, or `python -m benchmarks [SUBJECT...]`: all subjects, or those named.
+
+Every subject measures its limit in the same run, alternating with what it measures, and takes
+medians. A machine that does something else meanwhile gives other figures.
+"""
+
+import argparse
+import importlib
+import signal
+import sys
+import time
+
+from rich.console import Console
+
+from benchmarks.results import BENCH, Result, print_table, write_json
+from examples.demo.processes import ProcessError
+
+_SUBJECTS = {
+    "hash": "hashing",
+    "copy": "copies",
+    "disk": "disks",
+    "acquire": "acquires",
+    "ttft": "first_token",
+    "nohit": "no_hits",
+}
+"""Each subject's module, which has `measure(say)` and returns results; quick ones first."""
+
+
+def main() -> int:
+    """Measure, print and write; return the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    parser.add_argument("subject", nargs="*", choices=[[], *_SUBJECTS], help=", ".join(_SUBJECTS))
+    wanted = parser.parse_args().subject or _SUBJECTS
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    console, began = Console(highlight=False), time.monotonic()
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{time.monotonic() - began:4.0f} s[/]  {text}", soft_wrap=True)
+
+    BENCH.mkdir(parents=True, exist_ok=True)
+    results: list[Result] = []
+    failed = False
+    try:
+        for subject in wanted:
+            say(f"[bold]{subject}[/]")
+            module = importlib.import_module(f"benchmarks.{_SUBJECTS[subject]}")
+            try:
+                results += module.measure(lambda text: say(f"  {text}"))
+            except ProcessError as error:
+                failed = True
+                console.print(f"{subject} could not be measured: {error}", markup=False)
+    except KeyboardInterrupt:
+        console.print("interrupted; all processes are ended")
+        return 130
+    print_table(console, results)
+    console.print(f"All figures are in {write_json(results)}.", soft_wrap=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`acquire.p50`, `acquire.p99`: milliseconds to lease 512 resident chunks over the socket.
+
+Asked by the scheduler's own client of a real node service in a process of its own, from the
+question to the answer in the client's table. The limits are what the design allows: 1 ms and
+5 ms. `acquire.loaded.p50` and `.p99` are the same while another engine (in a third process)
+saves, looks up and lets go as fast as it can, and has no limit.
+"""
+
+import hashlib
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from benchmarks.results import BENCH, Result, at_most, plain
+from examples.demo.processes import ProcessError, node_service
+from kvhaven.client.rank import RankClient
+from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
+from kvhaven.keys import namespace_digest
+from kvhaven.protocol import AttachRank, AttachScheduler
+from kvhaven.types import Checksum, ChunkKey, Shard, ShardId
+
+_CHUNKS = 512
+_PAYLOAD = 4096
+_REPETITIONS = 2000
+_PAUSE_S = 0.001
+_WAIT_S = 5.0
+
+
+def measure(say: Callable[[str], None]) -> list[Result]:
+    """Lease the same 512 chunks again and again, alone and beside another engine."""
+    with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
+        address = Path(runtime) / "service.sock"
+        log = BENCH / "acquire-service.log"
+        with (
+            node_service(address, log, max_local_cpu_size="256MiB", runtime_dir=runtime) as service,
+            _engine(str(service.socket), "measured") as (rank, scheduler),
+        ):
+            keys = _save_chunks(rank, "measured", _CHUNKS)
+            alone = _acquire_all(scheduler, keys)
+            say(f"alone: {_spread(alone)}")
+            context = multiprocessing.get_context("spawn")
+            stop = context.Event()
+            load = context.Process(target=_load, args=(str(service.socket), stop), daemon=True)
+            load.start()
+            time.sleep(1.5)  # it starts
+            loaded = _acquire_all(scheduler, keys)
+            stop.set()
+            load.join(10)
+            say(f"beside another engine: {_spread(loaded)}")
+    what = "what the design allows"
+    return [
+        at_most("acquire.p50", _percentile(alone, 50), "ms", 1.0, len(alone), what),
+        at_most("acquire.p99", _percentile(alone, 99), "ms", 5.0, len(alone), what),
+        plain("acquire.loaded.p50", _percentile(loaded, 50), "ms", len(loaded)),
+        plain("acquire.loaded.p99", _percentile(loaded, 99), "ms", len(loaded)),
+    ]
+
+
+def _acquire_all(scheduler: SchedulerClient, keys: list[ChunkKey]) -> list[float]:
+    """Return the milliseconds of each acquire."""
+    times = []
+    for _ in range(_REPETITIONS):
+        began = time.perf_counter()
+        ticket = scheduler.ask(keys)
+        lease: Lease | Outcome = Outcome.MISS if ticket is None else scheduler.wait(ticket, _WAIT_S)
+        times.append((time.perf_counter() - began) * 1e3)
+        if not isinstance(lease, Lease) or len(lease.extents) != len(keys):
+            raise ProcessError(f"the service leased {lease} instead of {len(keys)} chunks")
+        scheduler.release([lease.ticket])
+        time.sleep(_PAUSE_S)
+    return times
+
+
+def _load(address: str, stop: Any) -> None:
+    """Be a busy engine until `stop` (an event of multiprocessing) is set."""
+    with _engine(address, "load") as (rank, scheduler):
+        number = 0
+        while not stop.is_set():
+            keys = _save_chunks(rank, f"load {number}", 32)
+            ticket = scheduler.ask(keys)
+            if ticket is not None and isinstance(scheduler.wait(ticket, 0.1), Lease):
+                scheduler.release([ticket])
+            number += 1
+
+
+@contextmanager
+def _engine(address: str, name: str) -> Iterator[tuple[RankClient, SchedulerClient]]:
+    """Attach an engine of one rank, without vLLM."""
+    fields = {"model": f"benchmark {name}"}
+    shard = Shard(ShardId(0, (0, 1), (0, 1)), _PAYLOAD)
+    rank = RankClient(
+        address, AttachRank(1, name, f"{name}-r", 0, 1, namespace_digest(fields), fields, shard)
+    )
+    scheduler = SchedulerClient(
+        address,
+        AttachScheduler(1, name, f"{name}-s", 1, 5000),
+        lookup_deadline_s=_WAIT_S,
+        promote_deadline_s=_WAIT_S,
+    )
+    rank.start(10)
+    scheduler.start(10)
+    try:
+        yield rank, scheduler
+    finally:
+        scheduler.close()
+        rank.close()
+
+
+def _save_chunks(rank: RankClient, name: str, count: int) -> list[ChunkKey]:
+    """Commit chunks of zeros, which is what the arena holds, and return their keys."""
+    keys = [
+        ChunkKey(hashlib.sha256(f"{name} {number}".encode()).digest()) for number in range(count)
+    ]
+    reservation = rank.reserve(None, keys)
+    if reservation is None:
+        raise ProcessError("the service takes no reservation")
+    grants = rank.grants(reservation, time.monotonic() + _WAIT_S)
+    checksum = Checksum(xxhash.xxh3_128_digest(bytes(_PAYLOAD)))
+    rank.commit([(grant, checksum) for grant in grants if grant is not None])
+    return keys
+
+
+def _percentile(times: list[float], percent: int) -> float:
+    return statistics.quantiles(times, n=100)[percent - 1]
+
+
+def _spread(times: list[float]) -> str:
+    return ", ".join(f"p{p} {_percentile(times, p):.2f} ms" for p in (50, 90, 99))

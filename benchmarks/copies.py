@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`copy.store`, `copy.load`: GB/s of a worker's copies between KV tensors and the arena, on CPU.
+
+The limit is plain `memcpy` of the same bytes between the same two pieces of memory (the KV
+tensors, and a populated mapping of a segment of the arena), with as many threads, each taking
+the next piece of a chunk's size. A store also computes the checksum of what it copied; wanted is
+0.70 of the limit all the same. Chunks lie in random blocks, as in an engine that has run a while.
+
+KV is laid out as vLLM's CPU backend does it (`vllm-facts`): a bf16 tensor `[blocks, heads, 128,
+2 * 64]` a layer, all in one allocation; a chunk of 256 tokens is 2 MiB.
+"""
+
+import ctypes
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from benchmarks.results import Result, at_least
+from kvhaven.arena.segment import MappedSegment, Segment
+from kvhaven.devices.cpu import CpuDevice, usable_cores
+from kvhaven.layouts import PagedLayout, describe_kv_caches
+
+_LAYERS, _BLOCKS, _HEADS, _BLOCK_SIZE, _CONTENT = 8, 512, 4, 128, 128
+_BLOCKS_PER_CHUNK = 2
+_CHUNKS = 64
+_REPETITIONS = 15
+_MOST_THREADS = 4  # a worker's default
+
+
+def measure(say: Callable[[str], None]) -> list[Result]:
+    """Copy 128 MiB there and back, KVHaven and `memcpy` by turns."""
+    threads = min(_MOST_THREADS, len(usable_cores()))
+    layout, memory = _kv_caches()
+    size = layout.payload_bytes(_BLOCKS_PER_CHUNK)
+    total = size * _CHUNKS
+    device = CpuDevice(threads)
+    blocks = list(range(_BLOCKS))
+    random.Random(1).shuffle(blocks)
+    chunks = [blocks[at : at + _BLOCKS_PER_CHUNK] for at in range(0, _BLOCKS, _BLOCKS_PER_CHUNK)]
+    segment = Segment.create(0, total)
+    mapped = MappedSegment.map(0, os.dup(segment.fd), total, lock_byte=1)
+    mapped.prefault(threading.Event())
+    arena = [mapped.address + at * size for at in range(_CHUNKS)]
+    tensors = [memory.data_ptr() + at * size for at in range(_CHUNKS)]
+    rates: dict[str, list[float]] = {}
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            plain = _Memcpy(pool, threads, size)
+            for repetition in range(-1, _REPETITIONS):
+                for name, copy in (
+                    ("store", lambda: device.store(layout, chunks[:_CHUNKS], arena)),
+                    ("to arena", lambda: plain.copy(arena, tensors)),
+                    ("load", lambda: device.load(layout, chunks[:_CHUNKS], arena)),
+                    ("from arena", lambda: plain.copy(tensors, arena)),
+                ):
+                    began = time.perf_counter()
+                    copy()
+                    rate = total / (time.perf_counter() - began) / 1e9
+                    if repetition >= 0:  # the first is to warm up
+                        rates.setdefault(name, []).append(rate)
+    finally:
+        device.close()
+        mapped.close()
+        segment.close()
+    say(f"{threads} threads, {_CHUNKS} chunks of {size >> 10} KiB")
+    what = f"memcpy of the same bytes with {threads} threads"
+    return [
+        at_least("copy.store", rates["store"], "GB/s", rates["to arena"], 0.70, what),
+        at_least("copy.load", rates["load"], "GB/s", rates["from arena"], 0.70, what),
+    ]
+
+
+class _Memcpy:
+    """Plain copies of pieces of `size` bytes by the threads of a pool."""
+
+    def __init__(self, pool: ThreadPoolExecutor, threads: int, size: int) -> None:
+        self._pool, self._threads, self._size = pool, threads, size
+
+    def copy(self, targets: list[int], sources: list[int]) -> None:
+        """Copy every piece."""
+        left: Iterator[tuple[int, int]] = iter(list(zip(targets, sources, strict=True)))
+
+        def work() -> None:
+            for target, source in left:
+                ctypes.memmove(target, source, self._size)
+
+        futures = [self._pool.submit(work) for _ in range(self._threads - 1)]
+        work()
+        for future in futures:
+            future.result()
+
+
+def _kv_caches() -> tuple[PagedLayout, torch.Tensor]:
+    """Return KV tensors with random content, as vLLM 0.32 allocates them on CPU."""
+    page = _HEADS * _BLOCK_SIZE * _CONTENT
+    memory = torch.randint(-128, 128, (2 * _LAYERS * _BLOCKS * page,), dtype=torch.int8)
+    layers = memory.view(torch.bfloat16).view(_LAYERS, _BLOCKS, _HEADS, _BLOCK_SIZE, _CONTENT)
+    names = [f"layer.{index}" for index in range(_LAYERS)]
+    layout = describe_kv_caches(
+        dict(zip(names, layers, strict=True)),
+        layer_specs=dict.fromkeys(names, (2 * page, _BLOCK_SIZE)),
+        num_blocks=_BLOCKS,
+        kernel_tag="benchmark",
+    )
+    return layout, memory

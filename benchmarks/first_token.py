@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ttft.*`: seconds from handing over a prompt of 9,000 tokens to the first token, in real vLLM.
+
+The demo's model and prompts (three, on the same document), one at a time, vLLM's own prefix
+cache emptied before each; medians.
+
+- `ttft.cold`: KVHaven on and emptied before each.
+- `ttft.memory`, `ttft.disk`: KV from the node service's memory, and from its disk tier (memory
+  emptied before each). Limits: a fifteenth and a twelfth of `ttft.cold`.
+- `ttft.example_connector`: vLLM's own ExampleConnector on the same prompts, when it has seen them
+  before; its files are in the page cache. It knows whole prompts only, less the last incomplete
+  block, which these three have in common. Its limit is `ttft.memory`: at least 1.00 of it is
+  wanted, that is, KVHaven is no slower.
+
+Both engines prefill in one step (`max_num_batched_tokens` 16384): ExampleConnector saves wrong
+KV when a prefill is chunked. They take turns, prompt by prompt.
+"""
+
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.results import BENCH, Result, at_least, at_most
+from examples.demo.demo import CHUNK, DOCUMENT_TOKENS, PATIENT, QUESTIONS, WARM_UP
+from examples.demo.model import make_model
+from examples.demo.processes import (
+    Answer,
+    Engine,
+    NodeService,
+    ProcessError,
+    engine,
+    kvhaven,
+    node_service,
+)
+from examples.demo.text import make_document, make_questions
+
+_PASSES = 5
+_OUTPUT_TOKENS = 8
+_ONE_STEP = 16384
+
+
+def measure(say: Callable[[str], None]) -> list[Result]:
+    """Ask all prompts of two engines, in turns."""
+    model = make_model(BENCH / "model")
+    example = BENCH / "example"
+    disk = BENCH / "ttft-disk"
+    for folder in (example, disk):
+        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
+        address = Path(runtime) / "service.sock"
+        settings = {"local_disk": disk, "max_local_cpu_size": "1GiB", "runtime_dir": runtime}
+        say("starting two vLLM engines")
+        with (
+            node_service(address, BENCH / "ttft-service.log", **settings) as service,
+            engine(
+                model,
+                BENCH / "ttft-kvhaven.log",
+                kv_transfer_config=kvhaven(service_address=str(address), **PATIENT),
+                max_num_batched_tokens=_ONE_STEP,
+            ) as ours,
+            engine(
+                model,
+                BENCH / "ttft-example.log",
+                kv_transfer_config={
+                    "kv_connector": "ExampleConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"shared_storage_path": str(example)},
+                },
+                max_num_batched_tokens=_ONE_STEP,
+            ) as theirs,
+        ):
+            for one in (ours, theirs):
+                one.ask(WARM_UP, 2)
+            results = _Measurement(ours, theirs, service, say).run()
+    for folder in (example, disk):
+        shutil.rmtree(folder, ignore_errors=True)
+    return results
+
+
+class _Measurement:
+    """The passes over all prompts. `_control` are the outputs of the first, cold ones."""
+
+    def __init__(
+        self, ours: Engine, theirs: Engine, service: NodeService, say: Callable[[str], None]
+    ) -> None:
+        self._ours, self._theirs, self._service, self._say = ours, theirs, service, say
+        questions = make_questions(make_document(DOCUMENT_TOKENS), QUESTIONS)
+        self._prompts = [question.prompt for question in questions]
+
+    def run(self) -> list[Result]:
+        """Return all results."""
+        cold, memory, disk, example = [], [], [], []
+        outputs = []
+        for prompt in self._prompts:
+            self._service.clear()
+            answer = self._ours.ask(prompt, _OUTPUT_TOKENS)
+            cold.append(answer.ttft)
+            outputs.append(answer.tokens)
+            self._theirs.ask(prompt, _OUTPUT_TOKENS)
+        self._say(f"cold: {_shown(cold)}")
+        self._service.flush()
+        for _ in range(_PASSES):
+            for prompt, tokens in zip(self._prompts, outputs, strict=True):
+                answer = self._ours.ask(prompt, _OUTPUT_TOKENS)
+                memory.append(_checked(answer, "memory", tokens))
+                answer = self._theirs.ask(prompt, _OUTPUT_TOKENS)
+                example.append(_checked(answer, "elsewhere", tokens))
+                self._service.clear("memory")
+                answer = self._ours.ask(prompt, _OUTPUT_TOKENS)
+                disk.append(_checked(answer, "disk", tokens))
+        self._say(f"memory: {_shown(memory)}; ExampleConnector: {_shown(example)}")
+        self._say(f"disk: {_shown(disk)}")
+        once = statistics.median(cold)
+        fast = statistics.median(memory)
+        return [
+            Result("ttft.cold", once, "s", None, len(cold)),
+            at_most("ttft.memory", fast, "s", once / 15, len(memory), "a fifteenth of ttft.cold"),
+            at_most(
+                "ttft.disk",
+                statistics.median(disk),
+                "s",
+                once / 12,
+                len(disk),
+                "a twelfth of ttft.cold",
+            ),
+            at_least("ttft.example_connector", example, "s", memory, 1.0, "ttft.memory"),
+        ]
+
+
+def _checked(answer: Answer, source: str, tokens: list[int]) -> float:
+    """Return the time to the first token of an answer that is as it has to be.
+
+    Of KV from disk, KVHaven may count the first chunks as memory: it began to promote them
+    when the request came, before the engine asked for them.
+    """
+    if answer.tokens != tokens:
+        raise ProcessError(f"the output with KV from {source} is another one")
+    cached = answer.prompt_tokens - answer.sources["computed"]
+    if cached < answer.prompt_tokens - CHUNK or not answer.sources[source]:
+        raise ProcessError(f"prompt tokens came from {answer.sources}, not from {source}")
+    return answer.ttft
+
+
+def _shown(times: list[float]) -> str:
+    return f"{statistics.median(times):.3f} s ({min(times):.3f} to {max(times):.3f})"

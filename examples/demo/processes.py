@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's processes: vLLM engines and node services, none of which is ever left behind.
+
+Each is the leader of a process group of its own, which `kill` ends as a whole; and the kernel
+kills it if we die ourselves (`PR_SET_PDEATHSIG`).
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from kvhaven.client.control import connect
+from kvhaven.errors import KVHavenError
+
+_START_S = 180.0
+_SERVICE_START_S = 30.0
+_STOP_S = 20.0
+_LOG_LINES = 25
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+class ProcessError(Exception):
+    """A child process ended or did not answer; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine answered; see `engine.py`."""
+
+    ttft: float
+    total: float
+    tokens: list[int]
+    text: str
+    prompt_tokens: int
+    sources: dict[str, int]
+
+
+class Engine:
+    """A vLLM engine in a child process. Use `engine`, which ends it.
+
+    Returns from the constructor at once; the first `ask` or `ready` waits until it serves.
+    """
+
+    def __init__(self, model: Path, log: Path, options: Mapping[str, object]) -> None:
+        self._log = log
+        self._is_ready = False
+        environment = clean_environment() | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        script = Path(__file__).with_name("engine.py")
+        read, write = os.pipe()
+        try:
+            self._process = _start(
+                [sys.executable, str(script), str(write), str(model), json.dumps(options)],
+                log,
+                environment,
+                stdin=subprocess.PIPE,
+                pass_fds=(write,),
+            )
+        finally:
+            os.close(write)
+        self._answers: IO[str] = os.fdopen(read)
+
+    def ready(self) -> None:
+        """Wait until it serves. Raises `ProcessError`."""
+        if not self._is_ready:
+            self._receive()
+            self._is_ready = True
+
+    def ask(self, prompt: str, max_tokens: int) -> Answer:
+        """Serve one request alone. Raises `ProcessError`."""
+        self.ready()
+        assert self._process.stdin is not None
+        line = json.dumps({"prompt": prompt, "max_tokens": max_tokens})
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise ProcessError(f"vLLM ended\n{_tail(self._log)}") from None
+        return Answer(**self._receive())
+
+    def stop(self) -> None:
+        """End it in the ordinary way."""
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        _await_end(self._process)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill it with all its processes (kill -9)."""
+        _kill_group(self._process)
+        self._answers.close()
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            raise ProcessError(f"vLLM ended\n{_tail(self._log)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextlib.contextmanager
+def engine(model: Path, log: Path, **options: object) -> Iterator[Engine]:
+    """Start an engine; `options` are arguments of vLLM's `LLM`. It is dead on leaving."""
+    started = Engine(model, log, options)
+    try:
+        yield started
+        started.stop()
+    finally:
+        started.kill()
+
+
+def kvhaven(**settings: object) -> dict[str, object]:
+    """Return the `kv_transfer_config` that makes vLLM use KVHaven with these settings."""
+    return {
+        "kv_connector": "KVHavenConnector",
+        "kv_connector_module_path": "kvhaven.integrations.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
+
+
+class NodeService:
+    """`kvhaven serve` in a child process. Use `node_service`, which ends it."""
+
+    def __init__(self, socket: Path, log: Path, settings: Mapping[str, object]) -> None:
+        self.socket = socket
+        self._log = log
+        environment = clean_environment() | {
+            f"KVHAVEN_{name.upper()}": str(value) for name, value in settings.items()
+        }
+        command = [sys.executable, "-m", "kvhaven.cli", "serve", "--socket", str(socket)]
+        self._process = _start(command, log, environment)
+
+    def wait(self) -> None:
+        """Wait until it answers. Raises `ProcessError`."""
+        end = time.monotonic() + _SERVICE_START_S
+        while True:
+            try:
+                self.status()
+            except KVHavenError as error:
+                if self._process.poll() is not None or time.monotonic() > end:
+                    raise ProcessError(
+                        f"the node service does not answer: {error}\n{_tail(self._log)}"
+                    ) from error
+                time.sleep(0.02)
+            else:
+                return
+
+    def status(self) -> dict[str, Any]:
+        """Return its status (the JSON of `service.status.ServiceStatus`)."""
+        with connect(str(self.socket)) as control:
+            status: dict[str, Any] = json.loads(control.status())
+            return status
+
+    def flush(self) -> None:
+        """Wait until all it holds is stored in its tiers. Raises `ProcessError`."""
+        with connect(str(self.socket)) as control:
+            if left := control.flush(30):
+                raise ProcessError(f"{left} writes to disk are undone\n{_tail(self._log)}")
+
+    def clear(self, tier: str = "") -> None:
+        """Drop all chunks from one tier (`memory`, `disk`), or from everywhere."""
+        with connect(str(self.socket)) as control:
+            control.clear(tier=tier)
+
+    def stop(self) -> None:
+        """End it in the ordinary way."""
+        self._process.terminate()
+        _await_end(self._process)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill it (kill -9)."""
+        _kill_group(self._process)
+
+
+@contextlib.contextmanager
+def node_service(socket: Path, log: Path, **settings: object) -> Iterator[NodeService]:
+    """Start a node service with these settings and wait for it. It is dead on leaving."""
+    started = NodeService(socket, log, settings)
+    try:
+        started.wait()
+        yield started
+        started.stop()
+    finally:
+        started.kill()
+
+
+def clean_environment() -> dict[str, str]:
+    """Return our environment without settings of KVHaven, which could change what is measured."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVHAVEN_")}
+
+
+def _start(
+    command: list[str], log: Path, environment: Mapping[str, str], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a process in a group of its own; what it writes goes to `log`."""
+    with log.open("w") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            env=dict(environment),
+            start_new_session=True,
+            preexec_fn=_die_with_us,  # noqa: PLW1509 - nothing else runs in this process
+            **options,
+        )
+
+
+def _die_with_us() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for its end for a while, without reaping it: its id stays its group's."""
+    end = time.monotonic() + _STOP_S
+    while process.returncode is None and time.monotonic() < end:
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return
+        time.sleep(0.02)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and those it started, once. It leads its group: its id is the group's."""
+    if process.returncode is not None:
+        return  # killed before; the id may be another's by now
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return "\n".join([f"{log} ends:", *(f"  {line}" for line in lines)])

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's questions: which chunks of a request are leased for it to load."""
+
+import time
+from collections.abc import Callable
+
+from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
+from kvhaven.config import Settings
+from kvhaven.integrations.vllm.tracker import Offer, Tracker
+from kvhaven.types import ChunkKey
+
+_ASK_AGAIN_S = 1.0
+
+
+class Lookups:
+    """Asks once for what a request lacks, and answers from the client's table.
+
+    All waiting together stays below `step_budget_ms` a step. With `asynchronous` loads and a
+    prefix cache of the engine's own (`shared`), a chunk that one request is loading is not
+    loaded by a second one too: that one waits, for `promote_deadline_ms` at most.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: SchedulerClient,
+        *,
+        asynchronous: bool,
+        shared: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._asynchronous = asynchronous
+        self._shared = shared and asynchronous
+        self._budget_s = settings.step_budget_ms / 1000
+        self._patience_s = settings.promote_deadline_ms / 1000
+        self._clock = clock
+        self._waited_s = 0.0
+        self._loading: dict[ChunkKey, str] = {}
+        self._keys_loading: dict[str, list[ChunkKey]] = {}
+
+    def new_step(self) -> None:
+        """Begin with a fresh budget."""
+        self._waited_s = 0.0
+
+    def lease(self, tracker: Tracker) -> Lease | Outcome:
+        """Return the lease on what follows the computed tokens; ask for one if there is none."""
+        keys, first = tracker.chain.keys, tracker.computed // tracker.chain.chunk_size
+        if self.worth(tracker, len(keys)) <= 0:
+            return Outcome.MISS
+        if self._another_loads(tracker, keys[first]):
+            return Outcome.PENDING
+        if tracker.ticket is not None and tracker.ticket_chunk > first:
+            self.drop(tracker)
+        if tracker.ticket is None:
+            if self._clock() < tracker.ask_after:
+                return Outcome.MISS
+            tracker.ticket, tracker.ticket_chunk = self._client.ask(keys[first:]), first
+        answer = Outcome.MISS if tracker.ticket is None else self._look_up(tracker.ticket)
+        if answer is Outcome.MISS:
+            tracker.ticket = tracker.offer = None
+            tracker.ask_after = self._clock() + _ASK_AGAIN_S
+        return answer
+
+    def worth(self, tracker: Tracker, chunks: int) -> int:
+        """Return the tokens that the first `chunks` chunks bring beyond those computed.
+
+        A synchronous load leaves the last token to be computed: the engine needs its logits.
+        """
+        tokens = int(tracker.request.num_tokens)
+        end = min(chunks * tracker.chain.chunk_size, tokens)
+        if end == tokens and not self._asynchronous:
+            end -= 1
+        return end - tracker.computed
+
+    def take(self, tracker: Tracker, offer: Offer) -> None:
+        """The engine loads what it was offered: the ranks will end the lease."""
+        self._client.dispatched(offer.lease.ticket)
+        tracker.loaded, tracker.offer, tracker.ticket = offer, None, None
+        if self._shared:
+            name, size = tracker.request.request_id, offer.chunk_size
+            keys = tracker.chain.keys[offer.start // size : -(-offer.end // size)]
+            self._keys_loading[name] = keys
+            self._loading.update(dict.fromkeys(keys, name))
+
+    def drop(self, tracker: Tracker) -> None:
+        """Give back what the request leased, unless the ranks were told of it."""
+        if tracker.ticket is not None:
+            self._client.release([tracker.ticket])
+        tracker.ticket = tracker.offer = None
+
+    def load_ended(self, request_id: str) -> None:
+        """Nobody waits for this request's load any more: it has ended, or was aborted.
+
+        (After an abort the engine's own cache does not get the blocks. The lease stays until
+        all ranks have acknowledged it.)
+        """
+        for key in self._keys_loading.pop(request_id, ()):
+            if self._loading.get(key) == request_id:
+                del self._loading[key]
+
+    def _another_loads(self, tracker: Tracker, key: ChunkKey) -> bool:
+        """Whether to wait for another request's load, after which the engine has the chunk."""
+        owner = self._loading.get(key)
+        if owner is None or owner == tracker.request.request_id:
+            tracker.waits_since = None
+            return False
+        now = self._clock()
+        if tracker.waits_since is None:
+            tracker.waits_since = now
+        return now - tracker.waits_since < self._patience_s
+
+    def _look_up(self, ticket: int) -> Lease | Outcome:
+        """Look at the table; wait for the answer as far as this step's budget goes."""
+        left = self._budget_s - self._waited_s
+        if left <= 0:
+            return self._client.look_up(ticket)
+        begin = time.perf_counter()
+        answer = self._client.wait(ticket, left)
+        self._waited_s += time.perf_counter() - begin
+        return answer

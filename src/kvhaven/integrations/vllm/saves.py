@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's plans of saves, and the fences that keep their source blocks as they are."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvhaven.config import Settings
+from kvhaven.integrations.vllm.events import StoredEvents
+from kvhaven.integrations.vllm.metadata import SaveJob, StepReport
+from kvhaven.integrations.vllm.tracker import Tracker
+from kvhaven.types import ChunkKey
+
+_REPORT_S = 120.0
+"""A job that no report ended by then is forgotten (vllm-gaudi's runner loses reports)."""
+
+_Block = tuple[int, int]
+"""KV group and block id."""
+
+
+class Saves:
+    """Saves under way, until all `world` ranks have reported them.
+
+    A block that a save reads may be given to another request before the copy ended, by a
+    finish, an abort or a preemption. `note_new` sees every block that is about to be written,
+    and `take_fence` returns the saves that have to end first.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        block_sizes: Sequence[int],
+        world: int,
+        events: StoredEvents | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._decode_too = settings.save_decode_cache
+        self._block_sizes = tuple(block_sizes)
+        self._world = world
+        self._events = events
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._jobs: dict[int, tuple[SaveJob, float]] = {}  # and when it was planned
+        self._reports: dict[int, StepReport] = {}
+        self._saving: dict[ChunkKey, int] = {}
+        self._reading: dict[_Block, int] = {}
+        self._new_blocks: set[_Block] = set()
+
+    def plan(self, tracker: Tracker, computed: int, scheduled: int) -> list[SaveJob]:
+        """Plan the save of the chunks that are complete at the end of this step.
+
+        `computed` tokens were computed before it, `scheduled` are in it. Raises
+        `KVHavenError` when the request's tokens cannot be keyed.
+        """
+        request = tracker.request
+        # Tokens beyond `num_tokens` are speculative or not sampled yet.
+        known = request.num_tokens if self._decode_too else request.num_prompt_tokens
+        end = min(computed + scheduled, known, request.num_tokens)
+        complete = end // tracker.chain.chunk_size
+        if complete <= tracker.planned_chunks:
+            return []
+        tracker.extend_keys(end)
+        jobs = []
+        for first, last in self._runs(tracker, complete):
+            keys = tuple(tracker.chain.keys[first:last])
+            chunks = [tracker.chunk_blocks(at, self._block_sizes) for at in range(first, last)]
+            parent = tracker.chain.keys[first - 1] if first else None
+            job = SaveJob(next(self._ids), parent, keys, tuple(zip(*chunks, strict=True)))
+            jobs.append(job)
+            self._jobs[job.id] = job, self._clock()
+            self._saving.update(dict.fromkeys(keys, job.id))
+            if self._events is not None:
+                self._events.planned(job, tracker, first)
+        tracker.planned_chunks = complete
+        return jobs
+
+    def note_new(self, blocks: Sequence[Sequence[int]], tokens: int = 0) -> None:
+        """Note the blocks that hold tokens from `tokens` on: they are about to be written."""
+        if self._reading:
+            for group, (ids, size) in enumerate(zip(blocks, self._block_sizes, strict=False)):
+                self._new_blocks.update((group, block) for block in ids[tokens // size :])
+
+    def take_fence(self, jobs: Sequence[SaveJob]) -> list[int]:
+        """Return the saves of earlier steps whose blocks were given away; begin with `jobs`."""
+        fence = {self._reading[block] for block in self._new_blocks if block in self._reading}
+        self._new_blocks.clear()
+        self._forget_blocks(fence)
+        for job in jobs:
+            self._reading.update(dict.fromkeys(_blocks_of(job), job.id))
+        self._forget_old()
+        return sorted(fence)
+
+    def fence_all(self) -> list[int]:
+        """Return every save under way: used when it is not known which blocks are new."""
+        fence = set(self._reading.values())
+        self._new_blocks.clear()
+        self._reading.clear()
+        return sorted(fence)
+
+    def reported(self, report: StepReport) -> None:
+        """Take the ranks' report of a step."""
+        for job_id, ranks in report.saved.items():
+            if job_id not in self._jobs:
+                continue
+            missing = report.unwritten.get(job_id, set())
+            add = StepReport({job_id: ranks}, {job_id: missing} if missing else {})
+            total = add.aggregate(self._reports.get(job_id, StepReport()))
+            self._reports[job_id] = total
+            if total.saved[job_id] >= self._world:
+                job, _ = self._jobs[job_id]
+                if self._events is not None:
+                    self._events.saved(job, total.unwritten.get(job_id, set()))
+                self._forget_blocks({job_id})
+                self._forget(job)
+
+    @property
+    def under_way(self) -> int:
+        """How many saves have been planned and not reported by all ranks."""
+        return len(self._jobs)
+
+    def _runs(self, tracker: Tracker, complete: int) -> list[tuple[int, int]]:
+        """Return runs of chunks to save: not just loaded, and in no job that is under way."""
+        loaded = tracker.loaded
+        skipped = range(loaded.first_chunk, loaded.end_chunk) if loaded is not None else ()
+        runs: list[tuple[int, int]] = []
+        for chunk in range(tracker.planned_chunks, complete):
+            if chunk in skipped or tracker.chain.keys[chunk] in self._saving:
+                continue
+            if runs and runs[-1][1] == chunk:
+                runs[-1] = (runs[-1][0], chunk + 1)
+            else:
+                runs.append((chunk, chunk + 1))
+        return runs
+
+    def _forget_blocks(self, jobs: set[int]) -> None:
+        """Forget what these saves read: their copies ended, or are fenced for good."""
+        for job_id in jobs:
+            known = self._jobs.get(job_id)
+            blocks = list(_blocks_of(known[0])) if known else list(self._reading)
+            for block in blocks:
+                if self._reading.get(block) == job_id:
+                    del self._reading[block]
+
+    def _forget_old(self) -> None:
+        """Forget saves that nobody reports. Their blocks stay fenced: that is never dropped."""
+        before = self._clock() - _REPORT_S
+        while self._jobs:
+            job, planned = next(iter(self._jobs.values()))
+            if planned > before:
+                return
+            self._forget(job)
+
+    def _forget(self, job: SaveJob) -> None:
+        del self._jobs[job.id]
+        self._reports.pop(job.id, None)
+        for key in job.keys:
+            if self._saving.get(key) == job.id:
+                del self._saving[key]
+        if self._events is not None:
+            self._events.forget(job)
+
+
+def _blocks_of(job: SaveJob) -> Iterator[_Block]:
+    for group, chunks in enumerate(job.blocks):
+        for block in itertools.chain.from_iterable(chunks):
+            yield group, block

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's saves: from the engine's blocks into the arena."""
+
+import logging
+import queue
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvhaven.client.rank import Grant, RankClient, Reservation
+from kvhaven.devices.base import CopyJob, Device
+from kvhaven.errors import KVHavenError
+from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, CopyWatch, settled
+from kvhaven.integrations.vllm.metadata import SaveJob, StepReport
+from kvhaven.integrations.vllm.stats import KVHavenStats
+from kvhaven.layouts import PagedLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Save:
+    """A save whose copy runs.
+
+    `chunks` are the indices in the job of the chunks that are written; `loads` the loads that
+    the forward before it waited for; `spoiled` says that its blocks may have been overwritten.
+    """
+
+    job: SaveJob
+    copy: CopyJob
+    grants: list[Grant]
+    chunks: list[int]
+    loads: Sequence[CopyJob]
+    begun: float
+    spoiled: bool = False
+    written: bool = False
+    ended: float = field(default=0.0)
+
+
+class RankSaves:
+    """Reserves space, starts saves after the forward, and commits what was written.
+
+    Called from the worker's thread. Commits are sent when a copy has ended, also while the
+    engine is idle: from the watch's thread, which touches nothing of this object but the queue
+    of what has ended.
+    """
+
+    def __init__(
+        self,
+        client: RankClient,
+        device: Device,
+        layout: PagedLayout,
+        watch: CopyWatch,
+        stats: KVHavenStats,
+        chunk_size: int,
+    ) -> None:
+        self._client = client
+        self._device = device
+        self._layout = layout
+        self._watch = watch
+        self._stats = stats
+        self._chunk_bytes = layout.payload_bytes(chunk_size // layout.block_size)
+        self._reserved: list[tuple[SaveJob, Reservation | None]] = []
+        self._withheld: list[Grant] = []
+        self._running: dict[int, _Save] = {}
+        self._ended: queue.SimpleQueue[_Save] = queue.SimpleQueue()
+        self._report = StepReport()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no save runs."""
+        return not (self._running or self._reserved)
+
+    def fence(self, jobs: Iterable[int]) -> None:
+        """Make whatever follows on the device wait for these saves' copies.
+
+        Their blocks were given to somebody else. If that cannot be ensured, what they copy
+        must not be seen by anybody.
+        """
+        saves = [self._running[job] for job in jobs if job in self._running]
+        if not saves:
+            return
+        try:
+            self._device.fence([save.copy for save in saves])
+        except Exception:
+            for save in saves:
+                save.spoiled = True
+            logger.exception("%d saves are dropped: they could not be fenced", len(saves))
+
+    def reserve(self, jobs: Sequence[SaveJob], *, trusted: bool) -> None:
+        """Ask for the space of this step's saves. The answers come while the forward is launched.
+
+        Jobs of an earlier step whose `start` never came are given up. `trusted` again, what
+        was withheld is given up too: by now all ranks have done their part of it.
+        """
+        self._give_up()
+        if trusted and self._withheld:
+            self._client.abort(self._withheld)
+            self._withheld = []
+        self._reserved = [(job, self._client.reserve(job.parent, job.keys)) for job in jobs]
+
+    def start(self, deadline: float, *, trusted: bool, loads: Sequence[CopyJob]) -> None:
+        """Copy the step's complete chunks, after its forward, which waited for `loads`.
+
+        `deadline` (`time.monotonic`) is when space that was not granted yet is done without.
+        Not `trusted`, nothing is copied, but the space is kept: if this rank gave it up at
+        once, another could reserve the chunk anew and commit its part, computed from the same
+        wrong KV, and some later computation of this rank would complete it.
+        """
+        reserved, self._reserved = self._reserved, []
+        for job, reservation in reserved:
+            granted: list[Grant | None] = [None] * len(job.keys)
+            if reservation is None:
+                self._stats.add("skipped_saves", len(job.keys))
+            else:
+                granted = self._client.grants(reservation, deadline)
+            if trusted:
+                self._start(job, granted, loads)
+            else:
+                self._withheld += [grant for grant in granted if grant is not None]
+                self._count_ended(job, range(len(job.keys)))
+
+    def collect(self) -> None:
+        """Note the saves that have ended since the last call."""
+        while not self._ended.empty():
+            save = self._ended.get()
+            self._running.pop(save.job.id, None)
+            chunks = save.chunks if save.written else ()
+            self._count_ended(save.job, set(range(len(save.job.keys))).difference(chunks))
+            if save.written:
+                self._stats.add("saved_bytes", self._chunk_bytes * len(save.grants))
+                self._stats.add("saved_seconds", save.ended - save.begun)
+                self._stats.add("saved_chunks", len(save.grants))
+
+    def take_report(self) -> StepReport:
+        """Return which saves have ended since the last call."""
+        self.collect()
+        report, self._report = self._report, StepReport()
+        return report
+
+    def close(self) -> None:
+        """Wait for the copies under way."""
+        self._give_up()
+        self._client.abort(self._withheld)
+        for save in self._running.values():
+            save.copy.wait(COPY_DEADLINE_S)
+
+    def _start(
+        self, job: SaveJob, granted: Sequence[Grant | None], loads: Sequence[CopyJob]
+    ) -> None:
+        chunks = [index for index, grant in enumerate(granted) if grant is not None]
+        grants = [grant for grant in granted if grant is not None]
+        if not chunks:
+            self._count_ended(job, range(len(job.keys)))
+            return
+        begun = time.perf_counter()
+        try:
+            copy = self._device.store(
+                self._layout,
+                [job.blocks[0][index] for index in chunks],
+                [grant.address for grant in grants],
+            )
+        except Exception as error:  # noqa: BLE001 - what was reserved must not stay so
+            logger.warning("a save failed: %r", error)
+            self._count_ended(job, range(len(job.keys)))
+            if isinstance(error, KVHavenError) or settled(self._device):
+                self._client.abort(grants)
+            return
+        save = _Save(job, copy, grants, chunks, loads, begun)
+        self._running[job.id] = save
+        self._watch.watch(copy, lambda: self._finish(save))
+        if self._device.synchronous:
+            self.collect()
+
+    def _finish(self, save: _Save) -> None:
+        """Commit what was written. Runs in the watch's thread."""
+        try:
+            error = save.copy.error or next((load.error for load in save.loads if load.error), "")
+            if error or save.spoiled:
+                logger.error("a save is dropped: %s", error or "its blocks were overwritten")
+                self._client.abort(save.grants)
+            else:
+                self._client.commit(list(zip(save.grants, save.copy.checksums, strict=True)))
+                save.written = True
+        finally:
+            save.ended = time.perf_counter()
+            self._ended.put(save)
+
+    def _give_up(self) -> None:
+        """Give back what was reserved for saves that will not be started."""
+        reserved, self._reserved = self._reserved, []
+        for job, reservation in reserved:
+            self._count_ended(job, range(len(job.keys)))
+            if reservation is not None:
+                # An answer that has not come by now is given back by the client when it does.
+                granted = self._client.grants(reservation, time.monotonic())
+                self._client.abort([grant for grant in granted if grant is not None])
+
+    def _count_ended(self, job: SaveJob, unwritten: Iterable[int]) -> None:
+        self._report.saved[job.id] = 1
+        missing = set(unwritten)
+        if missing:
+            self._report.unwritten[job.id] = missing

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine-like clients that copy real bytes: what is in a chunk follows from its key and rank.
+
+So every byte of every load can be checked, whoever wrote it and whenever.
+"""
+
+import ctypes
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import xxhash
+
+from kvhaven.client.rank import Grant, RankClient
+from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
+from kvhaven.keys import namespace_digest
+from kvhaven.protocol import AttachRank, AttachScheduler
+from kvhaven.types import Checksum, ChunkKey, Shard, ShardId, align_up
+
+SHARD_BYTES = 10_000
+"""Not a multiple of a page, so that there is padding."""
+EXTENT_BYTES = align_up(SHARD_BYTES)
+"""Of a chunk, for each rank."""
+
+MODEL = "model-of-the-tests"
+
+
+def prompt(name: object, length: int) -> list[ChunkKey]:
+    """Return the keys of a chain."""
+    return [ChunkKey(hashlib.sha256(f"{name}/{at}".encode()).digest()) for at in range(length)]
+
+
+def content(key: bytes, rank: int, size: int = SHARD_BYTES) -> bytes:
+    """Return the bytes that rank `rank` computes for a chunk."""
+    return hashlib.shake_128(key + bytes([rank])).digest(size)
+
+
+class WrongBytesError(Exception):
+    """A load got other bytes than were computed for its chunk."""
+
+
+class Rank:
+    """A rank that saves and loads; `pause_s` is how long it stops between pieces of a copy."""
+
+    def __init__(
+        self,
+        address: str,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        engine: str = "engine",
+        member: str = "",
+        model: str = MODEL,
+        shard_bytes: int = SHARD_BYTES,
+        pause_s: float = 0.0,
+        **client: Any,
+    ) -> None:
+        self.rank = rank
+        self.shard_bytes = shard_bytes
+        self.pause_s = pause_s
+        fields = {"model": model, "ranks": str(world), "bytes": str(shard_bytes)}
+        self.attach = AttachRank(
+            id=1,
+            session=engine,
+            member=member or f"{engine}-rank{rank}-{time.monotonic_ns()}",
+            rank=rank,
+            world=world,
+            namespace=namespace_digest(fields),
+            fields=fields,
+            shard=Shard(ShardId(0, (0, 4), (rank, rank + 1)), shard_bytes),
+        )
+        self.client = RankClient(address, self.attach, **client)
+
+    def start(self, timeout_s: float = 10.0) -> "Rank":
+        self.client.start(timeout_s)
+        return self
+
+    def reserve(
+        self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None, wait_s: float = 5.0
+    ) -> list[Grant]:
+        """Return the grants there are."""
+        reservation = self.client.reserve(parent, keys)
+        if reservation is None:
+            return []
+        grants = self.client.grants(reservation, time.monotonic() + wait_s)
+        return [grant for grant in grants if grant is not None]
+
+    def write(
+        self, grant: Grant, between: Callable[[], None] = lambda: None
+    ) -> tuple[Grant, Checksum]:
+        """Copy this rank's bytes of a chunk into the arena, in pieces."""
+        data = content(grant.key, self.rank, self.shard_bytes)
+        for at in range(0, len(data), 4096):
+            piece = data[at : at + 4096]
+            ctypes.memmove(grant.address + at, piece, len(piece))
+            between()
+            if self.pause_s:
+                time.sleep(self.pause_s)
+        return grant, Checksum(xxhash.xxh3_128_digest(data))
+
+    def save(
+        self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None, wait_s: float = 5.0
+    ) -> int:
+        """Save chunks; return how many were granted."""
+        grants = self.reserve(keys, parent, wait_s)
+        self.client.commit([self.write(grant) for grant in grants])
+        return len(grants)
+
+    def sync(self) -> None:
+        """Wait until the service has handled what was said."""
+        link = self.client._link
+        end = time.monotonic() + 10
+        while link._outbox and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def load(self, lease: Lease, keys: Sequence[ChunkKey]) -> int:
+        """Copy a lease's chunks and compare every byte; return how many could be read."""
+        arena = self.client.arena(lease.service)
+        if arena is None:
+            self.client.loaded([lease.ticket], lease.service)
+            return 0
+        for key, (segment, offset) in zip(keys, lease.extents, strict=False):
+            at = arena.address_of(segment, offset + lease.offsets[self.rank], self.shard_bytes)
+            pieces = []
+            for begin in range(0, self.shard_bytes, 4096):
+                size = min(4096, self.shard_bytes - begin)
+                pieces.append(ctypes.string_at(at + begin, size))
+                if self.pause_s:
+                    time.sleep(self.pause_s)
+            if b"".join(pieces) != content(key, self.rank, self.shard_bytes):
+                raise WrongBytesError(f"rank {self.rank}: {key.hex()} at {segment}:{offset}")
+        self.client.loaded([lease.ticket], lease.service)
+        return len(lease.extents)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class Scheduler:
+    """A scheduler that asks and hands leases to its ranks."""
+
+    def __init__(
+        self,
+        address: str,
+        world: int = 1,
+        *,
+        engine: str = "engine",
+        wait_ms: int = 5000,
+        lookup_s: float = 2.0,
+        promote_s: float = 5.0,
+        **client: Any,
+    ) -> None:
+        self.client = SchedulerClient(
+            address,
+            AttachScheduler(1, engine, f"{engine}-sched-{time.monotonic_ns()}", world, wait_ms),
+            lookup_deadline_s=lookup_s,
+            promote_deadline_s=promote_s,
+            **client,
+        )
+
+    def start(self, timeout_s: float = 10.0) -> "Scheduler":
+        self.client.start(timeout_s)
+        return self
+
+    def acquire(self, keys: Sequence[ChunkKey]) -> Lease | None:
+        """Ask, and wait for the final answer."""
+        ticket = self.client.ask(keys)
+        if ticket is None:
+            return None
+        while True:
+            answer = self.client.wait(ticket, 0.05)
+            if isinstance(answer, Lease):
+                return answer
+            if answer is Outcome.MISS:
+                return None
+            time.sleep(0.001)
+
+    def load(self, keys: Sequence[ChunkKey], ranks: Sequence[Rank]) -> int:
+        """Acquire and have every rank load; return how many chunks were read and right."""
+        lease = self.acquire(keys)
+        if lease is None:
+            return 0
+        self.client.dispatched(lease.ticket)
+        return min(rank.load(lease, keys) for rank in ranks)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class Engine:
+    """A scheduler and its ranks in this process."""
+
+    def __init__(self, address: str, world: int = 1, **options: Any) -> None:
+        engine = options.pop("engine", "engine")
+        self.ranks = [Rank(address, n, world, engine=engine, **options) for n in range(world)]
+        self.scheduler = Scheduler(address, world, engine=engine)
+
+    def __enter__(self) -> Self:
+        try:
+            for rank in self.ranks:
+                rank.start()
+            self.scheduler.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler.close()
+        for rank in self.ranks:
+            rank.close()
+
+    def save(self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None) -> int:
+        """Have every rank save; return the least that one was granted, when all is committed."""
+        granted = min(rank.save(keys, parent) for rank in self.ranks)
+        for rank in self.ranks:
+            rank.sync()
+        return granted
+
+    def load(self, keys: Sequence[ChunkKey]) -> int:
+        """Load; return how many chunks were read and right."""
+        return self.scheduler.load(keys, self.ranks)

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node service as a real process, and an engine: vLLM's scheduler with our connector."""
+
+import copy
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvhaven.client.control import connect
+from kvhaven.config import Settings
+from kvhaven.integrations.vllm import register
+from kvhaven.service.status import ServiceStatus
+from tests.simulation.engine_device import LateDevice
+from tests.simulation.engine_model import Model, Runner, StepResult
+
+LAYERS = 2
+BLOCK = 4
+CHUNK = 16
+MODEL_LENGTH = 256
+
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": MODEL_LENGTH,
+    "torch_dtype": "bfloat16",
+}
+
+
+class Node:
+    """A node service as a process of its own; it can be killed, stopped and started again."""
+
+    def __init__(self, folder: Path, arena_bytes: int = 1 << 20, *, disk: bool = False) -> None:
+        self.address = str(folder / "node.sock")
+        self._settings = Settings(
+            max_local_cpu_size=arena_bytes,
+            local_disk=str(folder / "disk") if disk else None,
+            log_level="ERROR",
+            embedded_linger_s=600.0,
+            verify_memory="sample",
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        order = msgspec.json.encode({"socket": self.address, "settings": self._settings})
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvhaven.service"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+        assert process.stdin is not None
+        process.stdin.write(order)
+        process.stdin.close()
+        self._process = process
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            try:
+                self.status()
+            except Exception:  # noqa: BLE001 - it is not there yet
+                time.sleep(0.02)
+            else:
+                return
+        raise AssertionError("the service did not start")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send the process a signal."""
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Kill it without warning."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def status(self) -> ServiceStatus:
+        """Return what it says about itself."""
+        with connect(self.address) as control:
+            return msgspec.json.decode(control.status(), type=ServiceStatus)
+
+    def clear(self) -> None:
+        """Drop everything it has."""
+        with connect(self.address) as control:
+            control.clear()
+
+
+@contextmanager
+def running_node(folder: Path, arena_bytes: int = 1 << 20, *, disk: bool = False) -> Iterator[Node]:
+    """Run a node service for the duration of a `with`."""
+    node = Node(folder, arena_bytes, disk=disk)
+    node.start()
+    try:
+        yield node
+    finally:
+        node.kill()
+
+
+PATIENT: tuple[tuple[str, Any], ...] = (("save_deadline_ms", 2000), ("lookup_deadline_ms", 2000))
+"""Deadlines that a busy machine does not miss, so that a seed gives nearly the same run."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What varies between engines."""
+
+    asynchronous_scheduling: bool = True
+    load_mode: str = "async"
+    world: int = 1
+    blocks: int = 64
+    prefix_caching: bool = True
+    save_decode: bool = False
+    budget: int = 48
+    sequences: int = 8
+    policy: str = "fcfs"
+    stores: tuple[float, ...] = (1.0, 0.2, 0.03)
+    loads: tuple[float, ...] = (1.0, 0.2, 0.03)
+    service_address: str = ""
+    second_address: str = ""
+    """With it, a MultiConnector has two connectors of ours, each with a node of its own."""
+    fingerprint: str = field(default_factory=lambda: uuid.uuid4().hex)
+    settings: tuple[tuple[str, Any], ...] = PATIENT
+
+
+def model_folder(folder: Path) -> Path:
+    """Write the configuration of a tiny model, which is never loaded."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    return folder
+
+
+def make_config(folder: Path, setup: Setup, **more: Any) -> VllmConfig:
+    """Return the configuration of an engine."""
+    register()
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(model_folder(folder / "model")),
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=MODEL_LENGTH,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=setup.prefix_caching),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=setup.sequences,
+            max_num_batched_tokens=setup.budget,
+            max_model_len=MODEL_LENGTH,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            policy=setup.policy,
+        ),
+        parallel_config=ParallelConfig(tensor_parallel_size=setup.world),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=_transfer_config(setup),
+        **more,
+    )
+    # The CPU platform switches it off; here it is the point.
+    config.scheduler_config.async_scheduling = setup.asynchronous_scheduling
+    config.cache_config.num_gpu_blocks = setup.blocks
+    return config
+
+
+def _transfer_config(setup: Setup) -> KVTransferConfig:
+    def ours(address: str) -> dict[str, Any]:
+        return {
+            "kv_connector": "KVHavenConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "chunk_size": CHUNK,
+                "model_fingerprint": setup.fingerprint,
+                "load_mode": setup.load_mode,
+                "save_decode_cache": setup.save_decode,
+                "service_address": address,
+                "log_level": "ERROR",
+            }
+            | dict(setup.settings),
+        }
+
+    general = {"engine_id": uuid.uuid4().hex, "kv_load_failure_policy": "recompute"}
+    if not setup.second_address:
+        return KVTransferConfig(**ours(setup.service_address), **general)
+    children = [ours(setup.service_address), ours(setup.second_address)]
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": children},
+        **general,
+    )
+
+
+def make_kv_cache_config(setup: Setup) -> KVCacheConfig:
+    """Return the description of the KV caches: one group of full attention."""
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    names = [f"layer.{index}" for index in range(LAYERS)]
+    return KVCacheConfig(
+        num_blocks=setup.blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+    )
+
+
+class Engine:
+    """vLLM's engine core in small: schedule, launch on all ranks, take the oldest output."""
+
+    def __init__(
+        self,
+        folder: Path,
+        setup: Setup,
+        model: Model,
+        choice: random.Random,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.setup = setup
+        self.model = model
+        self._choice = choice
+        self.config = make_config(folder, setup)
+        kv_cache_config = make_kv_cache_config(setup)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.devices = [LateDevice(choice, setup.stores, setup.loads) for _ in range(setup.world)]
+        self.runners = [
+            self._make_runner(rank, kv_cache_config, monkeypatch) for rank in range(setup.world)
+        ]
+        kind = AsyncScheduler if setup.asynchronous_scheduling else Scheduler
+        self.scheduler = kind(
+            self.config,
+            kv_cache_config,
+            StructuredOutputManager(self.config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.connector = self.scheduler.connector
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.world)
+        self._depth = 2 if setup.asynchronous_scheduling else 1
+        self._queue: deque[tuple[Any, list[StepResult]]] = deque()
+        self.counters: dict[str, float] = {}
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        length: int,
+        *,
+        salt: str | None = None,
+        priority: int = 0,
+        params: dict[str, Any] | None = None,
+    ) -> None:
+        """Add a request that generates `length` tokens."""
+        sampling = SamplingParams(max_tokens=length, ignore_eos=True, extra_args=params)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            sampling_params=sampling,
+            pooling_params=None,
+            cache_salt=salt,
+            priority=priority,
+            block_hasher=self._hasher,
+        )
+        for runner in self.runners:
+            runner.salts[name] = salt
+        self.requests[name] = request
+        self.outputs[name] = []
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        """Abort a request, in whatever state it is."""
+        status = self.requests[name].status
+        self.counters[f"aborted {status.name}"] = self.counters.get(f"aborted {status.name}", 0) + 1
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._queue) or bool(self.scheduler.has_requests())
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that were launched and not taken."""
+        return len(self._queue)
+
+    def step(self) -> None:
+        """Do one round of the engine's loop."""
+        launched = False
+        if self.scheduler.has_requests() and len(self._queue) < self._depth:
+            output = self.scheduler.schedule()
+            self._queue.appendleft((output, [runner.execute(output) for runner in self.runners]))
+            launched = bool(output.total_num_scheduled_tokens)
+        if launched and len(self._queue) < self._depth:
+            return
+        if self._queue:
+            self.take()
+
+    def take(self) -> None:
+        """Take the oldest output."""
+        output, results = self._queue.pop()
+        outputs = [
+            runner.finish(result) for runner, result in zip(self.runners, results, strict=True)
+        ]
+        combined = self._aggregator.aggregate(outputs) if self.setup.world > 1 else outputs[0]
+        for core in self.scheduler.update_from_output(output, combined).values():
+            for result in core.outputs:
+                self.outputs[result.request_id].extend(result.new_token_ids)
+            if core.scheduler_stats is not None:
+                self._count(core.scheduler_stats.kv_connector_stats or {})
+
+    def tick(self) -> None:
+        """Let the devices work a little."""
+        for device in self.devices:
+            for _ in range(self._choice.choice((0, 0, 1, 4))):
+                device.tick()
+
+    def close(self) -> None:
+        """Shut down as vLLM does: the workers first."""
+        for runner in self.runners:
+            runner.connector.shutdown()
+        self.scheduler.shutdown()
+
+    def _make_runner(
+        self, rank: int, kv_cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> Runner:
+        config = copy.copy(self.config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.rank = rank
+        device = self.devices[rank]
+        monkeypatch.setattr(
+            "kvhaven.integrations.vllm.start.open_device", lambda *_: device, raising=True
+        )
+        connector = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, kv_cache_config
+        )
+        tensors = {
+            f"layer.{index}": torch.randint(
+                -100, 100, (self.setup.blocks, 1, BLOCK, 16), dtype=torch.int16
+            ).view(torch.bfloat16)
+            for index in range(LAYERS)
+        }
+        connector.register_kv_caches(tensors)
+        return Runner(connector, device, self.model, list(tensors.values()), rank, self._choice)
+
+    def _count(self, data: dict[str, Any]) -> None:
+        for name, amount in data.items():
+            if isinstance(amount, dict):  # a MultiConnector's child
+                self._count(amount.get("data", amount))
+            else:
+                self.counters[name] = self.counters.get(name, 0) + amount

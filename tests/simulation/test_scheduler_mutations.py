@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each breakage of the connector below must be seen by the scheduler simulation."""
+
+import dataclasses
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
+
+from kvhaven.integrations.vllm import scheduler
+from kvhaven.integrations.vllm.epoch import Epoch
+from kvhaven.integrations.vllm.metadata import SaveJob
+from kvhaven.integrations.vllm.saves import Saves
+from kvhaven.integrations.vllm.scheduler import SchedulerSide
+from kvhaven.integrations.vllm.tracker import Offer, Tracker
+from kvhaven.integrations.vllm.worker_loads import RankLoads
+from kvhaven.integrations.vllm.worker_saves import RankSaves
+from kvhaven.keys import Extras
+from tests.simulation.engine_device import LateDevice
+from tests.simulation.engine_simulation import Simulation
+from tests.simulation.engine_world import Node, Setup, running_node
+
+pytestmark = pytest.mark.slow
+
+Patch = pytest.MonkeyPatch
+SEEDS = 40
+
+
+@pytest.fixture
+def small_node(short_dir: Path) -> Iterator[Node]:
+    with running_node(short_dir, arena_bytes=90_000) as started:
+        yield started
+
+
+def called_by(name: str) -> bool:
+    """Whether the breakage was reached from a function of this name."""
+    return sys._getframe(2).f_code.co_name == name
+
+
+def no_fence(patch: Patch) -> None:
+    patch.setattr(LateDevice, "fence", lambda *_: None)
+
+
+def no_forward_waits(patch: Patch) -> None:
+    original = LateDevice.forward_waits
+
+    def forward_waits(device: LateDevice, job: Any) -> None:
+        if not called_by("_start"):
+            original(device, job)
+
+    patch.setattr(LateDevice, "forward_waits", forward_waits)
+
+
+def lease_ends_when_the_load_begins(patch: Patch) -> None:
+    original = RankLoads._start
+
+    def start(loads: RankLoads, job: Any, arena: Any) -> None:
+        loads._client.loaded([job.ticket], job.service)
+        original(loads, job, arena)
+
+    patch.setattr(RankLoads, "_start", start)
+
+
+def blocks_before_the_computed_tokens_are_written(patch: Patch) -> None:
+    original = SchedulerSide._plan_load
+
+    def plan(side: SchedulerSide, tracker: Tracker, offer: Offer, end: int) -> Any:
+        start = offer.start // offer.chunk_size * offer.chunk_size
+        return original(side, tracker, dataclasses.replace(offer, start=start), end)
+
+    patch.setattr(SchedulerSide, "_plan_load", plan)
+
+
+def chunks_are_saved_a_token_too_early(patch: Patch) -> None:
+    original = Saves.plan
+
+    def plan(saves: Saves, tracker: Tracker, computed: int, scheduled: int) -> list[SaveJob]:
+        return original(saves, tracker, computed + 1, scheduled)
+
+    patch.setattr(Saves, "plan", plan)
+
+
+def resumed_requests_keep_their_old_blocks(patch: Patch) -> None:
+    original = SchedulerSide._admitted
+
+    def admitted(side: SchedulerSide, name: str, blocks: Any, computed: int) -> None:
+        tracker = side._trackers.get(name)
+        if tracker is not None and tracker.blocks and tracker.request.num_preemptions:
+            side._extended(name, blocks)
+        else:
+            original(side, name, blocks, computed)
+
+    patch.setattr(SchedulerSide, "_admitted", admitted)
+
+
+def loads_are_reported_before_they_ended(patch: Patch) -> None:
+    def take(loads: RankLoads) -> set[str]:
+        told: set[int] = loads.__dict__.setdefault("told", set())
+        running = [load.job for load in loads._running if load.job.asynchronous]
+        fresh = {job.request_id for job in running if job.ticket not in told}
+        told.update(job.ticket for job in running)
+        loads._finished.clear()
+        return fresh
+
+    patch.setattr(RankLoads, "take_finished", take)
+
+
+def blocks_given_to_loads_are_not_fenced(patch: Patch) -> None:
+    original = Saves.note_new
+
+    def note(saves: Saves, blocks: Sequence[Sequence[int]], tokens: int = 0) -> None:
+        if not called_by("allocated"):
+            original(saves, blocks, tokens)
+
+    patch.setattr(Saves, "note_new", note)
+
+
+def salts_are_left_out_of_the_keys(patch: Patch) -> None:
+    patch.setattr(scheduler, "extras_of", lambda *_: Extras())
+
+
+def a_reset_changes_nothing(patch: Patch) -> None:
+    patch.setattr(Epoch, "root", lambda _, namespace: namespace)
+
+
+def saves_are_committed_before_they_ended(patch: Patch) -> None:
+    original = RankSaves._start
+
+    def start(saves: RankSaves, job: SaveJob, granted: Any, loads: Any) -> None:
+        original(saves, job, granted, loads)
+        written = [(grant, bytes(16)) for grant in granted if grant is not None]
+        saves._client.commit(written)  # type: ignore[arg-type]  # no checksum is known yet
+
+    patch.setattr(RankSaves, "_start", start)
+
+
+def failed_loads_do_not_stop_saves(patch: Patch) -> None:
+    original = RankLoads._fail
+
+    def fail(loads: RankLoads, job: Any, reason: str) -> None:
+        original(loads, job, reason)
+        loads._failed_blocks.clear()
+
+    patch.setattr(RankLoads, "_fail", fail)
+
+
+SMALL: dict[str, Any] = {"blocks": 48, "stores": (0.02,), "loads": (0.02,)}
+MUTATIONS: dict[Callable[[Patch], None], dict[str, Any]] = {
+    no_fence: SMALL,
+    no_forward_waits: {"load_mode": "sync"},
+    lease_ends_when_the_load_begins: {
+        "save_decode": True,
+        "prefix_caching": False,
+        "stores": (1.0,),
+        "loads": (0.005,),
+    },
+    blocks_before_the_computed_tokens_are_written: {"prefix_caching": True, "blocks": 100},
+    chunks_are_saved_a_token_too_early: {"budget": 16},
+    resumed_requests_keep_their_old_blocks: {"blocks": 48},
+    loads_are_reported_before_they_ended: {"load_mode": "async"},
+    blocks_given_to_loads_are_not_fenced: {
+        "load_mode": "async",
+        "save_decode": True,
+        "prefix_caching": False,
+        "blocks": 48,
+        "stores": (0.01,),
+        "loads": (1.0,),
+    },
+    salts_are_left_out_of_the_keys: {},
+    a_reset_changes_nothing: {"prefix_caching": False},
+    saves_are_committed_before_they_ended: SMALL,
+    failed_loads_do_not_stop_saves: {"load_mode": "async"},
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_breakage_is_seen(
+    mutation: Callable[[Patch], None], short_dir: Path, small_node: Node
+) -> None:
+    for seed in range(SEEDS):
+        choice = random.Random(seed)
+        modes = {"load_mode": choice.choice(("async", "sync"))} | MUTATIONS[mutation]
+        setup = Setup(
+            asynchronous_scheduling=choice.random() < 0.7,
+            world=choice.choice((1, 1, 2)),
+            service_address=small_node.address,
+            **modes,
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            mutation(patch)
+            failing = mutation is failed_loads_do_not_stop_saves
+            run = Simulation(seed, short_dir, [small_node], setup, patch, failing_loads=failing)
+            try:
+                run.run(200)
+            except AssertionError:
+                return
+    pytest.fail(f"{SEEDS} runs did not show it")

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames and messages by themselves."""
+
+import contextlib
+import struct
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvhaven.errors import ProtocolError
+from kvhaven.protocol import (
+    FRAME_LIMIT,
+    Abort,
+    Acquire,
+    Acquired,
+    Attached,
+    AttachRank,
+    Clear,
+    Commit,
+    Flush,
+    FrameReader,
+    Granted,
+    Hello,
+    Message,
+    Release,
+    Reserve,
+    SegmentInfo,
+    StatusReply,
+    decode_client,
+    decode_service,
+    encode,
+    split_keys,
+)
+from kvhaven.types import Shard, ShardId, ShardTable
+
+KEY = bytes(range(32))
+SUM = bytes(16)
+SHARD = Shard(ShardId(0, (0, 8), (0, 2)), 4096)
+
+FROM_CLIENTS: Sequence[Message] = (
+    Hello(),
+    AttachRank(1, "e", "m", 0, 2, KEY, {"model": "m"}, SHARD, (7, 9)),
+    Acquire(3, KEY * 2, 100),
+    Release(4, [1, 2]),
+    Reserve(5, b"", KEY),
+    Commit(6, [(KEY, 12, SUM)]),
+    Abort(7, [(KEY, 1 << 60)]),
+    Clear(8, b"", "disk"),
+    Flush(9, 0),
+)
+FROM_THE_SERVICE: Sequence[Message] = (
+    Attached(1, (SegmentInfo(0, 1 << 40, 7),), KEY, ShardTable((SHARD,))),
+    Acquired(2, True, [(0, 1 << 33)], b"\1"),
+    Granted(3, [None, (0, 8192, 5)]),
+    StatusReply(4, b"{}"),
+)
+
+
+@pytest.mark.parametrize("message", FROM_CLIENTS)
+def test_what_a_client_says_arrives(message: Message) -> None:
+    (body,) = FrameReader().feed(encode(message))
+    assert decode_client(body) == message
+
+
+@pytest.mark.parametrize("message", FROM_THE_SERVICE)
+def test_what_the_service_says_arrives(message: Message) -> None:
+    (body,) = FrameReader().feed(encode(message))
+    assert decode_service(body) == message
+
+
+def test_unknown_fields_are_ignored() -> None:
+    body = {"type": "Release", "seq": 1, "tickets": [2], "reason": "of a newer client"}
+    assert decode_client(msgspec.msgpack.encode(body)) == Release(1, [2])
+
+
+def test_fields_that_came_later_have_defaults() -> None:
+    old = msgspec.to_builtins(FROM_CLIENTS[1], builtin_types=(bytes,))
+    del old["holding"]
+    decoded = decode_client(msgspec.msgpack.encode(old))
+    assert isinstance(decoded, AttachRank)
+    assert decoded.holding == ()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"type": "Nonsense"}),
+        msgspec.msgpack.encode({"type": "Welcome", "service": "s", "pid": 1}),
+        msgspec.msgpack.encode({"type": "Release", "seq": "one", "tickets": []}),
+        msgspec.msgpack.encode({"type": "Commit", "seq": 1, "shards": [(b"short", 1, SUM)]}),
+        msgspec.msgpack.encode({"type": "Commit", "seq": 1, "shards": [(KEY, 1, b"short")]}),
+        msgspec.msgpack.encode({"type": "Acquire", "ticket": 1, "keys": KEY, "wait_ms": -1}),
+    ],
+)
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="malformed message"):
+        decode_client(body)
+
+
+def test_a_frame_over_the_limit_is_neither_sent_nor_taken() -> None:
+    with pytest.raises(ProtocolError, match="at most"):
+        encode(Acquire(1, bytes(FRAME_LIMIT), 0))
+    with pytest.raises(ProtocolError, match="announced"):
+        FrameReader().feed(struct.pack("<I", FRAME_LIMIT + 1))
+
+
+@given(st.lists(st.sampled_from(FROM_CLIENTS), max_size=8), st.data())
+def test_frames_are_found_however_the_stream_is_cut(
+    messages: list[Message], data: st.DataObject
+) -> None:
+    stream = b"".join(encode(message) for message in messages)
+    reader, bodies, at = FrameReader(), [], 0
+    while at < len(stream):
+        size = data.draw(st.integers(1, len(stream) - at))
+        bodies += reader.feed(stream[at : at + size])
+        at += size
+    assert [decode_client(body) for body in bodies] == messages
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_protocol_error_or_a_message(garbage: bytes) -> None:
+    for decode in (decode_client, decode_service):
+        with contextlib.suppress(ProtocolError):
+            decode(garbage)
+
+
+def test_keys_are_whole() -> None:
+    assert split_keys(KEY + KEY[::-1]) == [KEY, KEY[::-1]]
+    with pytest.raises(ProtocolError, match="whole number"):
+        split_keys(KEY + b"x")

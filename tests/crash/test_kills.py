@@ -38,7 +38,7 @@ def test_kills_at_random_moments_leave_nothing_wrong(short_dir: Path) -> None:
             work = Work(node.address, f"engine{event % 3}", dice.randint(1, 2), seed + event)
             engine = WorkingEngine(work).wait_ready()
             try:
-                time.sleep(dice.random() * 0.3)
+                time.sleep(dice.random() * 0.2)
                 victim = dice.choice(VICTIMS)
                 killed[victim] += 1
                 strike(victim, engine, node, disk, dice)
@@ -103,7 +103,7 @@ def test_a_service_killed_again_and_again_is_found_again(short_dir: Path) -> Non
     with node:
         engine = WorkingEngine(Work(node.address, "engine", 2, seed)).wait_ready()
         try:
-            for _ in range(5):
+            for _ in range(4):
                 time.sleep(dice.random() * 0.2)
                 node.kill()
                 time.sleep(dice.random() * 0.1)

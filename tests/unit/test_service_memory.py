@@ -344,6 +344,22 @@ def test_a_disk_that_is_removed_while_running_is_opened_and_scanned_anew(short_d
         assert eventually(lambda: engine.load(prompt("q", 3)) == 3)
 
 
+def test_a_disk_that_hangs_does_not_hold_up_the_end(short_dir: Path) -> None:
+    with NodeThread(
+        short_dir / "s.sock", local_disk=str(short_dir / "disk"), stop_deadline_s=0.5
+    ) as node:
+        tier = next(iter(node.service.tiers.values()))
+
+        async def never(shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+            await asyncio.sleep(3600)
+
+        tier.write = never  # type: ignore[method-assign]
+        with Engine(node.address) as engine:
+            engine.save(KEYS)
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 3
+
+
 def test_a_rank_alone_reserves_and_commits_nothing_before_the_others_come(short_dir: Path) -> None:
     with NodeThread(short_dir / "s.sock") as node:
         first = Rank(node.address, 0, 2).start()

@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+from kvhaven.client.unix import listens
 from kvhaven.config import Settings
 
 
@@ -16,7 +17,7 @@ def service_socket(settings: Settings, given: Path | None) -> str:
 def find_socket(settings: Settings, given: Path | None) -> str:
     """Like `service_socket`, but an embedded service will do when it is the only one running."""
     address = service_socket(settings, given)
-    if given is None and not Path(address).exists():
+    if given is None and not listens(address):
         embedded = sorted(settings.runtime_path.glob("engine-*.sock"))
         if len(embedded) == 1:
             return str(embedded[0])

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _UNSENT_LIMIT = 8 << 20
 _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 2.0
+_REFUSED_MOST_S = 30.0
+"""Being refused, or starting a service in vain, costs more than finding nobody there."""
 _RECEIVE_BYTES = 256 << 10
 
 
@@ -161,7 +163,8 @@ class Link:
             except Exception as error:  # noqa: BLE001 - nobody else would try again
                 self._complain(error)
                 self._closing.wait(pause)
-                pause = min(pause * 2, _RETRY_MOST_S)
+                refused = isinstance(error, RefusedError)
+                pause = min(pause * 2, _REFUSED_MOST_S if refused else _RETRY_MOST_S)
                 continue
             pause = _RETRY_FIRST_S
             if self._complaint:

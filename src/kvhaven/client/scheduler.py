@@ -193,9 +193,6 @@ class SchedulerClient:
                 self._news.wait_for(lambda: question.answered or question.promoting, timeout_s)
         return self.look_up(ticket)
 
-    def pledge(self, ticket: int) -> None:
-        """The engine was promised these tokens: the lease stands until it is let go."""
-
     def dispatched(self, ticket: int) -> None:
         """The ranks are told to load; their acknowledgements end the lease."""
         with self._lock:

@@ -121,8 +121,8 @@ class Space(Generic[S]):
         for _ in range(len(entries)):
             yield above
             parent = entries.get(above.parent) if above.parent is not None else None
-            if parent is None:
-                return
+            if parent is None or parent.namespace is not entry.namespace:
+                return  # keys name their namespace: another one's is a client's bug
             above = parent
 
     def lease(self, entry: Entry) -> None:

@@ -245,6 +245,16 @@ def test_a_chunk_with_a_shard_missing_in_the_tier_is_not_promoted() -> None:
     assert node.acquire(keys).promoting == 0
 
 
+def test_the_first_lease_after_a_prefetch_says_that_it_came_from_a_tier() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 2)
+    node.store(keys)
+    node.catalog.prefetch(node.namespace.digest, keys)
+    for read in node.reads():
+        node.finish(read)
+    assert [chunk.source for chunk in node.acquire(keys).chunks] == [Source.TIER] * 2
+    assert [chunk.source for chunk in node.acquire(keys).chunks] == [Source.MEMORY] * 2
+
+
 def test_a_prefetch_promotes_without_a_lease() -> None:
     node, keys = Node(tiers=[spec()]), keys_of("a", 3)
     node.save(keys[:1])

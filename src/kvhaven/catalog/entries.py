@@ -53,6 +53,7 @@ class Entry:
         "checksums",
         "corrupt",
         "extent",
+        "fresh",
         "key",
         "leases",
         "listed",
@@ -84,6 +85,7 @@ class Entry:
         self.leases = 0
         self.writes = 0  # tiers that are writing from it
         self.reading = False  # a tier is reading into it
+        self.fresh = False  # promoted, and not leased since: its first lease comes from a tier
         self.writers: dict[MemberId, int] | None = None  # who may still write, and its bit
         self.owner: SessionId | None = None  # whose reservation it is
         self.listed = False  # the eviction policy knows it

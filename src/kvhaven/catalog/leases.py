@@ -172,7 +172,7 @@ class Leases:
             entry.leases += 1
             slots.append(entry)
         space.leased_bytes += before - room
-        lease.sources = [Source.MEMORY] * len(slots)
+        lease.sources = [_source(entry) for entry in slots]
         space.touch(slots)
         self._tiers.touch(reversed(keys))
         if len(slots) == len(keys):
@@ -211,7 +211,7 @@ class Leases:
                 self.waiters.setdefault(key, []).append(lease)
                 lease.sources.append(Source.TIER)
             else:
-                lease.sources.append(Source.MEMORY)
+                lease.sources.append(_source(entry))
                 touched.append(entry)
             lease.slots.append(entry)
         if touched:
@@ -248,7 +248,9 @@ class Leases:
 
     def _hand_over(self, entry: Entry) -> None:
         """Lease a chunk that was promoted to everybody who waits for it."""
-        for lease in self.waiters.pop(entry.key, ()):
+        waiters = self.waiters.pop(entry.key, ())
+        entry.fresh = not waiters
+        for lease in waiters:
             del lease.waiting[entry.key]
             self._space.lease(entry)
             self._tell_if_final(lease)
@@ -285,3 +287,11 @@ class Leases:
                 self._space.unlease(entry)
         del lease.slots[index:]
         del lease.sources[index:]
+
+
+def _source(entry: Entry) -> Source:
+    """Return where a chunk that is resident now was when it was wanted, once."""
+    if entry.fresh:
+        entry.fresh = False
+        return Source.TIER
+    return Source.MEMORY

@@ -56,8 +56,8 @@ class LateDevice:
     """A `Device` over CPU tensors. All work runs in the thread that made it, in `tick`.
 
     `stores` and `loads` are weights to choose from for these streams: how likely one of them
-    goes on where compute could, too. `fail_loads` makes so many of the next loads fail after half of
-    their chunks were written.
+    goes on where compute could, too. `fail_loads` makes so many of the next loads fail after
+    half of their chunks were written.
     """
 
     name = "late"

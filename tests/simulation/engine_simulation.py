@@ -2,7 +2,6 @@
 """Random schedules: requests come, are preempted, aborted and resumed, and all bytes are right."""
 
 import random
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.engine_model import VOCABULARY, Model
-from tests.simulation.engine_world import CHUNK, MODEL_LENGTH, Engine, Node, Setup
+from tests.simulation.engine_world import CHUNK, MODEL_LENGTH, PATIENT, Engine, Node, Setup
 
 _DRAIN_S = 30.0
 
 
-def random_setup(choice: random.Random, node: Node, second: Node | None = None) -> Setup:
-    """Return an engine of any kind; with `second`, one in four has a MultiConnector."""
+def random_setup(
+    choice: random.Random, node: Node, second: Node | None = None, *, patient: bool = True
+) -> Setup:
+    """Return an engine of any kind; with `second`, one in four has a MultiConnector.
+
+    `patient`: its deadlines are not those of the defaults, but long.
+    """
     multi = second is not None and choice.random() < 0.25
     return Setup(
         asynchronous_scheduling=choice.random() < 0.7,
@@ -29,6 +33,7 @@ def random_setup(choice: random.Random, node: Node, second: Node | None = None) 
         policy=choice.choice(("fcfs", "priority")),
         service_address=node.address,
         second_address=second.address if second is not None and multi else "",
+        settings=PATIENT if patient else (),
     )
 
 
@@ -183,18 +188,18 @@ class Simulation:
                 self._dead_until = 0.0
         elif self._stopped_until:
             if now > self._stopped_until:
-                self.node.send(signal.SIGCONT)
+                self.node.resume()
                 self._stopped_until = 0.0
         elif self.choice.random() < 0.004:
             self.node.kill()
             self._dead_until = now + self.choice.uniform(0, 0.3)
         elif self.choice.random() < 0.008:
-            self.node.send(signal.SIGSTOP)
+            self.node.stop()
             self._stopped_until = now + self.choice.uniform(0, 0.3)
 
     def _heal(self) -> None:
         if self._stopped_until:
-            self.node.send(signal.SIGCONT)
+            self.node.resume()
         if self._dead_until:
             self.node.start()
         self._dead_until = self._stopped_until = 0.0

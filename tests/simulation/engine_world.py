@@ -23,6 +23,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
@@ -67,6 +68,14 @@ _CONFIG = {
 }
 
 
+_SERVE = """
+import sys, msgspec
+from kvhaven.config import Settings
+from kvhaven.service.main import serve
+serve(msgspec.json.decode(sys.argv[2], type=Settings), sys.argv[1], embedded=False)
+"""
+
+
 class Node:
     """A node service as a process of its own; it can be killed, stopped and started again."""
 
@@ -83,16 +92,9 @@ class Node:
 
     def start(self) -> None:
         """Start it and wait until it answers."""
-        order = msgspec.json.encode({"socket": self.address, "settings": self._settings})
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvhaven.service"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-        )
-        assert process.stdin is not None
-        process.stdin.write(order)
-        process.stdin.close()
-        self._process = process
+        # Not `python -m kvhaven.service`: that forks, and what is killed must be the service.
+        settings = msgspec.json.encode(self._settings)
+        self._process = subprocess.Popen([sys.executable, "-c", _SERVE, self.address, settings])
         end = time.monotonic() + 20
         while time.monotonic() < end:
             try:
@@ -103,10 +105,18 @@ class Node:
                 return
         raise AssertionError("the service did not start")
 
-    def send(self, number: signal.Signals) -> None:
-        """Send the process a signal."""
+    def stop(self) -> None:
+        """Stop the process, and return when it stands still."""
         assert self._process is not None
-        os.kill(self._process.pid, number)
+        os.kill(self._process.pid, signal.SIGSTOP)
+        state = Path(f"/proc/{self._process.pid}/stat")
+        while state.read_text().rsplit(")", 1)[1].split()[0] != "T":
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        """Let a stopped process go on."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill it without warning."""
@@ -160,6 +170,7 @@ class Setup:
     """With it, a MultiConnector has two connectors of ours, each with a node of its own."""
     fingerprint: str = field(default_factory=lambda: uuid.uuid4().hex)
     settings: tuple[tuple[str, Any], ...] = PATIENT
+    events: KVEventsConfig | None = None
 
 
 def model_folder(folder: Path) -> Path:
@@ -191,6 +202,7 @@ def make_config(folder: Path, setup: Setup, **more: Any) -> VllmConfig:
         parallel_config=ParallelConfig(tensor_parallel_size=setup.world),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=_transfer_config(setup),
+        kv_events_config=setup.events,
         **more,
     )
     # The CPU platform switches it off; here it is the point.

@@ -77,12 +77,9 @@ def blocks_before_the_computed_tokens_are_written(patch: Patch) -> None:
 
 
 def chunks_are_saved_a_token_too_early(patch: Patch) -> None:
-    original = Saves.plan
-
-    def plan(saves: Saves, tracker: Tracker, computed: int, scheduled: int) -> list[SaveJob]:
-        return original(saves, tracker, computed + 1, scheduled)
-
-    patch.setattr(Saves, "plan", plan)
+    due, plan = Saves.due, Saves.plan
+    patch.setattr(Saves, "due", lambda saves, tracker, end: due(saves, tracker, end + 1))
+    patch.setattr(Saves, "plan", lambda saves, tracker, end: plan(saves, tracker, end + 1))
 
 
 def resumed_requests_keep_their_old_blocks(patch: Patch) -> None:

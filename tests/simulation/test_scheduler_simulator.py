@@ -35,7 +35,7 @@ def node(short_dir: Path) -> Iterator[Node]:
 
 
 @pytest.fixture
-def second(tmp_path_factory: pytest.TempPathFactory, short_dir: Path) -> Iterator[Node]:
+def second(short_dir: Path) -> Iterator[Node]:
     folder = short_dir / "second"
     folder.mkdir()
     with running_node(folder) as started:
@@ -53,7 +53,7 @@ def simulate(
 ) -> Counter[str]:
     """Run one engine from a seed, which is printed when something is wrong."""
     choice = random.Random(seed)
-    setup = random_setup(choice, node, second)
+    setup = random_setup(choice, node, second, patient=not faults)
     failing = failing and setup.load_mode == "async"
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +81,7 @@ def test_no_schedule_shows_wrong_kv_or_leaks(short_dir: Path, node: Node, second
             *("hit_tokens", "saved_chunks", "fences", "preemptions", "failed_loads"),
             *("aborted WAITING", "aborted RUNNING", "aborted WAITING_FOR_REMOTE_KVS"),
         )
-        assert not [what for what in wanted if counts[what] < 3], f"seed {SEED}: {counts}"
+        assert not [what for what in wanted if not counts[what]], f"seed {SEED}: {counts}"
 
 
 def test_an_arena_that_is_far_too_small_and_a_disk_below_it(short_dir: Path) -> None:

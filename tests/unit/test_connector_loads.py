@@ -142,7 +142,7 @@ def test_the_answer_is_ask_again_until_the_deadline_and_then_a_miss(bench: Bench
     bench.node.stop()
     try:
         begin = time.monotonic()
-        answers = []
+        answers: list[int | None] = []
         while not answers or answers[-1] is None:
             answers.append(side.matched_tokens(request, 0)[0])
             side.plan_step(scheduled())

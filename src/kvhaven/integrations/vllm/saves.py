@@ -17,6 +17,8 @@ _REPORT_S = 120.0
 _Block = tuple[int, int]
 """KV group and block id."""
 
+_NONE: frozenset[int] = frozenset()
+
 
 class Saves:
     """Saves under way, until all `world` ranks have reported them.
@@ -43,19 +45,27 @@ class Saves:
         self._jobs: dict[int, tuple[SaveJob, float]] = {}  # and when it was planned
         self._reports: dict[int, StepReport] = {}
         self._saving: dict[ChunkKey, int] = {}
-        self._reading: dict[_Block, int] = {}
+        self._reading: dict[_Block, set[int]] = {}
         self._new_blocks: set[_Block] = set()
 
-    def plan(self, tracker: Tracker, computed: int, scheduled: int) -> list[SaveJob]:
+    def due(self, tracker: Tracker, end: int) -> bool:
+        """Whether `plan` could have anything to save; quick, since every step asks for all."""
+        request = tracker.request
+        wanted = (tracker.planned_chunks + 1) * tracker.chain.chunk_size
+        if end < wanted and not request.resumable:
+            return False
+        return self._decode_too or request.num_prompt_tokens >= wanted or request.resumable
+
+    def plan(self, tracker: Tracker, end: int) -> list[SaveJob]:
         """Plan the save of the chunks that are complete at the end of this step.
 
-        `computed` tokens were computed before it, `scheduled` are in it. Raises
+        `end` tokens will have been computed then, some of them perhaps speculative. Raises
         `KVHavenError` when the request's tokens cannot be keyed.
         """
         request = tracker.request
         # Tokens beyond `num_tokens` are speculative or not sampled yet.
         known = request.num_tokens if self._decode_too else request.num_prompt_tokens
-        end = min(computed + scheduled, known, request.num_tokens)
+        end = min(end, known, request.num_tokens)
         complete = end // tracker.chain.chunk_size
         if complete <= tracker.planned_chunks:
             return []
@@ -82,17 +92,20 @@ class Saves:
 
     def take_fence(self, jobs: Sequence[SaveJob]) -> list[int]:
         """Return the saves of earlier steps whose blocks were given away; begin with `jobs`."""
-        fence = {self._reading[block] for block in self._new_blocks if block in self._reading}
+        fence: set[int] = set()
+        for block in self._new_blocks:
+            fence |= self._reading.get(block, _NONE)
         self._new_blocks.clear()
         self._forget_blocks(fence)
         for job in jobs:
-            self._reading.update(dict.fromkeys(_blocks_of(job), job.id))
+            for block in _blocks_of(job):
+                self._reading.setdefault(block, set()).add(job.id)
         self._forget_old()
         return sorted(fence)
 
     def fence_all(self) -> list[int]:
         """Return every save under way: used when it is not known which blocks are new."""
-        fence = set(self._reading.values())
+        fence = set().union(*self._reading.values())
         self._new_blocks.clear()
         self._reading.clear()
         return sorted(fence)
@@ -136,10 +149,11 @@ class Saves:
         """Forget what these saves read: their copies ended, or are fenced for good."""
         for job_id in jobs:
             known = self._jobs.get(job_id)
-            blocks = list(_blocks_of(known[0])) if known else list(self._reading)
-            for block in blocks:
-                if self._reading.get(block) == job_id:
-                    del self._reading[block]
+            for block in list(_blocks_of(known[0]) if known else self._reading):
+                readers = self._reading.get(block, set())
+                readers.discard(job_id)
+                if not readers:
+                    self._reading.pop(block, None)
 
     def _forget_old(self) -> None:
         """Forget saves that nobody reports. Their blocks stay fenced: that is never dropped."""

@@ -105,7 +105,6 @@ class SchedulerSide:
         tracker.offer = Offer(
             lease, tracker.ticket_chunk, computed, computed + tokens, tracker.chain.chunk_size
         )
-        self._client.pledge(lease.ticket)
         return tokens, self._asynchronous
 
     def allocated(self, request: "Request", blocks: Sequence[Sequence[int]], tokens: int) -> None:
@@ -276,10 +275,12 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         if tracker is None or not tracker.permissions.save:
             return []
+        scheduled = output.num_scheduled_tokens.get(request_id, 0)
+        if not self._saves.due(tracker, computed + scheduled):
+            return []
         with self._keying(tracker):
             tracker.follow_session(self._lora_fingerprint)
-            scheduled = output.num_scheduled_tokens.get(request_id, 0)
-            return self._saves.plan(tracker, computed, scheduled)
+            return self._saves.plan(tracker, computed + scheduled)
         return []
 
     def _plan(self, saves: list[SaveJob], fence: list[int]) -> StepPlan:

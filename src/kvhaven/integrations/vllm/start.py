@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _START_S = 60.0
+"""How long an embedded service may take to start."""
+_ATTACH_S = 10.0
+"""How long a start waits for a service that somebody else runs."""
 _RANKS_WAIT_MS = 20_000
 _COPY_THREADS_MOST = 4
 
@@ -77,10 +80,11 @@ def start_worker(
             shard=Shard(shard_id(config, rank), layout.payload_bytes(blocks_per_chunk)),
         ),
         on_arena=lambda arena: _register(device, arena),
+        off_arena=lambda arena: _unregister(device, arena),
         ensure_service=ensure,
     )
     try:
-        client.start(_START_S)
+        client.start(_START_S if settings.service_address is None else _ATTACH_S)
     except ServiceUnavailableError as error:
         logger.warning("serving without a cache for now: %s", error)
     return WorkerSide(settings, client, device, layout, rank)
@@ -102,7 +106,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         ensure_service=ensure,
     )
     try:
-        client.start(_START_S)
+        client.start(_START_S if settings.service_address is None else _ATTACH_S)
     except ServiceUnavailableError as error:
         logger.warning("serving without a cache for now: %s", error)
     return SchedulerSide(
@@ -173,3 +177,8 @@ def _copy_threads() -> int:
 def _register(device: Device, arena: MappedArena) -> None:
     for segment in arena.segments:
         device.register_host(segment.address, segment.size)
+
+
+def _unregister(device: Device, arena: MappedArena) -> None:
+    for segment in arena.segments:
+        device.unregister_host(segment.address, segment.size)

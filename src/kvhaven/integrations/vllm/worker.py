@@ -56,9 +56,9 @@ class WorkerSide:
 
     def begin(self, plan: StepPlan) -> None:
         """Take the step's plan, before the forward, and ask for the saves' space."""
-        self.fence(plan)
         self._plan = plan
         self._loads_due = True
+        self.fence(plan)
         self._saves.reserve(plan.saves, trusted=self._trusted)
 
     def start_loads(self) -> None:

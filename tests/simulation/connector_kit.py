@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For tests of the scheduler's side: a real node, a rank that fills it, and vLLM's own objects."""
+
+import ctypes
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import xxhash
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request
+
+from kvhaven.client.rank import RankClient
+from kvhaven.client.scheduler import SchedulerClient
+from kvhaven.config import Settings
+from kvhaven.integrations.vllm.metadata import LoadJob, StepPlan, StepReport
+from kvhaven.integrations.vllm.scheduler import SchedulerSide
+from kvhaven.integrations.vllm.tracker import extras_of
+from kvhaven.keys import KeyChain
+from kvhaven.protocol import AttachRank, AttachScheduler
+from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, Shard, ShardId
+from tests.simulation.engine_world import Node
+
+BLOCK = 4
+CHUNK = 16
+BYTES = 512
+
+
+class Bench:
+    """An engine's ranks at a node, without an engine: `side` makes its scheduler's side."""
+
+    def __init__(self, node: Node, world: int = 1) -> None:
+        self.node = node
+        self.world = world
+        self.session = uuid.uuid4().hex
+        self.namespace = NamespaceDigest(xxhash.xxh3_128_digest(self.session.encode()) * 2)
+        self.ranks = [self._rank(rank) for rank in range(world)]
+        self._clients: list[SchedulerClient] = []
+
+    def side(
+        self,
+        *,
+        asynchronous: bool = False,
+        shared: bool = True,
+        events: bool = False,
+        start: bool = True,
+        **settings: Any,
+    ) -> SchedulerSide:
+        """Return an attached scheduler's side; `settings` are the settings that differ."""
+        chosen = Settings(**({"chunk_size": CHUNK, "lookup_deadline_ms": 2000} | settings))
+        client = SchedulerClient(
+            self.node.address,
+            AttachScheduler(1, self.session, uuid.uuid4().hex, self.world, 5000),
+            lookup_deadline_s=chosen.lookup_deadline_ms / 1000,
+            promote_deadline_s=chosen.promote_deadline_ms / 1000,
+        )
+        self._clients.append(client)
+        if start:
+            client.start(10)
+        return SchedulerSide(
+            chosen,
+            client,
+            block_sizes=[BLOCK],
+            world=self.world,
+            asynchronous=asynchronous,
+            shared=shared,
+            events=events,
+            lora_fingerprint=lambda path: f"fingerprint of {path}",
+        )
+
+    def keys(self, request: Request) -> list[ChunkKey]:
+        """Return the keys of a request's full chunks."""
+        chain = KeyChain(self.namespace, CHUNK, extras_of(request, lambda p: f"fingerprint of {p}"))
+        chain.extend(list(request.all_token_ids))
+        return chain.keys
+
+    def fill(self, request: Request, chunks: int | None = None) -> None:
+        """Store a request's first chunks (all) as the ranks do."""
+        keys = self.keys(request)[:chunks]
+        for rank in self.ranks:
+            reservation = rank.reserve(None, keys)
+            assert reservation is not None
+            granted = rank.grants(reservation, time.monotonic() + 5)
+            written = []
+            for grant in granted:
+                assert grant is not None
+                ctypes.memset(grant.address, 7, BYTES)
+                written.append((grant, Checksum(xxhash.xxh3_128_digest(bytes([7]) * BYTES))))
+            rank.commit(written)
+        wait_until(lambda: self.node.status().catalog.resident_chunks >= len(keys))
+
+    def leases(self) -> int:
+        """Return how many leases the node holds."""
+        return self.node.status().catalog.leases
+
+    def close(self) -> None:
+        """Disconnect everybody, and wait until the node has seen that."""
+        for scheduler in self._clients:
+            scheduler.close()
+        for rank in self.ranks:
+            rank.close()
+        wait_until(lambda: not self.node.status().members)
+
+    def _rank(self, rank: int) -> RankClient:
+        client = RankClient(
+            self.node.address,
+            AttachRank(
+                id=1,
+                session=self.session,
+                member=uuid.uuid4().hex,
+                rank=rank,
+                world=self.world,
+                namespace=self.namespace,
+                fields={"model": "bench"},
+                shard=Shard(ShardId(0, (0, 1), (rank, rank + 1)), BYTES),
+            ),
+        )
+        client.start(10)
+        return client
+
+
+def make_request(
+    tokens: int | Sequence[int] = 40,
+    name: str = "r",
+    *,
+    params: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    pooling: bool = False,
+    **more: Any,
+) -> Request:
+    """Return one of vLLM's requests, by default of 40 tokens."""
+    ids = list(range(tokens)) if isinstance(tokens, int) else list(tokens)
+    extra = {"kv_transfer_params": dict(params)} if params is not None else None
+    given = SamplingParams(max_tokens=8, extra_args=extra, **(sampling or {}))
+    return Request(
+        request_id=name,
+        prompt_token_ids=ids,
+        sampling_params=None if pooling else given,
+        pooling_params=PoolingParams(task="embed") if pooling else None,
+        **more,
+    )
+
+
+def scheduled(
+    new: Sequence[tuple[Request, Sequence[int], int, int]] = (),
+    cached: Sequence[tuple[Request, Sequence[int] | None, int, int]] = (),
+    resumed: Sequence[str] = (),
+) -> SchedulerOutput:
+    """Return vLLM's plan of a step: `(request, blocks, computed, scheduled)` for each."""
+    output = SchedulerOutput.make_empty()
+    for request, blocks, computed, count in new:
+        request.num_computed_tokens = computed
+        output.scheduled_new_reqs.append(NewRequestData.from_request(request, (list(blocks),)))
+        output.num_scheduled_tokens[request.request_id] = count
+    data = CachedRequestData.make_empty()
+    for request, more, computed, count in cached:
+        data.req_ids.append(request.request_id)
+        data.new_block_ids.append((list(more),) if more is not None else None)
+        data.num_computed_tokens.append(computed)
+        output.num_scheduled_tokens[request.request_id] = count
+    data.resumed_req_ids.update(resumed)
+    output.scheduled_cached_reqs = data
+    return output
+
+
+def ask(side: SchedulerSide, request: Request, computed: int = 0) -> tuple[int, bool]:
+    """Ask as the engine does until the answer is not None."""
+    end = time.monotonic() + 10
+    while True:
+        tokens, later = side.matched_tokens(request, computed)
+        side.plan_step(scheduled())
+        if tokens is not None:
+            return tokens, later
+        assert time.monotonic() < end, "always: ask again"
+        time.sleep(0.001)
+
+
+def admit(
+    side: SchedulerSide, request: Request, tokens: int, blocks: Sequence[int]
+) -> LoadJob | None:
+    """Allocate blocks for `tokens` loaded tokens; return the load that is planned."""
+    side.allocated(request, (list(blocks),), tokens)
+    plan = side.plan_step(scheduled())
+    return plan.loads[0] if plan.loads else None
+
+
+def report(side: SchedulerSide, plan: StepPlan, ranks: int = 1, *finished: str) -> None:
+    """Report all saves of a plan as ended and written by so many ranks."""
+    side.reported(StepReport({job.id: ranks for job in plan.saves}), finished)
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until something that another process does is seen."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KVHavenConnector` as vLLM sees it: its scheduler, its metrics, its refusals."""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the connector is vLLM's")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+
+from kvhaven.errors import IncompatibleEngineError
+from kvhaven.integrations.vllm.compat import require_supported_engine, require_supported_vllm
+from kvhaven.integrations.vllm.connector import KVHavenConnector
+from kvhaven.integrations.vllm.scheduler import SchedulerSide
+from tests.simulation.connector_kit import make_request, wait_until
+from tests.simulation.engine_model import Model
+from tests.simulation.engine_world import (
+    BLOCK,
+    Engine,
+    Node,
+    Setup,
+    make_config,
+    make_kv_cache_config,
+    running_node,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with running_node(tmp_path_factory.mktemp("n")) as started:
+        yield started
+
+
+def make_engine(folder: Path, setup: Setup, patch: pytest.MonkeyPatch) -> Engine:
+    return Engine(folder, setup, Model(), random.Random(0), patch)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    made = make_engine(tmp_path, Setup(service_address=node.address), monkeypatch)
+    yield made
+    made.close()
+
+
+def run(engine: Engine, name: str, prompt: list[int], length: int = 4) -> list[int]:
+    """Run one request to its end, and everything that follows from it."""
+    engine.add(name, prompt, length)
+    while engine.busy:
+        engine.tick()
+        engine.step()
+    for device in engine.devices:
+        device.synchronize()
+    return engine.outputs[name]
+
+
+def report_idle(engine: Engine) -> None:
+    """Have what ended while the engine was idle reported: that happens in its next steps."""
+    workers = [runner.connector._worker for runner in engine.runners]
+    wait_until(lambda: all(w._saves._ended.qsize() == len(w._saves._running) for w in workers))
+    run(engine, "idle", [1, 2, 3])
+
+
+PROMPT = [n % 5 for n in range(70)]
+
+
+def expected(length: int = 4) -> list[int]:
+    return Model().continuation(None, PROMPT, length)
+
+
+# --- what vLLM asks for -------------------------------------------------------------------------
+
+
+def test_a_prompt_is_computed_once_and_then_loaded(engine: Engine, node: Node) -> None:
+    assert run(engine, "first", PROMPT) == expected()
+    wait_until(lambda: node.status().catalog.resident_chunks >= 4)
+    assert engine.scheduler.reset_prefix_cache()
+    assert run(engine, "second", PROMPT) == expected()
+    assert engine.counters["hit_tokens"] == 64
+
+
+def test_the_answers_that_do_not_depend_on_requests(engine: Engine) -> None:
+    connector = engine.connector
+    assert connector.requires_kv_delivery is False
+    connector.set_xfer_handshake_metadata_pp_aware({(1, 0): object()})
+    assert connector.get_handshake_metadata() is None
+    assert connector.get_finished_count() is None
+    assert not KVHavenConnector.requires_piecewise_for_cudagraph({})
+    assert connector.request_finished(make_request(4), []) == (False, None)
+    assert connector.reset_cache() is True
+    output = engine.scheduler.schedule()
+    assert output.kv_connector_metadata.requests == []
+
+
+def test_hit_sources_are_vllms_and_add_up(engine: Engine, node: Node) -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    run(engine, "first", PROMPT)
+    wait_until(lambda: node.status().catalog.resident_chunks >= 4)
+    engine.scheduler.reset_prefix_cache()
+    seen = {}
+    original = engine.connector.get_external_cache_hit_sources
+
+    def watch(request: Any, tokens: int) -> Any:
+        seen[tokens] = original(request, tokens)
+        return seen[tokens]
+
+    engine.connector.get_external_cache_hit_sources = watch
+    run(engine, "second", PROMPT)
+    assert seen == {64: {CacheHitSource.HOST: 64}}
+
+
+def test_statistics_go_through_vllms_own_classes_found_by_name(engine: Engine, node: Node) -> None:
+    from prometheus_client import REGISTRY
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorLogging,
+        KVConnectorProm,
+    )
+
+    logged: list[str] = []
+    logging = KVConnectorLogging(engine.config.kv_transfer_config)
+    prometheus = KVConnectorProm(engine.config, ["model_name", "engine"], {0: ["tiny", "0"]})
+    reports: list[dict[str, Any]] = []
+    engine._count = reports.append  # type: ignore[method-assign,assignment]
+    run(engine, "first", PROMPT)
+    report_idle(engine)
+    for report in reports:
+        if report:
+            logging.observe(report)
+            prometheus.observe(report, 0)
+    logging.log(lambda text, line: logged.append(text % line))
+    assert "lookups=2" in logged[0]
+    assert "saved_chunks=4" in logged[0]
+    labels = {"model_name": "tiny", "engine": "0"}
+    assert REGISTRY.get_sample_value("vllm:kvhaven_saved_chunks_total", labels) == 4
+    assert REGISTRY.get_sample_value("vllm:kvhaven_lookups_total", labels) == 2
+
+
+def test_events_go_out_with_the_engines_own(
+    tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import KVEventsConfig
+
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    setup = Setup(service_address=node.address, events=events)
+    engine = make_engine(tmp_path, setup, monkeypatch)
+    published: list[Any] = []
+    engine.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
+    run(engine, "first", PROMPT)
+    report_idle(engine)
+    ours = [event for event in published if getattr(event, "medium", "") == "CPU"]
+    assert sum(len(event.block_hashes) for event in ours) == 4
+    assert [token for event in ours for token in event.token_ids] == PROMPT[:64]
+    engine.close()
+
+
+# --- what must never end an engine --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["on_new_request", "matched_tokens", "allocated", "plan_step", "reported", "finished"],
+)
+def test_an_error_in_the_scheduler_side_is_a_miss_logged_once_and_counted(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError(method)
+
+    monkeypatch.setattr(SchedulerSide, method, fail)
+    caplog.set_level("ERROR", "kvhaven")
+    monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
+    assert run(engine, "first", PROMPT) == expected()
+    assert run(engine, "second", PROMPT) == expected()
+    assert len(engine.connector.reported_errors) == 1
+    assert engine.counters["errors"] >= 2
+
+
+@pytest.mark.parametrize("method", ["fence", "begin", "start_loads", "save", "report"])
+def test_an_error_in_the_worker_side_is_no_more_than_a_cache_that_does_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    from kvhaven.integrations.vllm.worker import WorkerSide
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError(method)
+
+    monkeypatch.setattr(WorkerSide, method, fail)
+    assert run(engine, "first", PROMPT) == expected()
+    assert engine.counters["errors"] >= 1
+
+
+@pytest.mark.parametrize("load_mode", ["async", "sync"])
+def test_a_load_that_could_not_be_planned_is_computed_instead(
+    tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch, load_mode: str
+) -> None:
+    """With vLLM's policy `recompute`; with its default the request fails, and only that one."""
+    setup = Setup(service_address=node.address, load_mode=load_mode)
+    engine = make_engine(tmp_path, setup, monkeypatch)
+    run(engine, "first", PROMPT)
+    before = node.status().catalog.leases
+    engine.scheduler.reset_prefix_cache()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("no plan")
+
+    monkeypatch.setattr(SchedulerSide, "_plan_load", fail)
+    if load_mode == "sync":
+        # The step that counts on it computes on what is not there; vLLM then drops its output.
+        monkeypatch.setattr("tests.simulation.engine_model.Runner._expect", lambda *_: None)
+    output = run(engine, "second", PROMPT)
+    assert len(output) == 4
+    if load_mode == "async":
+        assert output == expected()
+    assert engine.counters["failed_loads"] == 1
+    wait_until(lambda: node.status().catalog.leases == before)
+    engine.close()
+
+
+def test_a_service_that_is_away_at_start_is_no_reason_to_stop(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvhaven.integrations.vllm.start._ATTACH_S", 0.05)
+    node = Node(short_dir)
+    engine = make_engine(short_dir, Setup(service_address=node.address), monkeypatch)
+    assert run(engine, "early", PROMPT) == expected()
+    node.start()
+    side = engine.connector._scheduler
+    wait_until(lambda: bool(side._client.namespace), 20)
+    wait_until(lambda: all(r.connector._worker._client.up for r in engine.runners), 20)
+    engine.scheduler.reset_prefix_cache()
+    run(engine, "later", PROMPT)
+    wait_until(lambda: node.status().catalog.resident_chunks >= 4)
+    engine.close()
+    node.kill()
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def spec(kind: type[Any] = FullAttentionSpec, **more: Any) -> Any:
+    import torch
+
+    return kind(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, **more)
+
+
+def caches(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer.{i}"], each) for i, each in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ([spec(), spec()], "2 KV groups .*disable-hybrid-kv-cache-manager"),
+        ([spec(SlidingWindowSpec, sliding_window=8)], "SlidingWindowSpec.*every block"),
+        ([spec(non_causal=True)], "not causal"),
+    ],
+)
+def test_kv_that_cannot_be_cached_is_refused_by_name(
+    tmp_path: Path, specs: list[Any], words: str
+) -> None:
+    config = make_config(tmp_path, Setup(service_address="/nowhere"))
+    require_supported_engine(config, caches(spec()))
+    with pytest.raises(IncompatibleEngineError, match=words):
+        require_supported_engine(config, caches(*specs))
+
+
+@pytest.mark.parametrize(
+    "setting", ["decode_context_parallel_size", "prefill_context_parallel_size"]
+)
+def test_context_parallelism_is_refused(tmp_path: Path, setting: str) -> None:
+    config = make_config(tmp_path, Setup(service_address="/nowhere"))
+    setattr(config.parallel_config, setting, 2)
+    with pytest.raises(IncompatibleEngineError, match=f"{setting} is 2"):
+        require_supported_engine(config, caches(spec()))
+
+
+def test_a_model_that_needs_every_token_computed_is_refused(tmp_path: Path) -> None:
+    from vllm.config import PoolerConfig
+
+    config = make_config(tmp_path, Setup(service_address="/nowhere"))
+    config.model_config.pooler_config = PoolerConfig(seq_pooling_type="MEAN")
+    with pytest.raises(IncompatibleEngineError, match="does not support prefix caching"):
+        require_supported_engine(config, caches(spec()))
+
+
+def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(service_address="/nowhere")
+    config = make_config(tmp_path, setup)
+    odd = dataclasses.replace(spec(), block_size=24)
+    with pytest.raises(IncompatibleEngineError, match=r"chunk_size is 16 .* block 24"):
+        KVHavenConnector(config, KVConnectorRole.SCHEDULER, caches(odd))
+
+
+@pytest.mark.parametrize("method", ["on_new_request", "handle_preemptions", "bind_gpu_block_pool"])
+def test_an_old_vllm_is_refused_with_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    require_supported_vllm()
+    monkeypatch.delattr(KVConnectorBase_V1, method)
+    with pytest.raises(IncompatibleEngineError, match=f"lacks {method} in its connector"):
+        require_supported_vllm()
+
+
+def test_a_rank_that_is_there_already_is_refused(
+    tmp_path: Path, node: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvhaven.errors import KVHavenError
+
+    config = engine.config
+    connector = KVHavenConnector(config, KVConnectorRole.WORKER, make_kv_cache_config(engine.setup))
+    import torch
+
+    tensor = torch.zeros(engine.setup.blocks, 1, BLOCK, 16, dtype=torch.bfloat16)
+    tensors = {f"layer.{index}": tensor.clone() for index in range(2)}
+    with pytest.raises(KVHavenError, match=r"rank 0 of engine .* is attached already"):
+        connector.register_kv_caches(tensors)

@@ -25,6 +25,10 @@ CHUNK = 64
 """Small chunks and blocks of 32 tokens, so that short prompts have many."""
 
 
+PATIENT = {"lookup_deadline_ms": 10_000, "save_deadline_ms": 10_000, "promote_deadline_ms": 20_000}
+"""For tests that expect hits: on a busy machine the default deadlines may make a miss of one."""
+
+
 @dataclass
 class Engine:
     """A running engine; `ask` sends a command of `engine_process.Commands`."""
@@ -80,6 +84,7 @@ def engine(
             "kv_connector": "KVHavenConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"chunk_size": CHUNK, "verify_memory": "always"}
+            | PATIENT
             | settings,
         }
     options |= arguments

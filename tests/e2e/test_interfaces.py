@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Control
-from tests.e2e.engines import CHUNK, assert_same, engine, prompts
+from tests.e2e.engines import CHUNK, PATIENT, assert_same, engine, prompts
 from tests.e2e.test_engine import full_chunks
 
 pytestmark = pytest.mark.vllm
@@ -46,6 +46,8 @@ def test_vllm_serve_with_nothing_but_the_connector_hits_and_shows_it(
         "HF_HUB_OFFLINE": "1",
         "KVHAVEN_MAX_LOCAL_CPU_SIZE": "128MiB",
         "KVHAVEN_RUNTIME_DIR": str(short_dir),
+        "KVHAVEN_LOOKUP_DEADLINE_MS": str(PATIENT["lookup_deadline_ms"]),
+        "KVHAVEN_SAVE_DEADLINE_MS": str(PATIENT["save_deadline_ms"]),
     }
     url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
     with log.open("w") as output:
@@ -92,7 +94,8 @@ def test_under_multiconnector_another_connector_may_win(
             "max_local_cpu_size": "128MiB",
             "runtime_dir": str(short_dir),
             "verify_memory": "always",
-        },
+        }
+        | PATIENT,
     }
     both = {
         "kv_connector": "MultiConnector",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Control
-from tests.e2e.engines import NodeService, assert_nothing_held, assert_same, engine, prompts
+from tests.e2e.engines import Engine, NodeService, assert_nothing_held, assert_same, engine, prompts
 from tests.e2e.test_engine import full_chunks
 
 pytestmark = pytest.mark.vllm
@@ -64,8 +64,9 @@ def test_serving_goes_on_while_the_service_is_away_or_stuck_and_recovers(
     asked = prompts(6, 8)
     expected = control(asked, max_tokens=4)
     service = NodeService(short_dir / "s", tmp_path / "service.log", max_local_cpu_size="128MiB")
+    deadlines = {"lookup_deadline_ms": 100, "save_deadline_ms": 50}  # a stuck service is met here
     with engine(
-        model, tmp_path / "log", {"service_address": str(service.socket)}
+        model, tmp_path / "log", {"service_address": str(service.socket)} | deadlines
     ) as started:  # no service at start
         try:
             assert_same(started.generate(asked, max_tokens=4), expected)
@@ -74,7 +75,7 @@ def test_serving_goes_on_while_the_service_is_away_or_stuck_and_recovers(
             started.ask("reset")
             assert_same(started.generate(asked, max_tokens=4), expected)
             started.ask("reset")
-            assert started.generate(asked)[0]["cached"] >= full_chunks(asked[0])
+            assert hits_again(started, asked[0])
             assert service.process is not None
             service.process.send_signal(signal.SIGSTOP)
             started.ask("reset")
@@ -93,14 +94,22 @@ def test_serving_goes_on_while_the_service_is_away_or_stuck_and_recovers(
                 stop.set()
                 killer.join()
             wait_for_members(service, 2)
-            for _ in range(3):
-                started.ask("reset")
-                found = started.generate(asked, max_tokens=4)
-                assert_same(found, expected)
-            assert found[0]["cached"] >= full_chunks(asked[0])
+            assert hits_again(started, asked[0])
+            started.ask("reset")
+            assert_same(started.generate(asked, max_tokens=4), expected)
             assert_nothing_held(service.settled())
         finally:
             service.stop(signal.SIGKILL)
+
+
+def hits_again(started: Engine, prompt: list[int]) -> bool:
+    """Ask until the prompt comes from the cache; on a busy machine an answer may be late."""
+    for _ in range(20):
+        started.ask("reset")
+        if started.generate([prompt])[0]["cached"] >= full_chunks(prompt):
+            return True
+        threading.Event().wait(0.2)
+    return False
 
 
 def damage(file: Path, kind: int) -> None:

@@ -208,11 +208,14 @@ class Simulation:
         return str(self.engine.requests[name].status.name)
 
     def _unfinished(self) -> str:
-        return ", ".join(
-            f"{name}: {self._status(name)}"
+        scheduler = self.engine.scheduler
+        blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        states = [
+            f"{name}: {self._status(name)}, {request.num_computed_tokens} of {request.num_tokens}"
             for name, request in self.engine.requests.items()
             if not request.is_finished()
-        )
+        ]
+        return f"{blocks} free blocks, {len(scheduler.running)} running; {'; '.join(states)}"
 
 
 def _check_no_leaks(node: Node) -> None:

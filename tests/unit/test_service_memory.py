@@ -287,6 +287,10 @@ def test_prefetched_chunks_are_resident_when_they_are_asked_for(short_dir: Path)
         eventually(lambda: node.status().catalog.resident_chunks == 6)
         lease = engine.scheduler.acquire(KEYS)
         assert lease is not None
+        assert all(lease.sources)  # waited for by nobody, but the disk supplied them
+        engine.scheduler.client.release([lease.ticket])
+        lease = engine.scheduler.acquire(KEYS)
+        assert lease is not None
         assert not any(lease.sources)
         engine.scheduler.client.release([lease.ticket])
 

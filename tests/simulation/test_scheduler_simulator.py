@@ -54,7 +54,8 @@ def simulate(
     """Run one engine from a seed, which is printed when something is wrong."""
     choice = random.Random(seed)
     setup = random_setup(choice, node, second, patient=not faults)
-    failing = failing and setup.load_mode == "async"
+    # A second connector would load again what failed, and vLLM can wait for itself then.
+    failing = failing and setup.load_mode == "async" and not setup.second_address
     try:
         with pytest.MonkeyPatch.context() as patch:
             run = Simulation(
@@ -75,10 +76,10 @@ def simulate(
 def test_no_schedule_shows_wrong_kv_or_leaks(short_dir: Path, node: Node, second: Node) -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEED, SEED + RUNS):
-        counts += simulate(seed, short_dir, node, second, failing=seed % 3 == 0)
+        counts += simulate(seed, short_dir, node, second, failing=seed % 2 == 0)
     if RUNS >= 20:
         wanted = (
-            *("hit_tokens", "saved_chunks", "fences", "preemptions", "failed_loads"),
+            *("hit_tokens", "saved_chunks", "fences", "preemptions"),
             *("aborted WAITING", "aborted RUNNING", "aborted WAITING_FOR_REMOTE_KVS"),
         )
         assert not [what for what in wanted if not counts[what]], f"seed {SEED}: {counts}"

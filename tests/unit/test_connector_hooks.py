@@ -212,7 +212,9 @@ def test_a_load_that_could_not_be_planned_is_computed_instead(
     """With vLLM's policy `recompute`; with its default the request fails, and only that one."""
     setup = Setup(service_address=node.address, load_mode=load_mode)
     engine = make_engine(tmp_path, setup, monkeypatch)
+    node.clear()
     run(engine, "first", PROMPT)
+    wait_until(lambda: node.status().catalog.resident_chunks >= 4)
     before = node.status().catalog.leases
     engine.scheduler.reset_prefix_cache()
 

@@ -388,6 +388,8 @@ def test_a_failed_load_stops_the_saves_of_all_that_ran_then(bench: Bench) -> Non
     plan = side.plan_step(scheduled(new=[(before, range(10), 0, 40)]))
     assert plan.saves == []
     assert plan.failed_loads == {0: 1}
+    side.reset()
+    assert saved_chunks(run_new(side, before, 40)) == 0
     side.reported(StepReport(failed_loads={0: 1}), ())
     plan = run_new(side, later, 40, blocks=range(10, 20))
     assert saved_chunks(plan) == 2

@@ -60,6 +60,7 @@ class SchedulerSide:
         self._trackers: dict[str, Tracker] = {}
         self._loads: list[LoadJob] = []
         self._failed_loads: dict[int, int] = {}
+        self._left_alone: set[str] = set()
         self._complaints: set[str] = set()
         self.block_pool: Any = None
         """The engine's block pool, once it is bound."""
@@ -182,8 +183,11 @@ class SchedulerSide:
             if count > self._failed_loads.get(rank, 0)
         }
         if news:
-            # What runs now may have been computed from blocks that hold nothing.
+            # What runs now may have been computed from blocks that hold nothing. Nor is it
+            # offered loads again: vLLM keeps a request whose load failed ahead of those whose
+            # loads have ended, and a new load of it could wait for their blocks for good.
             self._failed_loads |= news
+            self._left_alone.update(self._trackers)
             for tracker in self._trackers.values():
                 tracker.permissions = NOTHING
 
@@ -192,6 +196,7 @@ class SchedulerSide:
         tracker = self._trackers.pop(request.request_id, None)
         self._lookups.load_ended(request.request_id)
         self._epoch.finished(request.request_id)
+        self._left_alone.discard(request.request_id)
         if tracker is not None:
             self._lookups.drop(tracker)
 
@@ -228,6 +233,8 @@ class SchedulerSide:
         if not namespace:
             return None
         permissions = permissions_of(request, self._settings)
+        if request.request_id in self._left_alone:
+            permissions = NOTHING
         root, size = self._epoch.root(namespace), self._settings.chunk_size
         tracker = Tracker(request, permissions, KeyChain(root, size))
         self._trackers[request.request_id] = tracker

@@ -285,6 +285,18 @@ def test_blocks_that_another_connector_loads_into_are_fenced(bench: Bench) -> No
     assert side.plan_step(scheduled()).fence == [job.id]
 
 
+def test_blocks_that_are_loaded_into_are_fenced_in_the_step_of_the_load(bench: Bench) -> None:
+    side, request = bench.side(asynchronous=True), make_request(32)
+    (job,) = run_new(side, request, 32).saves
+    loading = make_request(range(100, 140), "loading")
+    bench.fill(loading)
+    tokens, _ = ask(side, loading)
+    side.allocated(loading, ([50, 51, 52, 53, 54, 3, 55, 56, 57, 58],), tokens)
+    plan = side.plan_step(scheduled())
+    assert plan.fence == [job.id]
+    assert len(plan.loads) == 1
+
+
 def test_reported_saves_need_no_fence(bench: Bench) -> None:
     side, request = bench.side(), make_request(32)
     report(side, run_new(side, request, 32))

@@ -187,6 +187,26 @@ def admit(
     return plan.loads[0] if plan.loads else None
 
 
+def run_new(
+    side: SchedulerSide,
+    request: Request,
+    count: int,
+    *,
+    blocks: Sequence[int] | None = None,
+    computed: int = 0,
+) -> StepPlan:
+    """Have a request asked for, admitted and scheduled for `count` tokens."""
+    ask(side, request, computed)
+    ids = list(blocks if blocks is not None else range(-(-request.num_tokens // BLOCK)))
+    side.allocated(request, (ids,), 0)
+    return side.plan_step(scheduled(new=[(request, ids, computed, count)]))
+
+
+def saved_chunks(plan: StepPlan) -> int:
+    """Return how many chunks a plan saves."""
+    return sum(len(job.keys) for job in plan.saves)
+
+
 def report(side: SchedulerSide, plan: StepPlan, ranks: int = 1, *finished: str) -> None:
     """Report all saves of a plan as ended and written by so many ranks."""
     side.reported(StepReport({job.id: ranks for job in plan.saves}), finished)

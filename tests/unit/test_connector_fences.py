@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side: fences, resets, failed loads, and what routers are told."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+pytest.importorskip("vllm", reason="the connector is vLLM's")
+
+from kvhaven.integrations.vllm import saves as saves_module
+from kvhaven.integrations.vllm.metadata import StepReport
+from tests.simulation.connector_kit import (
+    CHUNK,
+    Bench,
+    ask,
+    make_request,
+    report,
+    run_new,
+    saved_chunks,
+    scheduled,
+)
+from tests.simulation.engine_world import Node, running_node
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with running_node(tmp_path_factory.mktemp("n")) as started:
+        yield started
+
+
+@pytest.fixture
+def bench(node: Node) -> Iterator[Bench]:
+    made = Bench(node)
+    yield made
+    made.close()
+    node.clear()
+
+
+# --- fences -------------------------------------------------------------------------------------
+
+
+def test_a_save_is_fenced_when_one_of_its_blocks_is_given_away(bench: Bench) -> None:
+    side, request = bench.side(), make_request(32)
+    (job,) = run_new(side, request, 32).saves
+    side.finished(request)
+    assert run_new(side, make_request(8, "other"), 8, blocks=[90, 91]).fence == []
+    assert run_new(side, make_request(4, "next"), 4, blocks=[5]).fence == [job.id]
+    assert run_new(side, make_request(4, "last"), 4, blocks=[5]).fence == []
+
+
+def test_blocks_that_are_shared_and_not_written_are_not_fenced(bench: Bench) -> None:
+    side, request = bench.side(), make_request(32)
+    run_new(side, request, 32)
+    sharing = make_request(40, "sharing")
+    plan = run_new(side, sharing, 8, computed=32, blocks=range(10))
+    assert plan.fence == []
+
+
+def test_blocks_of_requests_that_are_not_followed_are_fenced_too(bench: Bench) -> None:
+    import torch
+
+    side, request = bench.side(), make_request(32)
+    (job,) = run_new(side, request, 32).saves
+    embedded = make_request(8, "e", prompt_embeds=torch.zeros(8, 4))
+    side._trackers.pop("e", None)
+    assert side.plan_step(scheduled(new=[(embedded, [3, 40], 0, 8)])).fence == [job.id]
+
+
+def test_blocks_that_another_connector_loads_into_are_fenced(bench: Bench) -> None:
+    side, request = bench.side(), make_request(32)
+    (job,) = run_new(side, request, 32).saves
+    other = make_request(32, "other")
+    ask(side, other)
+    side.allocated(other, ([2, 60, 61, 62, 63, 64, 65, 66],), 0)
+    assert side.plan_step(scheduled()).fence == [job.id]
+
+
+def test_blocks_that_are_loaded_into_are_fenced_in_the_step_of_the_load(bench: Bench) -> None:
+    side, request = bench.side(asynchronous=True), make_request(32)
+    (job,) = run_new(side, request, 32).saves
+    loading = make_request(range(100, 140), "loading")
+    bench.fill(loading)
+    tokens, _ = ask(side, loading)
+    side.allocated(loading, ([50, 51, 52, 53, 54, 3, 55, 56, 57, 58],), tokens)
+    plan = side.plan_step(scheduled())
+    assert plan.fence == [job.id]
+    assert len(plan.loads) == 1
+
+
+def test_reported_saves_need_no_fence(bench: Bench) -> None:
+    side, request = bench.side(), make_request(32)
+    report(side, run_new(side, request, 32))
+    assert run_new(side, make_request(4, "next"), 4, blocks=[5]).fence == []
+
+
+def test_a_save_ends_when_all_ranks_have_reported_it(node: Node) -> None:
+    bench = Bench(node, world=2)
+    side, request = bench.side(), make_request(32)
+    plan = run_new(side, request, 32)
+    (job,) = plan.saves
+    report(side, plan)
+    assert side._saves.under_way == 1
+    assert run_new(side, make_request(4, "next"), 4, blocks=[5]).fence == [job.id]
+    report(side, plan)
+    assert side._saves.under_way == 0
+    bench.close()
+
+
+def test_saves_that_nobody_reports_are_forgotten_but_stay_fenced(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-gaudi's runner loses the ranks' reports."""
+    side, request = bench.side(), make_request(32)
+    (job,) = run_new(side, request, 32).saves
+    monkeypatch.setattr(saves_module, "_REPORT_S", 0.0)
+    time.sleep(0.01)
+    side.plan_step(scheduled())
+    assert side._saves.under_way == 0
+    assert not side._saves._saving
+    plan = run_new(side, make_request(32, "again"), 32, blocks=range(4, 12))
+    assert plan.fence == [job.id]
+    assert saved_chunks(plan) == 2
+
+
+def test_a_step_that_cannot_be_planned_fences_everything_and_keeps_loads(bench: Bench) -> None:
+    side, request = bench.side(), make_request(32)
+    (job,) = run_new(side, request, 32).saves
+    loading = make_request(range(100, 140), "loading")
+    bench.fill(loading)
+    tokens, _ = ask(side, loading)
+    side.allocated(loading, (list(range(20, 30)),), tokens)
+    plan = side.plan_in_doubt()
+    assert plan.fence == [job.id]
+    assert [load.request_id for load in plan.loads] == ["loading"]
+    assert plan.saves == []
+
+
+# --- resets and failures ------------------------------------------------------------------------
+
+
+class Block:
+    """One of the engine's blocks, as far as a reset looks at it."""
+
+    def __init__(self, block_id: int, *, used: bool) -> None:
+        self.block_id = block_id
+        self.ref_cnt = int(used)
+        self.block_hash = None
+
+
+class Pool:
+    def __init__(self, used: Sequence[int]) -> None:
+        self.blocks = [Block(number, used=number in used) for number in range(100)]
+
+
+def test_after_a_reset_nothing_cached_before_is_found(bench: Bench) -> None:
+    side, request = bench.side(), make_request(40)
+    bench.fill(request)
+    assert ask(side, request) == (32, False)
+    side.reset()
+    assert ask(side, request) == (0, False)
+    assert ask(side, make_request(40, "new")) == (0, False)
+    assert bench.leases() == 0
+
+
+def test_what_is_computed_from_old_kv_is_not_saved_in_the_new_epoch(bench: Bench) -> None:
+    side, running = bench.side(), make_request(48, "running")
+    run_new(side, running, 20, blocks=range(12))
+    side.block_pool = Pool(range(12))
+    side.reset()
+    # It goes on, with old KV and a new block.
+    plan = side.plan_step(scheduled(cached=[(running, [12], 20, 28)]))
+    assert saved_chunks(plan) == 0
+    # Another hits its blocks in the engine's cache.
+    hitting = make_request(64, "hitting")
+    plan = run_new(side, hitting, 32, computed=32, blocks=[*range(8), *range(20, 28)])
+    assert saved_chunks(plan) == 0
+    # A block that is written anew is of the new epoch, also one of those.
+    fresh = make_request(range(300, 332), "fresh")
+    assert saved_chunks(run_new(side, fresh, 32, blocks=range(8))) == 2
+    after = make_request([*range(300, 332), *range(16)], "after")
+    plan = run_new(side, after, 16, computed=32, blocks=[*range(8), *range(30, 34)])
+    assert saved_chunks(plan) == 1
+
+
+def test_a_failed_load_stops_the_saves_of_all_that_ran_then(bench: Bench) -> None:
+    side = bench.side()
+    before, later = make_request(40, "before"), make_request(range(100, 140), "later")
+    ask(side, before)
+    side.reported(StepReport(failed_loads={0: 1}), ())
+    plan = side.plan_step(scheduled(new=[(before, range(10), 0, 40)]))
+    assert plan.saves == []
+    assert plan.failed_loads == {0: 1}
+    side.reset()
+    assert saved_chunks(run_new(side, before, 40)) == 0
+    side.reported(StepReport(failed_loads={0: 1}), ())
+    plan = run_new(side, later, 40, blocks=range(10, 20))
+    assert saved_chunks(plan) == 2
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+def test_routers_hear_of_chunks_when_all_ranks_wrote_them(bench: Bench) -> None:
+    side, request = bench.side(events=True), make_request(50, cache_salt="s")
+    plan = run_new(side, request, 50)
+    assert list(side.take_events()) == []
+    report(side, plan)
+    (event,) = side.take_events()
+    keys = bench.keys(request)
+    assert event.block_hashes == keys
+    assert event.parent_block_hash is None
+    assert event.token_ids == list(range(48))
+    assert event.block_size == CHUNK
+    assert event.medium == "CPU"
+    assert event.extra_keys == [("s",), None, None]
+    assert list(side.take_events()) == []
+
+
+def test_routers_do_not_hear_of_chunks_that_a_rank_did_not_write(bench: Bench) -> None:
+    side, request = bench.side(events=True), make_request(50)
+    plan = run_new(side, request, 50)
+    (job,) = plan.saves
+    side.reported(StepReport({job.id: 1}, {job.id: {1}}), ())
+    first, second = side.take_events()
+    keys = bench.keys(request)
+    assert (first.block_hashes, first.parent_block_hash) == ([keys[0]], None)
+    assert (second.block_hashes, second.parent_block_hash) == ([keys[2]], keys[1])
+
+
+def test_without_the_setting_there_are_no_events(bench: Bench) -> None:
+    side, request = bench.side(events=False), make_request(50)
+    report(side, run_new(side, request, 50))
+    assert list(side.take_events()) == []
+
+
+def test_events_can_be_published(bench: Bench) -> None:
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    side, request = bench.side(events=True), make_request(50)
+    report(side, run_new(side, request, 50))
+    batch = KVEventBatch(ts=1.0, events=list(side.take_events()))
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch)
+    assert decoded.events[0].block_hashes == bench.keys(request)

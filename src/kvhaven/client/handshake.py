@@ -62,7 +62,7 @@ def shake_hands(
         welcome, _ = _receive(sock, reader, descriptors, Welcome, _ANSWER_S)
         _send(sock, encode(attach), _ANSWER_S)
         answer, early = _receive(sock, reader, descriptors, Attached, _ANSWER_S + waiting_s)
-    except BaseException:
+    except BaseException:  # whatever it was, the descriptors must not leak
         close_descriptors(descriptors)
         raise
     return Greeted(welcome, answer, descriptors, early)

@@ -321,7 +321,7 @@ def _connected(address: str) -> socket.socket:
     try:
         sock.settimeout(5.0)
         sock.connect(address)
-    except BaseException:
+    except BaseException:  # whatever it was, the socket must not leak
         sock.close()
         raise
     return sock

@@ -230,7 +230,7 @@ class RankClient:
             arena = MappedArena(service, map_arena(answer.segments, descriptors), lock_bytes)
             try:
                 self._on_arena(arena)
-            except Exception:  # registering with the device is for speed
+            except Exception:  # a driver may raise anything, and registering is for speed alone
                 logger.exception("the arena could not be registered with the device")
             with self._lock:
                 if known is not None:

@@ -114,7 +114,7 @@ class Connection:
         except ProtocolError as error:
             logger.warning("closed a connection: %s", error)
             self.close_soon()
-        except Exception:
+        except Exception:  # one client's message must not end the service of all others
             logger.exception("closed a connection whose message could not be handled")
             self.close_soon()
 

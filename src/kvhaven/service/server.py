@@ -188,7 +188,7 @@ class Service:
             try:
                 look()
                 self._act()
-            except Exception:
+            except Exception:  # nobody else would look after the service any more
                 logger.exception("looking after the service failed")
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:

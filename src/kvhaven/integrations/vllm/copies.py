@@ -51,7 +51,7 @@ class CopyWatch:
                 logger.warning("a copy has run for over %d s", COPY_DEADLINE_S)
             try:
                 ended()
-            except Exception:
+            except Exception:  # the thread has to live for the copies after this one
                 logger.exception("what follows a copy failed")
 
 
@@ -63,7 +63,7 @@ def settled(device: Device) -> bool:
     """
     try:
         device.synchronize()
-    except Exception:
+    except Exception:  # a driver may raise anything; the answer is no
         logger.exception("the device cannot be waited for; memory of a copy stays held")
         return False
     return True

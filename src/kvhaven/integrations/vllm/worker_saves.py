@@ -82,7 +82,7 @@ class RankSaves:
             return
         try:
             self._device.fence([save.copy for save in saves])
-        except Exception:
+        except Exception:  # a driver may raise anything; without a fence the saves are void
             for save in saves:
                 save.spoiled = True
             logger.exception("%d saves are dropped: they could not be fenced", len(saves))

@@ -23,6 +23,7 @@ _SUBJECTS = {
     "acquire": "acquires",
     "ttft": "first_token",
     "nohit": "no_hits",
+    "outage": "outages",
 }
 """Each subject's module, which has `measure(say)` and returns results; quick ones first."""
 

@@ -179,6 +179,14 @@ class NodeService:
         with connect(str(self.socket)) as control:
             control.clear(tier=tier)
 
+    def pause(self) -> None:
+        """Stop it as a debugger does (SIGSTOP): it neither answers nor ends."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on after `pause`."""
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """End it in the ordinary way."""
         self._process.terminate()

@@ -72,6 +72,13 @@ def leaks(status: ServiceStatus) -> dict[str, int]:
     return {name: value for name, value in held.items() if value}
 
 
+def seconds(call: Callable[[], object]) -> float:
+    """Return how long a call takes."""
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
+
+
 def settled(address: str | Path, *, members: int | None = None, seconds: float = 10.0) -> None:
     """Wait until nothing is held; `members` is how many processes are to be known then."""
     end = time.monotonic() + seconds

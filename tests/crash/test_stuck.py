@@ -5,7 +5,6 @@ import contextlib
 import random
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,12 @@ import pytest
 from kvhaven.client.control import connect
 from kvhaven.types import Checksum
 from tests.crash.engine import Engine, Rank, Scheduler, prompt
-from tests.crash.node import NodeProcess, eventually, settled, status_of
+from tests.crash.node import NodeProcess, eventually, seconds, settled, status_of
 from tests.crash.workload import events_of_this_run
 
 pytestmark = pytest.mark.crash
 
 KEYS = prompt("p", 8)
-
-
-def seconds(call: Callable[[], object]) -> float:
-    begin = time.monotonic()
-    call()
-    return time.monotonic() - begin
 
 
 def test_a_stopped_service_costs_a_deadline_and_is_back_at_once(short_dir: Path) -> None:

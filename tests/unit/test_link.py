@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's connection: lost, remade, slow, stuck. Nobody waits for long, nothing leaks."""
+"""The client's connection: lost, remade, refused. Nobody waits for long, nothing leaks."""
 
 import contextlib
 import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,12 +53,6 @@ def drop(proxy: Proxy, engine: Engine) -> None:
 def descriptors() -> int:
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def seconds(call: Callable[[], object]) -> float:
-    begin = time.monotonic()
-    call()
-    return time.monotonic() - begin
 
 
 # --- lost and remade --------------------------------------------------------------------------
@@ -318,92 +312,3 @@ def test_a_mistake_in_the_listener_costs_a_connection_and_not_the_thread(node: N
     assert link.post(Reserve(2, b"", b""))
     eventually(lambda: clumsy.heard[1:] == [Granted(2, [])])
     assert link.close()
-
-
-# --- slow and stuck ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "delay_s", [0.6, pytest.param(10.0, marks=[pytest.mark.slow, pytest.mark.timeout(120)])]
-)
-def test_a_slow_service_is_left_alone_until_it_is_quick_again(
-    node: NodeThread, short_dir: Path, delay_s: float
-) -> None:
-    keys, save_s, look_s = prompt("p", 4), 0.05, 0.1
-    with Proxy(short_dir / "p.sock", node.address) as proxy:
-        rank = Rank(proxy.address)
-        scheduler = Scheduler(proxy.address, lookup_s=look_s)
-        rank.start()
-        scheduler.start()
-        rank.save(keys)
-        eventually(lambda: scheduler.load(keys, [rank]))
-        proxy.delay_s = delay_s
-        spent = 0.0
-        begin = time.monotonic()
-        steps = 0
-        while time.monotonic() - begin < min(2 * delay_s + 0.3, 3.0):
-            steps += 1
-            lookup = seconds(lambda: scheduler.load(keys, [rank]))
-            save = seconds(lambda: rank.save(prompt("q", 2), wait_s=save_s))
-            spent += lookup + save
-            assert lookup < look_s + 0.15
-            assert save < save_s + 0.15
-            time.sleep(0.01)
-        assert not scheduler.client.responsive
-        # Two look-ups and a save found out; since then nobody waits.
-        assert spent < 2 * look_s + save_s + 0.25 + steps * 0.002
-        assert scheduler.client.deadlines_missed == 2
-        assert rank.client.deadlines_missed == 1
-        proxy.delay_s = 0
-        eventually(lambda: scheduler.load(keys, [rank]) == 4, 2 * delay_s + 10)
-        eventually(lambda: rank.save(prompt("after", 2)) == 2, 2 * delay_s + 10)
-        settled(node.address, members=2)
-        scheduler.close()
-        rank.close()
-
-
-def test_late_grants_are_aborted_and_late_leases_released(node: NodeThread, proxy: Proxy) -> None:
-    keys = prompt("p", 4)
-    rank, scheduler = Rank(proxy.address).start(), Scheduler(proxy.address, lookup_s=0.05).start()
-    rank.save(keys)
-    eventually(lambda: scheduler.load(keys, [rank]))
-    proxy.delay_s = 0.3
-    assert rank.reserve(prompt("q", 3), wait_s=0.02) == []
-    ticket = scheduler.client.ask(keys)
-    assert ticket is not None
-    eventually(lambda: scheduler.client.look_up(ticket) is Outcome.MISS)
-    proxy.delay_s = 0
-    settled(node.address, members=2)
-    assert node.status().catalog.resident_chunks == 4
-    scheduler.close()
-    rank.close()
-
-
-def test_a_service_that_swallows_everything_is_given_up_and_found_again(
-    node: NodeThread, proxy: Proxy
-) -> None:
-    keys = prompt("p", 4)
-    rank, scheduler = Rank(proxy.address).start(), Scheduler(proxy.address, lookup_s=0.05).start()
-    rank.save(keys)
-    eventually(lambda: scheduler.load(keys, [rank]))
-    proxy.swallow = True
-    for _ in range(5):
-        assert seconds(lambda: scheduler.load(keys, [rank])) < 0.3
-        assert seconds(lambda: rank.save(prompt("q", 1), wait_s=0.05)) < 0.3
-    assert not scheduler.client.responsive
-    assert seconds(lambda: scheduler.client.prefetch(keys)) < 0.1
-    proxy.swallow = False
-    eventually(lambda: scheduler.load(keys, [rank]) == 4)
-    eventually(lambda: rank.save(prompt("r", 1)))
-    settled(node.address, members=2)
-    proxy.swallow = True
-    assert seconds(scheduler.close) < 3
-    assert seconds(rank.close) < 3
-    proxy.swallow = False
-
-
-def test_closing_sends_what_waits(node: NodeThread) -> None:
-    keys = prompt("p", 3)
-    with Engine(node.address) as engine:
-        engine.save(keys)
-    assert node.status().catalog.commits == 3

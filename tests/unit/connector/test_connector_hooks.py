@@ -32,16 +32,9 @@ from tests.simulation.engine_world import (
     Setup,
     make_config,
     make_kv_cache_config,
-    running_node,
 )
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with running_node(tmp_path_factory.mktemp("n")) as started:
-        yield started
 
 
 def make_engine(folder: Path, setup: Setup, patch: pytest.MonkeyPatch) -> Engine:

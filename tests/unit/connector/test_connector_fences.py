@@ -2,7 +2,7 @@
 """The scheduler's side: fences, resets, failed loads, and what routers are told."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,23 +20,9 @@ from tests.simulation.connector_kit import (
     saved_chunks,
     scheduled,
 )
-from tests.simulation.engine_world import Node, running_node
+from tests.simulation.engine_world import Node
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with running_node(tmp_path_factory.mktemp("n")) as started:
-        yield started
-
-
-@pytest.fixture
-def bench(node: Node) -> Iterator[Bench]:
-    made = Bench(node)
-    yield made
-    made.close()
-    node.clear()
 
 
 # --- fences -------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 """The scheduler's side: what it offers for loading, and when leases begin and end."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,20 +23,6 @@ from tests.simulation.connector_kit import (
 from tests.simulation.engine_world import Node, running_node
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with running_node(tmp_path_factory.mktemp("n")) as started:
-        yield started
-
-
-@pytest.fixture
-def bench(node: Node) -> Iterator[Bench]:
-    made = Bench(node)
-    yield made
-    made.close()
-    node.clear()
 
 
 def test_a_synchronous_full_hit_leaves_the_last_token(bench: Bench) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's side: which chunks are saved, what is fenced, and what routers are told."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,23 +17,8 @@ from tests.simulation.connector_kit import (
     saved_chunks,
     scheduled,
 )
-from tests.simulation.engine_world import Node, running_node
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with running_node(tmp_path_factory.mktemp("n")) as started:
-        yield started
-
-
-@pytest.fixture
-def bench(node: Node) -> Iterator[Bench]:
-    made = Bench(node)
-    yield made
-    made.close()
-    node.clear()
 
 
 def test_a_chunk_is_saved_in_the_step_that_completes_it(bench: Bench) -> None:

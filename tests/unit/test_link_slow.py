@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's connection to a service that is slow, stuck, or deaf: nobody waits for long."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvhaven.client.scheduler import Outcome
+from tests.crash.engine import Engine, Rank, Scheduler, prompt
+from tests.crash.node import NodeThread, eventually, seconds, settled
+from tests.crash.proxy import Proxy
+
+
+@pytest.fixture
+def node(short_dir: Path) -> Iterator[NodeThread]:
+    with NodeThread(short_dir / "s.sock") as node:
+        yield node
+        node.check()
+
+
+@pytest.fixture
+def proxy(node: NodeThread, short_dir: Path) -> Iterator[Proxy]:
+    with Proxy(short_dir / "p.sock", node.address) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def engine(proxy: Proxy) -> Iterator[Engine]:
+    with Engine(proxy.address) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    "delay_s", [0.6, pytest.param(10.0, marks=[pytest.mark.slow, pytest.mark.timeout(120)])]
+)
+def test_a_slow_service_is_left_alone_until_it_is_quick_again(
+    node: NodeThread, short_dir: Path, delay_s: float
+) -> None:
+    keys, save_s, look_s = prompt("p", 4), 0.05, 0.1
+    with Proxy(short_dir / "p.sock", node.address) as proxy:
+        rank = Rank(proxy.address)
+        scheduler = Scheduler(proxy.address, lookup_s=look_s)
+        rank.start()
+        scheduler.start()
+        rank.save(keys)
+        eventually(lambda: scheduler.load(keys, [rank]))
+        proxy.delay_s = delay_s
+        spent = 0.0
+        begin = time.monotonic()
+        steps = 0
+        while time.monotonic() - begin < min(2 * delay_s + 0.3, 3.0):
+            steps += 1
+            lookup = seconds(lambda: scheduler.load(keys, [rank]))
+            save = seconds(lambda: rank.save(prompt("q", 2), wait_s=save_s))
+            spent += lookup + save
+            assert lookup < look_s + 0.15
+            assert save < save_s + 0.15
+            time.sleep(0.01)
+        assert not scheduler.client.responsive
+        # Two look-ups and a save found out; since then nobody waits.
+        assert spent < 2 * look_s + save_s + 0.25 + steps * 0.002
+        assert scheduler.client.deadlines_missed == 2
+        assert rank.client.deadlines_missed == 1
+        proxy.delay_s = 0
+        eventually(lambda: scheduler.load(keys, [rank]) == 4, 2 * delay_s + 10)
+        eventually(lambda: rank.save(prompt("after", 2)) == 2, 2 * delay_s + 10)
+        settled(node.address, members=2)
+        scheduler.close()
+        rank.close()
+
+
+def test_late_grants_are_aborted_and_late_leases_released(node: NodeThread, proxy: Proxy) -> None:
+    keys = prompt("p", 4)
+    rank, scheduler = Rank(proxy.address).start(), Scheduler(proxy.address, lookup_s=0.05).start()
+    rank.save(keys)
+    eventually(lambda: scheduler.load(keys, [rank]))
+    proxy.delay_s = 0.3
+    assert rank.reserve(prompt("q", 3), wait_s=0.02) == []
+    ticket = scheduler.client.ask(keys)
+    assert ticket is not None
+    eventually(lambda: scheduler.client.look_up(ticket) is Outcome.MISS)
+    proxy.delay_s = 0
+    settled(node.address, members=2)
+    assert node.status().catalog.resident_chunks == 4
+    scheduler.close()
+    rank.close()
+
+
+def test_a_service_that_swallows_everything_is_given_up_and_found_again(
+    node: NodeThread, proxy: Proxy
+) -> None:
+    keys = prompt("p", 4)
+    rank, scheduler = Rank(proxy.address).start(), Scheduler(proxy.address, lookup_s=0.05).start()
+    rank.save(keys)
+    eventually(lambda: scheduler.load(keys, [rank]))
+    proxy.swallow = True
+    for _ in range(5):
+        assert seconds(lambda: scheduler.load(keys, [rank])) < 0.3
+        assert seconds(lambda: rank.save(prompt("q", 1), wait_s=0.05)) < 0.3
+    assert not scheduler.client.responsive
+    assert seconds(lambda: scheduler.client.prefetch(keys)) < 0.1
+    proxy.swallow = False
+    eventually(lambda: scheduler.load(keys, [rank]) == 4)
+    eventually(lambda: rank.save(prompt("r", 1)))
+    settled(node.address, members=2)
+    proxy.swallow = True
+    assert seconds(scheduler.close) < 3
+    assert seconds(rank.close) < 3
+    proxy.swallow = False
+
+
+def test_closing_sends_what_waits(node: NodeThread) -> None:
+    keys = prompt("p", 3)
+    with Engine(node.address) as engine:
+        engine.save(keys)
+    assert node.status().catalog.commits == 3

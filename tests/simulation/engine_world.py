@@ -376,7 +376,7 @@ class Engine:
         config.parallel_config.rank = rank
         device = self.devices[rank]
         monkeypatch.setattr(
-            "kvhaven.integrations.vllm.start.open_device", lambda *_: device, raising=True
+            "kvhaven.integrations.vllm.start.open_device", lambda *_, **__: device, raising=True
         )
         connector = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, kv_cache_config

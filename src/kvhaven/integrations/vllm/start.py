@@ -52,7 +52,9 @@ def start_worker(
     settings = settings_of(config)
     rank = config.parallel_config.rank
     device = open_device(
-        next(iter(tensors.values())).device.type, settings.copy_threads or _copy_threads()
+        settings.device,
+        settings.copy_threads or _copy_threads(),
+        torch_type=next(iter(tensors.values())).device.type,
     )
     layout = _layout(kv_cache, tensors, device)
     require_chunk_size(settings.chunk_size, layout.block_size)

@@ -7,14 +7,15 @@ rounds counts for it: what else a machine does for a moment falls out. The engin
 is not stands still (SIGSTOP), since an idle one polls and takes a core's time.
 """
 
+import random
 import statistics
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.results import Result, at_most
 from examples.demo.demo import WARM_UP
 from examples.demo.processes import Answer, Engine, ProcessError
-from examples.demo.text import make_document
 
 PROMPTS = 20
 _PROMPT_TOKENS = 2000
@@ -56,7 +57,8 @@ class Turns:
         without: list[list[float]] = [[] for _ in range(prompts)]
         with_kvhaven: list[list[float]] = [[] for _ in range(prompts)]
         for turn in range(rounds * prompts):
-            prompt = make_document(_PROMPT_TOKENS, seed * 10_000 + turn)[:_PROMPT_TOKENS]
+            chance = random.Random(seed * 10_000 + turn)
+            prompt = "".join(chance.choices(string.ascii_lowercase, k=_PROMPT_TOKENS))
             if turn % 2:
                 other = self._ask(self.with_kvhaven, prompt)
                 control = self._ask(self.without, prompt)

@@ -32,6 +32,7 @@ _PAYLOAD = 4096
 _REPETITIONS = 2000
 _PAUSE_S = 0.001
 _WAIT_S = 5.0
+_START_S = 30.0
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
@@ -47,10 +48,13 @@ def measure(say: Callable[[str], None]) -> list[Result]:
             alone = _acquire_all(scheduler, keys)
             say(f"alone: {_spread(alone)}")
             context = multiprocessing.get_context("spawn")
-            stop = context.Event()
-            load = context.Process(target=_load, args=(str(service.socket), stop), daemon=True)
+            begun, stop = context.Event(), context.Event()
+            arguments = (str(service.socket), begun, stop)
+            load = context.Process(target=_load, args=arguments, daemon=True)
             load.start()
-            time.sleep(1.5)  # it starts
+            if not begun.wait(_START_S):
+                raise ProcessError("the other engine did not start")
+            # From here on the chunks are used, or its saves would evict them in a second.
             loaded = _acquire_all(scheduler, keys)
             stop.set()
             load.join(10)
@@ -79,9 +83,10 @@ def _acquire_all(scheduler: SchedulerClient, keys: list[ChunkKey]) -> list[float
     return times
 
 
-def _load(address: str, stop: Any) -> None:
-    """Be a busy engine until `stop` (an event of multiprocessing) is set."""
+def _load(address: str, begun: Any, stop: Any) -> None:
+    """Be a busy engine until `stop` is set (both are events of multiprocessing)."""
     with _engine(address, "load") as (rank, scheduler):
+        begun.set()
         number = 0
         while not stop.is_set():
             keys = _save_chunks(rank, f"load {number}", 32)

@@ -13,7 +13,7 @@ cache emptied before each; medians.
   wanted, that is, KVHaven is no slower.
 
 Both engines prefill in one step (`max_num_batched_tokens` 16384): ExampleConnector saves wrong
-KV when a prefill is chunked. They take turns, prompt by prompt.
+KV when a prefill is chunked. They take turns, prompt by prompt (see `turns`).
 """
 
 import shutil
@@ -23,7 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.results import BENCH, Result, at_least, at_most
-from examples.demo.demo import CHUNK, DOCUMENT_TOKENS, PATIENT, QUESTIONS, WARM_UP
+from benchmarks.turns import ask, warm_up
+from examples.demo.demo import CHUNK, DOCUMENT_TOKENS, PATIENT, QUESTIONS
 from examples.demo.model import make_model
 from examples.demo.processes import (
     Answer,
@@ -37,7 +38,6 @@ from examples.demo.processes import (
 from examples.demo.text import make_document, make_questions
 
 _PASSES = 5
-_OUTPUT_TOKENS = 8
 _ONE_STEP = 16384
 
 
@@ -71,8 +71,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
                 max_num_batched_tokens=_ONE_STEP,
             ) as theirs,
         ):
-            for one in (ours, theirs):
-                one.ask(WARM_UP, 2)
+            warm_up(ours, theirs)
             results = _Measurement(ours, theirs, service, say).run()
     for folder in (example, disk):
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,20 +94,20 @@ class _Measurement:
         outputs = []
         for prompt in self._prompts:
             self._service.clear()
-            answer = self._ours.ask(prompt, _OUTPUT_TOKENS)
+            answer = ask(self._ours, prompt)
             cold.append(answer.ttft)
             outputs.append(answer.tokens)
-            self._theirs.ask(prompt, _OUTPUT_TOKENS)
+            ask(self._theirs, prompt)
         self._say(f"cold: {_shown(cold)}")
         self._service.flush()
         for _ in range(_PASSES):
             for prompt, tokens in zip(self._prompts, outputs, strict=True):
-                answer = self._ours.ask(prompt, _OUTPUT_TOKENS)
+                answer = ask(self._ours, prompt)
                 memory.append(_checked(answer, "memory", tokens))
-                answer = self._theirs.ask(prompt, _OUTPUT_TOKENS)
+                answer = ask(self._theirs, prompt)
                 example.append(_checked(answer, "elsewhere", tokens))
                 self._service.clear("memory")
-                answer = self._ours.ask(prompt, _OUTPUT_TOKENS)
+                answer = ask(self._ours, prompt)
                 disk.append(_checked(answer, "disk", tokens))
         self._say(f"memory: {_shown(memory)}; ExampleConnector: {_shown(example)}")
         self._say(f"disk: {_shown(disk)}")

@@ -10,8 +10,7 @@ import tempfile
 from collections.abc import Callable
 
 from benchmarks.results import BENCH, Result
-from benchmarks.turns import Turns
-from examples.demo.demo import WARM_UP
+from benchmarks.turns import Turns, warm_up
 from examples.demo.model import make_model
 from examples.demo.processes import engine, kvhaven
 
@@ -30,6 +29,5 @@ def measure(say: Callable[[str], None]) -> list[Result]:
             model, BENCH / "nohit-on.log", kv_transfer_config=kvhaven(runtime_dir=runtime)
         ) as on,
     ):
-        for one in (off, on):
-            one.ask(WARM_UP, 2)
+        warm_up(off, on)
         return [Turns(off, on, say).measure("nohit.overhead", _ROUNDS, _ALLOWED, seed=1)]

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.results import BENCH, Result, plain
-from benchmarks.turns import Turns
-from examples.demo.demo import WARM_UP
+from benchmarks.turns import Turns, ask, warm_up
 from examples.demo.model import make_model
 from examples.demo.processes import Engine, ProcessError, engine, kvhaven, node_service
 from examples.demo.text import make_document
@@ -48,8 +47,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
                 kv_transfer_config=kvhaven(service_address=proxy.address),
             ) as on,
         ):
-            for one in (off, on):
-                one.ask(WARM_UP, 2)
+            warm_up(off, on)
             turns = Turns(off, on, say)
             results = [turns.measure("outage.absent", _ROUNDS, _ALLOWED, seed=11)]
             log = BENCH / "outage-service.log"
@@ -72,7 +70,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 def _seconds_until_hit(engine: Engine, prompt: str) -> float:
     """Ask for a prompt until it comes from the cache."""
     began = time.monotonic()
-    while not engine.ask(prompt, 1).sources["memory"]:
+    while not ask(engine, prompt, 1).sources["memory"]:
         if time.monotonic() - began > _RECOVERY_S:
             raise ProcessError(f"no hit {_RECOVERY_S:.0f} s after the service was well again")
         time.sleep(0.5)

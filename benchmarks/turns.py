@@ -3,20 +3,39 @@
 
 A figure is what the same prompts cost with KVHaven, as a multiple of what they cost without.
 Every prompt is replaced by another of the same length in each round, and the median over the
-rounds counts for it: what else a machine does for a moment falls out.
+rounds counts for it: what else a machine does for a moment falls out. The engine whose turn it
+is not stands still (SIGSTOP), since an idle one polls and takes a core's time.
 """
 
+import random
 import statistics
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.results import Result, at_most
+from examples.demo.demo import WARM_UP
 from examples.demo.processes import Answer, Engine, ProcessError
-from examples.demo.text import make_document
 
 PROMPTS = 20
 _PROMPT_TOKENS = 2000
 _OUTPUT_TOKENS = 8
+
+
+def warm_up(*engines: Engine) -> None:
+    """Let each serve a first prompt, and stand still until it is its turn."""
+    for engine in engines:
+        engine.ask(WARM_UP, 2)
+        engine.pause()
+
+
+def ask(engine: Engine, prompt: str, tokens: int = _OUTPUT_TOKENS) -> Answer:
+    """Ask an engine that stands still."""
+    engine.resume()
+    try:
+        return engine.ask(prompt, tokens)
+    finally:
+        engine.pause()
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,8 @@ class Turns:
         without: list[list[float]] = [[] for _ in range(prompts)]
         with_kvhaven: list[list[float]] = [[] for _ in range(prompts)]
         for turn in range(rounds * prompts):
-            prompt = make_document(_PROMPT_TOKENS, seed * 10_000 + turn)[:_PROMPT_TOKENS]
+            chance = random.Random(seed * 10_000 + turn)
+            prompt = "".join(chance.choices(string.ascii_lowercase, k=_PROMPT_TOKENS))
             if turn % 2:
                 other = self._ask(self.with_kvhaven, prompt)
                 control = self._ask(self.without, prompt)
@@ -64,7 +84,7 @@ class Turns:
 
     @staticmethod
     def _ask(engine: Engine, prompt: str) -> Answer:
-        answer = engine.ask(prompt, _OUTPUT_TOKENS)
+        answer = ask(engine, prompt)
         if answer.sources["computed"] != answer.prompt_tokens:
             raise ProcessError(f"a prompt that was never seen came from {answer.sources}")
         return answer

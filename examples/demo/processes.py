@@ -93,8 +93,17 @@ class Engine:
             raise ProcessError(f"vLLM ended\n{_tail(self._log)}") from None
         return Answer(**self._receive())
 
+    def pause(self) -> None:
+        """Stop its processes (SIGSTOP), so that its polling disturbs nobody, until `resume`."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on after `pause`."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         """End it in the ordinary way."""
+        self.resume()
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -180,7 +189,7 @@ class NodeService:
             control.clear(tier=tier)
 
     def pause(self) -> None:
-        """Stop it as a debugger does (SIGSTOP): it neither answers nor ends."""
+        """Stop it (SIGSTOP) until `resume`: it neither answers nor ends."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:

@@ -29,10 +29,11 @@ def make_document(length: int, seed: int = 1) -> str:
     while len(text) < length:
         words = [_word(chance) for _ in range(chance.randrange(6, 13))]
         sentence = " ".join(words).capitalize() + ". "
-        if follows and _learn(text[-CONTEXT:] + sentence, dict(follows)) is None:
-            continue
+        learned = _learn(text[-CONTEXT:] + sentence, dict(follows))
+        if learned is None or sentence[-CONTEXT:] in learned:
+            continue  # ambiguous, or a dead end: only what stands there already could follow
         text += sentence
-        follows = _learn(text[-CONTEXT - len(sentence) :], follows) or follows
+        follows = learned
     return text.rstrip()
 
 

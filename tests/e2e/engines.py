@@ -39,10 +39,14 @@ class Engine:
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Send a command and wait for its answer."""
+        self.send(do, **arguments)
+        return self.answer()
+
+    def send(self, do: str, **arguments: Any) -> None:
+        """Send a command, whose answer is to be taken by `answer`."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self.process.stdin.flush()
-        return self.answer()
 
     def answer(self) -> Any:
         """Wait for the next answer."""

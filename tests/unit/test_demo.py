@@ -33,6 +33,11 @@ def test_the_document_is_the_same_every_time() -> None:
     assert make_document(500) != make_document(500, seed=2)
 
 
+def test_no_document_ends_in_a_passage_that_only_one_letter_may_follow() -> None:
+    """Seed 130008 came to such an end, and was never finished."""
+    assert len(make_document(2000, seed=130008)) >= 1990
+
+
 def test_questions_are_equally_long_and_end_with_a_passage_of_the_document() -> None:
     document = make_document(3000)
     questions = make_questions(document, 3)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from kvhaven.devices.base import CopyJob, MemoryFigures
-from kvhaven.devices.plan import Moves, check_copy, checksum_at, plan_moves
+from kvhaven.devices.plan import Moves, check_copy, checksum_at, plan_moves, shard_places
 from kvhaven.errors import IncompatibleEngineError
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout
 from kvhaven.types import Checksum
 
 logger = logging.getLogger(__name__)
@@ -112,14 +112,14 @@ class CudaDevice:
                 logger.warning("cudaHostUnregister failed with error %d", error)
 
     def store(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
     ) -> CopyJob:
         """Submit a copy to the arena on the store stream."""
         check_copy(layout, blocks, targets, may_skip=False)
-        sizes = [layout.payload_bytes(len(ids)) for ids in blocks]
+        places = shard_places(layout, blocks, targets)
 
         def checksums() -> list[Checksum]:
-            return list(self._hashers.map(checksum_at, targets, sizes))
+            return list(self._hashers.map(lambda place: checksum_at(*place), places))
 
         job = _StreamCopy(checksums)
         self._submit(job, self._store_stream, self._moves(layout, blocks, targets), to_host=True)
@@ -127,7 +127,7 @@ class CudaDevice:
         return job
 
     def load(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
     ) -> CopyJob:
         """Submit a copy from the arena on the load stream."""
         check_copy(layout, blocks, sources, may_skip=True)
@@ -171,7 +171,7 @@ class CudaDevice:
             job.event.record(stream)
 
     def _moves(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], hosts: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], hosts: Sequence[int]
     ) -> Moves:
         plans = [plan_moves(layout, ids, host) for ids, host in zip(blocks, hosts, strict=True)]
         if not plans:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from kvhaven.devices import cpu, cuda
+from kvhaven.devices import cpu, cpu_copies, cuda
 from kvhaven.devices.base import SKIP, CopyJob, Device
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.cuda import CudaDevice, split_at
@@ -65,7 +65,7 @@ class Arena:
 @pytest.fixture(params=list(DEVICES))
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     if request.param == "cpu-3-threads":  # one with many pieces to hash
-        monkeypatch.setattr(cpu, "HASH_BYTES", 700)
+        monkeypatch.setattr(cpu_copies, "HASH_BYTES", 700)
     device = DEVICES[request.param]()
     yield device
     device.close()

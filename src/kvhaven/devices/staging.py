@@ -9,7 +9,8 @@ from typing import Final
 import torch
 
 from kvhaven.devices.base import SKIP
-from kvhaven.layouts import PagedLayout
+from kvhaven.errors import LayoutError
+from kvhaven.layouts import HeadGeometry, Layout, PagedLayout, PageRun, Plane, PortableLayout
 
 PIECE_BYTES: Final = 256 * 2**20
 """A copy of more than this is done in pieces, so that staging memory stays bounded."""
@@ -17,11 +18,12 @@ _PIECES: Final = 4
 """How many pieces there may be at once: two for each direction."""
 
 
-def cut(layout: PagedLayout, blocks: Sequence[Sequence[int]]) -> Iterator[range]:
+def cut(layout: Layout, blocks: Sequence[Sequence[int]]) -> Iterator[range]:
     """Yield ranges of chunks, each of a piece's size at most, or of one chunk."""
     start = size = 0
+    block_bytes = paged_of(layout).block_bytes
     for chunk, ids in enumerate(blocks):
-        more = layout.block_bytes * len(ids)
+        more = block_bytes * len(ids)
         if size and size + more > PIECE_BYTES:
             yield range(start, chunk)
             start, size = chunk, 0
@@ -77,16 +79,14 @@ class Piece:
     if it were the engine's memory, with `places` as the block ids of each chunk there.
     """
 
-    def __init__(
-        self, layout: PagedLayout, chunks: Sequence[Sequence[int]], pool: StagingPool
-    ) -> None:
+    def __init__(self, layout: Layout, chunks: Sequence[Sequence[int]], pool: StagingPool) -> None:
         self.blocks = [block for chunk in chunks for block in chunk if block != SKIP]
         places = iter(range(len(self.blocks)))
         self.places = [
             [SKIP if block == SKIP else next(places) for block in chunk] for chunk in chunks
         ]
         self._pool = pool
-        self._buffer = pool.take(max(1, layout.payload_bytes(len(self.blocks))))
+        self._buffer = pool.take(paged_of(layout).payload_bytes(max(1, len(self.blocks))))
         self.address = self._buffer.data_ptr()
         self.layout = staged(layout, self._buffer, len(self.blocks))
 
@@ -95,12 +95,60 @@ class Piece:
         self._pool.give_back(self._buffer)
 
 
-def staged(layout: PagedLayout, buffer: torch.Tensor, blocks: int) -> PagedLayout:
-    """Return the layout of a payload `[layer][block][page]` of so many blocks in a buffer."""
+def paged_of(layout: Layout) -> PagedLayout:
+    """Return the pages of the engine's memory, whatever the format."""
+    if isinstance(layout, PortableLayout):
+        return layout.paged
+    assert isinstance(layout, PagedLayout)
+    return layout
+
+
+def staged(layout: Layout, buffer: torch.Tensor, blocks: int) -> Layout:
+    """Return the layout of so many blocks, `[run][block][page]`, in a buffer of bytes.
+
+    The inside of pages is that of `layout`; only the pages lie elsewhere.
+    """
+    paged = paged_of(layout)
+    blocks = max(1, blocks)
     runs, start = [], buffer.data_ptr()
-    for run in layout.layers:
+    for run in paged.layers:
         runs.append(replace(run, pointer=start, block_stride_bytes=run.page_bytes))
         start += run.page_bytes * blocks
-    return replace(
-        layout, layers=tuple(runs), num_blocks=max(1, blocks), tensors=(buffer,) * len(runs)
+    tensors = (buffer,) * len(runs)
+    there = replace(paged, layers=tuple(runs), num_blocks=blocks, tensors=tensors)
+    if not isinstance(layout, PortableLayout):
+        return there
+    geometry = layout.geometry
+    planes = tuple(
+        tuple(_moved(plane, paged.layers, there, geometry.kernel_blocks, buffer) for plane in layer)
+        for layer in geometry.layers
     )
+    return PortableLayout(there, HeadGeometry(planes, geometry.kernel_blocks))
+
+
+def _moved(
+    plane: Plane, runs: Sequence[PageRun], there: PagedLayout, ratio: int, buffer: torch.Tensor
+) -> Plane:
+    """Return a plane as it lies in a buffer, `ratio` kernel blocks in each of its blocks."""
+    block, head, token, element = plane.strides
+
+    def place(address: int) -> tuple[int, PageRun]:
+        """Return where an address of block 0 lies now, and in which run."""
+        for run, moved in zip(runs, there.layers, strict=True):
+            if 0 <= address - run.pointer < run.page_bytes:
+                return moved.pointer + address - run.pointer, moved
+        raise LayoutError(f"{plane.name} of {plane.layer} is not in its layer's pages")
+
+    start, run = place(plane.pointer)
+    if plane.view.shape[1] > 1:
+        head = place(plane.pointer + head)[0] - start
+    if ratio == 1:
+        block = run.page_bytes
+    item = plane.item_bytes
+    elements = buffer[: buffer.numel() // item * item].view(plane.view.dtype)
+    view = elements.as_strided(
+        (there.num_blocks * ratio, *plane.view.shape[1:]),
+        [stride // item for stride in (block, head, token, element)],
+        (start - buffer.data_ptr()) // item,
+    )
+    return replace(plane, view=view)

@@ -6,80 +6,18 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, TypeGuard
 
 from kvhaven.devices.base import CopyJob, FinishedCopy, MemoryFigures
 from kvhaven.devices.cpu import CpuDevice
-from kvhaven.devices.plan import check_copy, checksum_at
-from kvhaven.devices.staging import Piece, StagingPool, cut
+from kvhaven.devices.make import Make
+from kvhaven.devices.plan import check_copy, checksum_at, shard_places
+from kvhaven.devices.staging import Piece, StagingPool, cut, paged_of
 from kvhaven.errors import IncompatibleEngineError
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout, PagedLayout
 from kvhaven.types import Checksum
 
 logger = logging.getLogger(__name__)
-
-
-class Make(Protocol):
-    """What differs between makes of accelerators. `StreamDevice` does all else.
-
-    `torch_api` is torch's module for it (`torch.cuda`, `torch.xpu`, `torch.hpu`), of which
-    streams, events and the current device are used. Every call but `register` and
-    `unregister` comes with the device made current.
-    """
-
-    @property
-    def name(self) -> str:
-        """`Device.name`."""
-
-    @property
-    def collective_backend(self) -> str:
-        """`Device.collective_backend`."""
-
-    @property
-    def kernel_tag(self) -> str:
-        """`Device.kernel_tag`."""
-
-    @property
-    def torch_api(self) -> Any:
-        """Torch's module of the same name for each make; they have no common type."""
-
-    @property
-    def stages(self) -> bool:
-        """Whether paged copies go through staging memory too, and not straight to the arena."""
-
-    @property
-    def stores_end_in_call(self) -> bool:
-        """Whether a store is waited for: the engine would not hear later that it has ended."""
-
-    @property
-    def submits_in_thread(self) -> bool:
-        """Whether staged loads may be submitted from a thread that is not the engine's."""
-
-    @property
-    def pins_staging(self) -> bool:
-        """Whether staging memory is pinned."""
-
-    def event(self) -> Any:
-        """Return a new event, for which a thread waits asleep where the make can do that."""
-
-    def copy(
-        self, layout: PagedLayout, blocks: Sequence[int], host: int, *, to_host: bool
-    ) -> object:
-        """Put the copy of blocks on the current stream.
-
-        `host` is the address of a payload `[layer][block][page]`. It stays valid until the
-        stream has passed the copy, and so does what is returned. May raise anything; then a
-        part of the copy may be under way. Without `stages`, `blocks` of a load may have `SKIP`.
-        """
-
-    def flush(self) -> None:
-        """Start what was only recorded so far, if this make records."""
-
-    def register(self, address: int, size: int) -> None:
-        """`Device.register_host`."""
-
-    def unregister(self, address: int, size: int) -> None:
-        """`Device.unregister_host`."""
 
 
 class StreamDevice:
@@ -93,9 +31,9 @@ class StreamDevice:
     the way between staging memory and the arena) is done there, so that neither the engine's
     thread nor the accelerator does it.
 
-    Copies go straight to the arena where the make can, and through staging memory otherwise:
-    whole blocks are copied between the device and the staging memory, and the host's CPU
-    gathers or scatters them.
+    Copies in the paged format go straight to the arena where the make can. Others go through
+    staging memory: whole blocks are copied between the device and there, and the host's CPU
+    brings them into the format and to the arena, or back.
 
     `copy_threads` is how many threads do the host's part. Raises `IncompatibleEngineError` if
     there is no device `index` (default: the current one).
@@ -172,7 +110,7 @@ class StreamDevice:
     # --- copies -------------------------------------------------------------------------------
 
     def store(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
     ) -> CopyJob:
         """Submit a copy to the arena on the store stream."""
         check_copy(layout, blocks, targets, may_skip=False)
@@ -180,20 +118,20 @@ class StreamDevice:
             return FinishedCopy()
         job = StreamCopy(self._make.event())
         before = self._mark()
-        if self._make.stages:
+        if not self._is_direct(layout):
             self._store_staged(job, before, layout, blocks, targets)
         else:
             with self._behind(before, self._store_stream, job.event):
                 for ids, target in zip(blocks, targets, strict=True):
                     self._copy(job, layout, ids, target, to_host=True)
-            sizes = [layout.payload_bytes(len(ids)) for ids in blocks]
-            self._finish("store", job, lambda: self._checksums(targets, sizes))
+            places = shard_places(layout, blocks, targets)
+            self._finish("store", job, lambda: self._checksums(places))
         if self._make.stores_end_in_call:
             job.wait_ended()
         return job
 
     def load(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
     ) -> CopyJob:
         """Submit a copy from the arena on the load stream."""
         check_copy(layout, blocks, sources, may_skip=True)
@@ -201,7 +139,7 @@ class StreamDevice:
             return FinishedCopy()
         job = StreamCopy(self._make.event())
         before = self._mark()
-        if not self._make.stages:
+        if self._is_direct(layout):
             with self._behind(before, self._load_stream, job.event):
                 for ids, source in zip(blocks, sources, strict=True):
                     self._copy(job, layout, ids, source, to_host=False)
@@ -260,14 +198,18 @@ class StreamDevice:
         except Exception as error:  # noqa: BLE001 - a driver may raise anything; the job must end
             job.refused = f"{type(error).__name__}: {error}"
 
-    def _checksums(self, targets: Sequence[int], sizes: Sequence[int]) -> list[Checksum]:
-        return list(self._hashers.map(checksum_at, targets, sizes))
+    def _is_direct(self, layout: Layout) -> TypeGuard[PagedLayout]:
+        """Whether copies go straight to the arena: pages can, heads are sorted by the host."""
+        return isinstance(layout, PagedLayout) and not self._make.stages
+
+    def _checksums(self, places: Sequence[tuple[int, int]]) -> list[Checksum]:
+        return list(self._hashers.map(lambda place: checksum_at(*place), places))
 
     def _store_staged(
         self,
         job: "StreamCopy",
         before: Any,
-        layout: PagedLayout,
+        layout: Layout,
         blocks: Sequence[Sequence[int]],
         targets: Sequence[int],
     ) -> None:
@@ -277,7 +219,7 @@ class StreamDevice:
             piece = Piece(layout, [blocks[chunk] for chunk in chunks], self._staging)
             event = self._make.event()
             with self._behind(before, self._store_stream, event):
-                self._copy(job, layout, piece.blocks, piece.address, to_host=True)
+                self._copy(job, paged_of(layout), piece.blocks, piece.address, to_host=True)
 
             def arrive(piece: Piece = piece, chunks: range = chunks) -> list[Checksum]:
                 into = [targets[chunk] for chunk in chunks]
@@ -292,7 +234,7 @@ class StreamDevice:
         self,
         job: "StreamCopy",
         before: Any,
-        layout: PagedLayout,
+        layout: Layout,
         blocks: Sequence[Sequence[int]],
         sources: Sequence[int],
     ) -> None:
@@ -303,7 +245,7 @@ class StreamDevice:
                 self._host.load(piece.layout, piece.places, [sources[chunk] for chunk in chunks])
                 event = self._make.event()
                 with self._behind(before, self._load_stream, event):
-                    self._copy(job, layout, piece.blocks, piece.address, to_host=False)
+                    self._copy(job, paged_of(layout), piece.blocks, piece.address, to_host=False)
                 job.event = event
                 self._finish("load", job, list, piece, last=chunks.stop == len(blocks))
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it

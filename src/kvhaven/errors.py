@@ -40,3 +40,7 @@ class IncompatibleEngineError(KVHavenError):
 
 class DeviceCopyError(KVHavenError):
     """A driver refused a copy between the arena and an accelerator."""
+
+
+class UnreportedLoadError(KVHavenError):
+    """A load failed where the engine cannot be told: rather no answer than a wrong one."""

@@ -13,7 +13,7 @@ from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.make import Make
 from kvhaven.devices.plan import check_copy, checksum_at, shard_places
 from kvhaven.devices.staging import Piece, StagingPool, cut, paged_of
-from kvhaven.errors import IncompatibleEngineError
+from kvhaven.errors import DeviceCopyError, IncompatibleEngineError
 from kvhaven.layouts import Layout, PagedLayout
 from kvhaven.types import Checksum
 
@@ -149,6 +149,9 @@ class StreamDevice:
             self._submitter.submit(self._load_staged, job, before, layout, blocks, sources)
         else:
             self._load_staged(job, before, layout, blocks, sources)
+        if job.submitted.is_set() and job.refused:
+            job.wait_ended()
+            raise DeviceCopyError(job.refused)
         return job
 
     def forward_waits(self, job: CopyJob) -> None:

@@ -17,7 +17,8 @@ from kvhaven.layouts import PagedLayout
 class WorkerSide:
     """One rank's copies. Called by the model runner, in the order of the methods below.
 
-    `layout` describes this rank's KV tensors, `rank` its place in the engine's world.
+    `layout` describes this rank's KV tensors, `rank` its place in the engine's world. `heard`
+    says that the scheduler's side gets what the worker reports.
     """
 
     def __init__(
@@ -27,6 +28,8 @@ class WorkerSide:
         device: Device,
         layout: PagedLayout,
         rank: int,
+        *,
+        heard: bool = True,
     ) -> None:
         self._settings = settings
         self._client = client
@@ -37,7 +40,7 @@ class WorkerSide:
         self._loads_due = False
         self._watch = CopyWatch(synchronous=device.synchronous)
         self.stats = KVHavenStats()
-        self._loads = RankLoads(client, device, layout, self._watch, rank, self.stats)
+        self._loads = RankLoads(client, device, layout, self._watch, rank, self.stats, heard=heard)
         self._saves = RankSaves(
             client, device, layout, self._watch, self.stats, settings.chunk_size
         )

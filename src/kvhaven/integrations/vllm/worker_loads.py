@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvhaven.client.rank import MappedArena, RankClient
 from kvhaven.devices.base import SKIP, CopyJob, Device
-from kvhaven.errors import ArenaError, KVHavenError
+from kvhaven.errors import ArenaError, KVHavenError, UnreportedLoadError
 from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, CopyWatch, settled
 from kvhaven.integrations.vllm.metadata import LoadJob
 from kvhaven.integrations.vllm.stats import KVHavenStats
@@ -34,7 +34,8 @@ class RankLoads:
     """Starts loads, says which have ended, and acknowledges each so that its lease ends.
 
     Called from the worker's thread; acknowledgements go out when a copy has ended, also
-    while the engine is idle. `failed` counts the loads that failed.
+    while the engine is idle. `failed` counts the loads that failed. Where the engine does not
+    hear of failures (not `heard`), any method may raise `UnreportedLoadError`.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class RankLoads:
         watch: CopyWatch,
         rank: int,
         stats: KVHavenStats,
+        *,
+        heard: bool = True,
     ) -> None:
         self._client = client
         self._device = device
@@ -52,6 +55,7 @@ class RankLoads:
         self._watch = watch
         self._rank = rank
         self._stats = stats
+        self._heard = heard
         self._running: list[_Load] = []
         self._unmapped: list[tuple[LoadJob, float]] = []
         self._finished: set[str] = set()
@@ -158,6 +162,11 @@ class RankLoads:
 
         An asynchronous load that failed has finished too: the engine waits for both.
         """
+        if not self._heard:
+            raise UnreportedLoadError(
+                f"request {job.request_id}: a load failed ({reason}), and on this platform vLLM "
+                "cannot be told; it would go on with KV that was never computed"
+            )
         logger.error("request %s: a load failed: %s", job.request_id, reason)
         self._stats.add("failed_loads")
         self.failed += 1

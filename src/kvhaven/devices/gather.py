@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvhaven.devices.plan import bytes_at
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import PagedLayout, PageRun
 
 GROUPS: Final = (64, 8, 1)
 """How many blocks are gathered at once; with five operations a group, 15 shapes for a page size."""
@@ -59,17 +59,19 @@ class IndexCopier:
         pages = self._pages.get(layout)
         if pages is None:
             pages = [
-                page_rows(tensor, layout.num_blocks, run.block_stride_bytes, run.page_bytes)
+                _page_rows(tensor, run, layout.num_blocks)
                 for tensor, run in zip(layout.tensors, layout.layers, strict=True)
             ]
             self._pages[layout] = pages
         return pages
 
 
-def page_rows(tensor: torch.Tensor, blocks: int, stride: int, page: int) -> torch.Tensor:
-    """View a KV tensor as bytes, `[blocks][page]`; `stride` is in bytes from block to block."""
+def _page_rows(tensor: torch.Tensor, run: PageRun, blocks: int) -> torch.Tensor:
+    """View the pages of a run as bytes, `[block][page]`, by the tensor that they lie in."""
     as_bytes = tensor.view(torch.uint8)
-    return as_bytes.as_strided((blocks, page), (stride, 1), as_bytes.storage_offset())
+    start = as_bytes.storage_offset() + run.pointer - tensor.data_ptr()
+    shape, strides = (blocks, run.page_bytes), (run.block_stride_bytes, 1)
+    return as_bytes.as_strided(shape, strides, start)
 
 
 def groups(blocks: int) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,6 @@ one; never run on hardware by us.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,13 +72,10 @@ def open_hpu(copy_threads: int = 1, index: int | None = None) -> StreamDevice:
 def unavailable() -> str:
     """Return why there is no Gaudi to use, or an empty text if there is one."""
     try:
-        found = importlib.util.find_spec(_BRIDGE)
-    except (ImportError, ValueError):
-        found = None
-    if found is None:
-        return f"the package {_BRIDGE} (Habana's bridge for torch) is not installed"
-    try:
         bridge: Any = importlib.import_module(f"{_BRIDGE}.hpu")
+    except ImportError as error:
+        return f"{_BRIDGE} (Habana's bridge for torch) cannot be imported: {error}"
+    try:
         available = bool(bridge.is_available())
     except Exception as error:  # noqa: BLE001 - a driver's own start-up may raise anything
         return f"{_BRIDGE} could not be used: {error!r}"

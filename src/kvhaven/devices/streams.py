@@ -162,11 +162,9 @@ class StreamDevice:
                 self._api.current_stream().wait_event(job.event)
 
     def fence(self, jobs: Sequence[CopyJob]) -> None:
-        """Let the current stream and the load stream wait for the jobs' events."""
+        """Let the current stream wait for the jobs' events; loads wait for the current stream."""
         for job in jobs:
-            if isinstance(job, StreamCopy):
-                self.forward_waits(job)
-                self._load_stream.wait_event(job.event)
+            self.forward_waits(job)
 
     def close(self) -> None:
         """Wait for our streams, end the threads, give up what was registered."""

@@ -60,20 +60,16 @@ def _build(compiler: str, target: Path) -> None:
     def compile_one(source: Path) -> Path:
         compiled = work / f"{source.stem}.o"
         includes = torch_folder / "include"  # not ours to keep free of warnings
-        _run(
-            [compiler, *_FLAGS, "-Werror", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-            + ["-isystem", str(includes), "-c", str(source), "-o", str(compiled)]
-        )
+        flags = [*_FLAGS, "-Werror", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(includes)]
+        _run([compiler, *flags, "-c", str(source), "-o", str(compiled)])
         return compiled
 
     with ThreadPoolExecutor(_JOBS) as pool:
         compiled = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
     libraries = torch_folder / "lib"
     linked = work / target.name
-    _run(
-        [compiler, "-shared", *map(str, compiled), "-o", str(linked), f"-L{libraries}"]
-        + [f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-pthread"]
-    )
+    needed = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-pthread"]
+    _run([compiler, "-shared", *map(str, compiled), "-o", str(linked), *needed])
     linked.rename(target)
     shutil.rmtree(work)
 

@@ -36,7 +36,7 @@ def hpu_installed(
         module.__name__: module for module in (root, habana, core, habana_hpu, utils, internal)
     }
     before = {name: sys.modules.get(name) for name in modules}
-    torch._register_device_module("hpu", hpu)
+    torch._register_device_module("hpu", hpu)  # type: ignore[no-untyped-call]
     sys.modules.update(modules)
     try:
         yield hpu

@@ -4,7 +4,7 @@
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -22,12 +22,19 @@ class DeviceFunctions:
         self._native = native
         self._devices = devices
         self._memory = memory
-        self.Stream, self.Event = _stream_and_event(native, self)
+        self.kind = native.kind
+        self.Stream: type[DeviceStream] = type("Stream", (DeviceStream,), {"module": self})
+        self.Event: type[DeviceEvent] = type("Event", (DeviceEvent,), {"module": self})
 
     def names(self) -> dict[str, Any]:  # functions and classes of all kinds
         """Return all that belongs into the module."""
         found = {name: getattr(self, name) for name in dir(self) if not name.startswith("_")}
-        del found["names"]
+        for name in ("kind", "names", "index_of"):
+            del found[name]
+        if self.kind == "hpu":
+            found["synchronize"] = self._synchronize_current
+        else:
+            del found["default_stream"]  # torch has none
         return found | {
             "_lazy_init": lambda: None,
             "_is_in_bad_fork": lambda: False,
@@ -60,18 +67,18 @@ class DeviceFunctions:
         return self._native.device()
 
     def set_device(self, device: DeviceLike) -> None:
-        self._native.set_device(self._index(device))
+        self._native.set_device(self.index_of(device))
 
     @contextlib.contextmanager
     def device(self, device: DeviceLike) -> Iterator[None]:
-        before = self._exchange_device(self._index(device))
+        before = self._exchange_device(self.index_of(device))
         try:
             yield
         finally:
             self._native.set_device(before)
 
     def get_device_name(self, device: DeviceLike = None) -> str:
-        return f"simulated {self._native.kind}"
+        return f"simulated {self.kind}"
 
     def get_device_properties(self, device: DeviceLike = None) -> SimpleNamespace:
         return SimpleNamespace(
@@ -84,15 +91,17 @@ class DeviceFunctions:
             self._native.set_device(index)
         return before
 
-    def _index(self, device: DeviceLike) -> int:
+    def index_of(self, device: DeviceLike) -> int:
+        """Return the index that a device in any of torch's ways of naming it has."""
         if isinstance(device, int):
             return device
         if device is None:
             return self._native.device()
-        device = torch.device(device)
-        if device.type != self._native.kind:
-            raise ValueError(f"Expected a {self._native.kind} device, but got: {device}")
-        return self._native.device() if device.index is None else device.index
+        named = torch.device(device)
+        if named.type != self.kind:
+            raise ValueError(f"Expected a {self.kind} device, but got: {device}")
+        index: int | None = named.index  # which torch's types deny
+        return self._native.device() if index is None else index
 
     # --- memory -------------------------------------------------------------------------------
 
@@ -100,27 +109,30 @@ class DeviceFunctions:
         return self._memory - self.memory_allocated(device), self._memory
 
     def memory_allocated(self, device: DeviceLike = None) -> int:
-        return self._native.allocated(self._index(device))
+        return self._native.allocated(self.index_of(device))
 
     def memory_reserved(self, device: DeviceLike = None) -> int:
         return self.memory_allocated(device)
 
     def max_memory_allocated(self, device: DeviceLike = None) -> int:
-        return self._native.peak(self._index(device))
+        return self._native.peak(self.index_of(device))
 
     def empty_cache(self) -> None: ...
 
     # --- streams ------------------------------------------------------------------------------
 
     def synchronize(self, device: DeviceLike = None) -> None:
-        self._native.synchronize(self._index(device))
+        self._native.synchronize(self.index_of(device))
+
+    def _synchronize_current(self) -> None:  # Intel's takes no device
+        self.synchronize()
 
     def current_stream(self, device: DeviceLike = None) -> torch.Stream:
-        index = self._index(device)
+        index = self.index_of(device)
         return self._stream(index, self._native.stream(index))
 
     def default_stream(self, device: DeviceLike = None) -> torch.Stream:
-        return self._stream(self._index(device), 0)
+        return self._stream(self.index_of(device), 0)
 
     def set_stream(self, stream: torch.Stream | None) -> None:
         if stream is not None:
@@ -139,59 +151,63 @@ class DeviceFunctions:
             self.set_stream(before)
 
     def _stream(self, device: int, stream: int) -> torch.Stream:
-        kind = _DEVICE_TYPES[self._native.kind]
+        kind = _DEVICE_TYPES[self.kind]
         return self.Stream(stream_id=stream, device_index=device, device_type=kind)
 
 
-def _stream_and_event(
-    native: Native, module: DeviceFunctions
-) -> tuple[type[torch.Stream], type[torch.Event]]:
-    """Make the classes of a module: torch's own, with a device that need not be named."""
+class DeviceEvent(torch.Event):
+    """Torch's event, of a device that need not be named."""
 
-    class Event(torch.Event):
-        def __new__(
-            cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-        ) -> Self:
-            return super().__new__(cls, torch.device(native.kind, native.device()))
+    module: ClassVar[DeviceFunctions]
 
-        def record(self, stream: torch.Stream | None = None) -> None:
-            super().record(module.current_stream() if stream is None else stream)
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> Self:
+        if cls.module.kind == "xpu" and (blocking or interprocess):
+            raise TypeError("torch.xpu.Event() takes enable_timing only")
+        return super().__new__(cls, torch.device(cls.module.kind))
 
-        def wait(self, stream: torch.Stream | None = None) -> None:
-            super().wait(module.current_stream() if stream is None else stream)
+    def record(self, stream: torch.Stream | None = None) -> None:
+        super().record(self.module.current_stream() if stream is None else stream)
 
-    class Stream(torch.Stream):
-        _before: list[torch.Stream]
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        super().wait(self.module.current_stream() if stream is None else stream)
 
-        def __new__(cls, device: DeviceLike = None, priority: int = 0, **known: int) -> Self:
-            if "stream_id" in known:
-                return super().__new__(cls, **known)
-            index = module._index(device)
-            return super().__new__(cls, torch.device(native.kind, index), priority=priority)
 
-        def wait_event(self, event: torch.Event) -> None:
-            event.wait(self)
+class DeviceStream(torch.Stream):
+    """Torch's stream, of a device that need not be named, and of an accelerator that is not the
+    process's only one: torch's own context manager does nothing for such.
+    """
 
-        def wait_stream(self, stream: torch.Stream) -> None:
-            self.wait_event(stream.record_event())
+    module: ClassVar[DeviceFunctions]
 
-        def record_event(self, event: torch.Event | None = None) -> torch.Event:
-            event = Event() if event is None else event
-            event.record(self)
-            return event
+    def __new__(cls, device: DeviceLike = None, priority: int = 0, **known: int) -> Self:
+        if known:  # stream_id, device_index and device_type of a stream that exists
+            return super().__new__(cls, **known)
+        where = torch.device(cls.module.kind, cls.module.index_of(device))
+        return super().__new__(cls, where, priority=priority)
 
-        # torch's own asks for the current accelerator, which a simulated one is not.
-        def __enter__(self) -> Self:
-            self.__dict__.setdefault("_before", []).append(module.current_stream(self.device_index))
-            module.set_stream(self)
-            return self
+    def wait_event(self, event: torch.Event) -> None:
+        event.wait(self)
 
-        def __exit__(
-            self,
-            kind: type[BaseException] | None,
-            error: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None:
-            module.set_stream(self._before.pop())
+    def wait_stream(self, stream: torch.Stream) -> None:
+        self.wait_event(stream.record_event())
 
-    return Stream, Event
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        event = self.module.Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Self:
+        before = self.module.current_stream(self.device_index)
+        self.__dict__.setdefault("before", []).append(before)
+        self.module.set_stream(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.module.set_stream(self.__dict__["before"].pop())

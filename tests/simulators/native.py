@@ -159,9 +159,8 @@ _ON_SYNCHRONIZATION = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 _ON_SHAPE = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64)
 
 
-@_ON_SYNCHRONIZATION
 def _on_synchronization(number: int, what: bytes) -> None:
-    frame = sys._getframe(1) if sys._getframe().f_back else None
+    frame = sys._getframe().f_back
     while frame and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
         if Path(frame.f_code.co_filename).name.startswith("test_"):
             break  # of this folder, but a user
@@ -169,6 +168,9 @@ def _on_synchronization(number: int, what: bytes) -> None:
     where = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if frame else "?"
     seen = Synchronization(what.decode(), where, threading.current_thread().name)
     _OPEN[number].synchronizations.append(seen)
+
+
+_CALLBACK = _ON_SYNCHRONIZATION(_on_synchronization)  # kept for as long as the extension may call
 
 
 @functools.cache
@@ -208,5 +210,5 @@ def _load() -> ctypes.CDLL:
         function.restype = result  # type: ignore[attr-defined]
         function.argtypes = arguments  # type: ignore[attr-defined]
     library.simulator_register()
-    library.simulator_on_synchronization(_on_synchronization)
+    library.simulator_on_synchronization(_CALLBACK)
     return library

@@ -32,7 +32,7 @@ class Simulation:
 
     def tick(self, n: int = 1) -> bool:
         """Run `n` pieces of work, chosen at random; False if there was nothing that may run."""
-        return all([self._native.tick() for _ in range(n)])
+        return all(self._native.tick() for _ in range(n))
 
     def drain(self) -> None:
         """Run all work, with what is only recorded. Raises what it failed with."""

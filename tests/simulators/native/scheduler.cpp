@@ -97,7 +97,6 @@ double World::weight() {
 int World::device() { return choice_of(*this).device; }
 
 void World::set_device(int device) {
-  require_open();
   if (device < 0 || device >= settings_.devices)
     throw std::runtime_error("there is no " + name_ + " device " + std::to_string(device) + " of " +
                              std::to_string(settings_.devices));

@@ -228,11 +228,12 @@ class Scheduler:
 class Engine:
     """A scheduler and its ranks in this process."""
 
+    _saves = itertools.count(1)
+
     def __init__(self, address: str, world: int = 1, **options: Any) -> None:
         engine = options.pop("engine", "engine")
         self.ranks = [Rank(address, n, world, engine=engine, **options) for n in range(world)]
         self.scheduler = Scheduler(address, world, engine=engine)
-        self._saves = itertools.count(1)
 
     def __enter__(self) -> Self:
         try:

@@ -181,8 +181,8 @@ def test_members_that_hold_impossible_shards_are_refused() -> None:
     digest, other = node.namespace.digest, namespace_of("other", 4)
     node.catalog.add_namespace(other)
     attach = node.catalog.attach
-    for rank, holds in ((0, 0), (0, 0b10000), (None, 1)):
-        with pytest.raises(KVHavenError, match="a rank holds some of these, a scheduler none"):
+    for rank, holds in ((0, 0), (0, 0b10000), (0, 0b0101), (0, -1), (None, 1)):
+        with pytest.raises(KVHavenError, match="a rank holds some of these without a gap"):
             attach(SessionId("t"), MemberId("t/x"), rank, digest, 2, holds)
     attach(SessionId("t"), MemberId("t/0"), 0, digest, 2, 0b0011)
     for holds in (0b0110, 0b0001, 0b0111):

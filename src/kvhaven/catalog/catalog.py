@@ -101,22 +101,23 @@ class Catalog:
     ) -> None:
         """Take in a member of a session of `world` ranks; `rank` None is its scheduler.
 
-        `holds` is the bitmap of the shards that a rank has of every chunk, 0 for a scheduler.
-        Two ranks of a session hold the same shards, whose bytes are equal then, or none in
-        common. Sessions of one namespace may divide its shards differently.
+        `holds` is the bitmap of the shards that a rank has of every chunk, without a gap; 0 for
+        a scheduler. Two ranks of a session hold the same shards, whose bytes are equal then, or
+        none in common. Sessions of one namespace may divide its shards differently.
 
         A member that was lost is back with this: nothing of it was reused meanwhile, and for
         what it had reserved it gets DISCARDED. Raises KVHavenError for an unknown namespace,
-        a rank out of range, shards that the namespace does not have or that overlap another
-        rank's in part, another `world` or namespace than the session's, or a rank or scheduler
-        that another connected member is already.
+        a rank out of range, shards that the namespace does not have, that have a gap or overlap
+        another rank's in part, another `world` or namespace than the session's, or a rank or
+        scheduler that another connected member is already.
         """
         known = self._namespace(namespace)
-        if bool(holds) != (rank is not None) or holds & ~known.complete:
+        gaps = holds & (holds + (holds & -holds))
+        if bool(holds) != (rank is not None) or holds & ~known.complete or gaps:
             raise KVHavenError(
                 f"rank {rank} (member {member}) holds shards {holds:b} of namespace "
                 f"{namespace.hex()}, whose chunks have {known.complete:b}; a rank holds some of "
-                "these, a scheduler none"
+                "these without a gap, a scheduler none"
             )
         self._sessions.attach(session, member, rank, namespace, world, holds)
 

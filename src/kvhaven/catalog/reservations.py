@@ -88,10 +88,9 @@ class Reservations:
         self.commits += len(checksums)
         entry.bitmap |= shards
         entry.awaited &= ~(1 << member.rank)
-        for checksum in checksums:
-            lowest = shards & -shards
-            entry.checksums[lowest.bit_length() - 1] = checksum  # type: ignore[index]  # still a list
-            shards ^= lowest
+        if shards:  # those of a rank follow each other
+            first = (shards & -shards).bit_length() - 1
+            entry.checksums[first : first + len(checksums)] = checksums  # type: ignore[index]  # still a list
         if self._is_whole(entry):
             self._space.show(entry)
             return CommitResult.RESIDENT, entry
@@ -163,8 +162,9 @@ class Reservations:
     @staticmethod
     def _open(entry: Entry, member: Member, shards: int) -> Grant:
         if entry.writers is None:
-            entry.writers = {}
-        entry.writers[member.id] = shards
+            entry.writers = {member.id: shards}
+        else:
+            entry.writers[member.id] = shards
         member.open[entry.extent.generation] = entry
         return Grant(entry.key, entry.extent, shards)
 

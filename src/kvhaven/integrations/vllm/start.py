@@ -88,7 +88,7 @@ def start_worker(
             world=config.parallel_config.world_size,
             namespace=namespace_digest(fields),
             fields=fields,
-            shard=Shard(shard_id(config, rank), layout.payload_bytes(blocks_per_chunk)),
+            shards=(Shard(shard_id(config, rank), layout.payload_bytes(blocks_per_chunk)),),
         ),
         on_arena=lambda arena: _register(device, arena),
         off_arena=lambda arena: _unregister(device, arena),

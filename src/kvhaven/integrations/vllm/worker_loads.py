@@ -138,14 +138,17 @@ class RankLoads:
             self.poll()
 
     def _sources(self, job: LoadJob, arena: MappedArena | None) -> list[int]:
-        """Return the host addresses of this rank's shards. Raises `KVHavenError`."""
+        """Return the host address of this rank's first shard of each chunk.
+
+        Raises `KVHavenError`.
+        """
         if not job.places:
             raise KVHavenError("it could not be planned; the reason was logged before")
         if arena is None:
             raise ArenaError(f"the arena of service {job.service[:8]} is not mapped")
         offset = job.shard_offsets[self._rank]
-        chunk_bytes = self._layout.payload_bytes(len(job.blocks[0][0]))
-        return [arena.address_of(segment, at + offset, chunk_bytes) for segment, at in job.places]
+        span = self._client.span_bytes
+        return [arena.address_of(segment, at + offset, span) for segment, at in job.places]
 
     def _end(self, load: _Load) -> None:
         if load.copy.error:

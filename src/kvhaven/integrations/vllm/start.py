@@ -27,7 +27,13 @@ from kvhaven.integrations.vllm.platforms import platform_of
 from kvhaven.integrations.vllm.scheduler import SchedulerSide
 from kvhaven.integrations.vllm.worker import WorkerSide
 from kvhaven.keys import namespace_digest
-from kvhaven.layouts import PagedLayout, PortableLayout, describe_kv_caches, head_geometry
+from kvhaven.layouts import (
+    PagedLayout,
+    PortableLayout,
+    describe_kv_caches,
+    head_geometry,
+    head_shards,
+)
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import Shard
 
@@ -88,7 +94,8 @@ def start_worker(
             world=config.parallel_config.world_size,
             namespace=namespace_digest(fields),
             fields=fields,
-            shards=(Shard(shard_id(config, rank), layout.payload_bytes(blocks_per_chunk)),),
+            shards=_shards(config, layout, rank, blocks_per_chunk),
+            shared=isinstance(layout, PortableLayout),
         ),
         on_arena=lambda arena: _register(device, arena),
         off_arena=lambda arena: _unregister(device, arena),
@@ -195,6 +202,24 @@ def _geometry(config: "VllmConfig", layout: PagedLayout | PortableLayout) -> dic
         layers=model.get_total_num_hidden_layers(),
         heads=1 if model.use_mla else model.get_total_num_kv_heads(),
     )
+
+
+def _shards(
+    config: "VllmConfig", layout: PagedLayout | PortableLayout, rank: int, blocks: int
+) -> tuple[Shard, ...]:
+    """Return what a rank holds of each chunk: one shard, or in the portable format one a head."""
+    ids = [shard_id(config, rank)]
+    if isinstance(layout, PortableLayout):
+        model, parallel = config.model_config, config.parallel_config
+        size = parallel.tensor_parallel_size
+        ids = head_shards(
+            1 if model.use_mla else model.get_total_num_kv_heads(),
+            size,
+            rank % size,
+            group=0,
+            layers=model.get_layers_start_end_indices(parallel),
+        )
+    return tuple(Shard(id_, layout.shard_bytes(blocks)) for id_ in ids)
 
 
 def _loads_asynchronously(settings: Settings, config: "VllmConfig") -> bool:

@@ -11,7 +11,7 @@ from kvhaven.integrations.vllm.metadata import StepPlan, StepReport
 from kvhaven.integrations.vllm.stats import KVHavenStats
 from kvhaven.integrations.vllm.worker_loads import RankLoads
 from kvhaven.integrations.vllm.worker_saves import RankSaves
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout
 
 
 class WorkerSide:
@@ -26,7 +26,7 @@ class WorkerSide:
         settings: Settings,
         client: RankClient,
         device: Device,
-        layout: PagedLayout,
+        layout: Layout,
         rank: int,
         *,
         heard: bool = True,

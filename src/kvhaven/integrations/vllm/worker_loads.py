@@ -12,7 +12,7 @@ from kvhaven.errors import ArenaError, KVHavenError, UnreportedLoadError
 from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, CopyWatch, settled
 from kvhaven.integrations.vllm.metadata import LoadJob
 from kvhaven.integrations.vllm.stats import KVHavenStats
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RankLoads:
         self,
         client: RankClient,
         device: Device,
-        layout: PagedLayout,
+        layout: Layout,
         watch: CopyWatch,
         rank: int,
         stats: KVHavenStats,
@@ -157,7 +157,7 @@ class RankLoads:
         if load.job.asynchronous:
             self._finished.add(load.job.request_id)
         blocks = sum(block != SKIP for chunk in load.job.blocks[0] for block in chunk)
-        self._stats.add("loaded_bytes", self._layout.payload_bytes(blocks))
+        self._stats.add("loaded_bytes", self._layout.shard_bytes(blocks) * self._layout.shards)
         self._stats.add("loaded_seconds", time.perf_counter() - load.begun)
 
     def _fail(self, job: LoadJob, reason: str) -> None:

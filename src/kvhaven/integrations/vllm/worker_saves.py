@@ -14,7 +14,7 @@ from kvhaven.errors import KVHavenError
 from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, CopyWatch, settled
 from kvhaven.integrations.vllm.metadata import SaveJob, StepReport
 from kvhaven.integrations.vllm.stats import KVHavenStats
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class RankSaves:
         self,
         client: RankClient,
         device: Device,
-        layout: PagedLayout,
+        layout: Layout,
         watch: CopyWatch,
         stats: KVHavenStats,
         chunk_size: int,
@@ -66,7 +66,7 @@ class RankSaves:
         self._layout = layout
         self._watch = watch
         self._stats = stats
-        self._chunk_bytes = layout.payload_bytes(chunk_size // layout.block_size)
+        self._chunk_bytes = layout.shard_bytes(chunk_size // layout.block_size) * layout.shards
         self._reserved: list[tuple[SaveJob, Reservation | None]] = []
         self._withheld: list[Grant] = []
         self._running: dict[int, _Save] = {}

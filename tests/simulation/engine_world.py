@@ -68,7 +68,6 @@ _CONFIG = {
     "intermediate_size": 64,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "vocab_size": 256,
     "max_position_embeddings": MODEL_LENGTH,
     "torch_dtype": "bfloat16",
@@ -181,10 +180,11 @@ class Setup:
     events: KVEventsConfig | None = None
 
 
-def model_folder(folder: Path) -> Path:
+def model_folder(folder: Path, heads: int = 2) -> Path:
     """Write the configuration of a tiny model, which is never loaded."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    text = json.dumps(_CONFIG | {"num_key_value_heads": heads})
+    (folder / "config.json").write_text(text)
     return folder
 
 
@@ -193,7 +193,8 @@ def make_config(folder: Path, setup: Setup, **more: Any) -> VllmConfig:
     register()
     config = VllmConfig(
         model_config=ModelConfig(
-            model=str(model_folder(folder / "model")),
+            # A rank has one KV head.
+            model=str(model_folder(folder / f"model{setup.world}", setup.world)),
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=MODEL_LENGTH,

@@ -219,6 +219,11 @@ def _shards(
             group=0,
             layers=model.get_layers_start_end_indices(parallel),
         )
+    if len(ids) != layout.shards:
+        raise LayoutError(
+            f"by the model's configuration rank {rank} has {len(ids)} KV heads, its KV tensors "
+            f"have {layout.shards} ({layout.description}); set format: paged"
+        )
     return tuple(Shard(id_, layout.shard_bytes(blocks)) for id_ in ids)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulators' order of work: each missing wait shows, and with it every seed is right."""
 
+import queue
 import random
 import threading
 import time
@@ -184,53 +185,49 @@ def test_helper_threads_wait_while_others_submit(kind: Kind, background: bool) -
     Sources are numpy's, whose memory is given up with Python's lock held, by whichever thread
     runs the copy.
     """
-    jobs: list[list[tuple[torch.Event, torch.Tensor, int] | None]] = [[], []]
-    wrong: list[int] = []
-    arrived = threading.Condition()
-
-    def finish(index: int) -> None:
-        while True:
-            with arrived:
-                arrived.wait_for(lambda: jobs[index])
-                job = jobs[index].pop(0)
-            if job is None:
-                return
-            ended, target, value = job
-            ended.synchronize()
-            if not is_all(target, value):
-                wrong.append(value)
-
     with simulated(kind, seed=5, unpinned_waits=False) as sim:
         if background:
             sim.run_background()
-        threads = [threading.Thread(target=finish, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
+        finishers = [Finisher() for _ in range(2)]
         sides = [sim.module.Stream() for _ in range(2)]
         blocks = [torch.zeros(64, device=kind) for _ in range(2)]
         for value in range(300):
-            index = value % 2
-            sides[index].wait_stream(sim.module.current_stream())
-            with sim.module.stream(sides[index]):
-                blocks[index].copy_(
-                    torch.from_numpy(np.full(64, value, np.float32)), non_blocking=True
-                )
+            side, block = sides[value % 2], blocks[value % 2]
+            side.wait_stream(sim.module.current_stream())
+            with sim.module.stream(side):
+                source = torch.from_numpy(np.full(64, value, np.float32))
+                block.copy_(source, non_blocking=True)
                 target = torch.zeros(64)
-                target.copy_(blocks[index], non_blocking=True)
-                ended = sides[index].record_event()
-            with arrived:
-                jobs[index].append((ended, target, value))
-                arrived.notify_all()
+                target.copy_(block, non_blocking=True)
+                finishers[value % 2].jobs.put((side.record_event(), target, value))
+            del source
             if value % 50 == 0:
                 assert torch.equal(torch.ones(3, device=kind).cpu(), torch.ones(3))
-        with arrived:
-            for queue in jobs:
-                queue.append(None)
-            arrived.notify_all()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
-    assert wrong == []
+        for finisher in finishers:
+            finisher.jobs.put(None)
+            finisher.join(60)
+            assert not finisher.is_alive()
+            assert finisher.seen == finisher.right
+            assert len(finisher.seen) == 150
+
+
+class Finisher(threading.Thread):
+    """Waits for one copy after the other and looks at what it brought."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: queue.SimpleQueue[tuple[torch.Event, torch.Tensor, int] | None]
+        self.jobs = queue.SimpleQueue()
+        self.seen: list[list[float]] = []
+        self.right: list[list[float]] = []
+        self.start()
+
+    def run(self) -> None:
+        while job := self.jobs.get():
+            ended, target, value = job
+            ended.synchronize()
+            self.seen.append(sorted(set(target.tolist())))
+            self.right.append([value])
 
 
 def test_streams_are_a_matter_of_the_thread() -> None:
@@ -254,19 +251,28 @@ def test_streams_are_a_matter_of_the_thread() -> None:
 def test_what_waits_at_the_end_is_let_go() -> None:
     """A thread that waits for work that will never run, as after a failed test."""
     ended = threading.Event()
-    with pytest.raises(KeyError, match="the test failed"), simulated("hpu", mode="lazy") as sim:
-        block = torch.ones(4, device="hpu")
-        event = sim.module.current_stream().record_event()
-        sim.module.synchronize()
 
-        def wait() -> None:
-            event.synchronize()
-            ended.set()
+    def fail() -> None:
+        with simulated("hpu") as sim:
+            block = torch.ones(4, device="hpu")
+            blocks.append(block)
+            event = sim.module.current_stream().record_event()
 
-        thread = threading.Thread(target=wait)
-        thread.start()
-        raise KeyError("the test failed")
-    thread.join(10)
+            def wait() -> None:
+                while not event.query():
+                    time.sleep(0.001)
+                ended.set()
+
+            sim._native.close()
+            threads.append(threading.Thread(target=wait))
+            threads[0].start()
+            raise KeyError("the test failed")
+
+    blocks: list[torch.Tensor] = []
+    threads: list[threading.Thread] = []
+    with pytest.raises(KeyError, match="the test failed"):
+        fail()
+    threads[0].join(10)
     assert ended.is_set()
     with pytest.raises(RuntimeError, match="there is no hpu: its simulator is off"):
-        block.cpu()
+        blocks[0].cpu()

@@ -125,8 +125,8 @@ def _cpu(sizes: Sizes) -> Caches:
     half = sizes.tokens * sizes.head_dim
     raw = filled(sizes.dtype, sizes.layers, sizes.blocks, sizes.heads, 2 * half)
     views = raw.view(*raw.shape[:3], sizes.tokens, 2 * sizes.head_dim)
-    keys = raw[..., :half].unflatten(-1, (sizes.head_dim, sizes.tokens))
-    values = raw[..., half:].unflatten(-1, (sizes.tokens, sizes.head_dim))
+    keys = raw[..., :half].view(*raw.shape[:3], sizes.head_dim, sizes.tokens)
+    values = raw[..., half:].view(*raw.shape[:3], sizes.tokens, sizes.head_dim)
     return Caches(
         list(views),
         [
@@ -141,7 +141,7 @@ def _old_cpu(sizes: Sizes) -> Caches:
     shape = (2, sizes.blocks, sizes.heads, sizes.tokens, sizes.head_dim)
     raw = [filled(sizes.dtype, *shape) for _ in range(sizes.layers)]
     columns = [
-        layer[0].flatten(2).unflatten(-1, (sizes.head_dim, sizes.tokens)).permute(0, 3, 1, 2)
+        layer[0].view(*shape[1:3], sizes.head_dim, sizes.tokens).permute(0, 3, 1, 2)
         for layer in raw
     ]
     return Caches(
@@ -165,8 +165,8 @@ def _gaudi(sizes: Sizes) -> Caches:
     planes = []
     for _ in range(sizes.layers):
         both = [
-            filled(sizes.dtype, slots + 3, sizes.heads, sizes.head_dim)[:slots].unflatten(
-                0, (sizes.blocks, sizes.tokens)
+            filled(sizes.dtype, slots + 3, sizes.heads, sizes.head_dim)[:slots].view(
+                sizes.blocks, sizes.tokens, sizes.heads, sizes.head_dim
             )
             for _ in range(2)
         ]

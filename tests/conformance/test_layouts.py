@@ -83,7 +83,16 @@ def _runs(rank: Engine) -> list[torch.Tensor]:
             runs.extend(registered.unbind(1))
         else:
             runs.append(registered)
-    return [run.unflatten(0, (rank.sizes.blocks, -1)) for run in runs]
+    return [blocks_of(run, rank) for run in runs]
+
+
+def blocks_of(tensor: torch.Tensor, rank: Engine) -> torch.Tensor:
+    """View kernel blocks as the engine's blocks."""
+    parts = tensor.shape[0] // rank.sizes.blocks
+    strides = tensor.stride()
+    return tensor.as_strided(
+        (rank.sizes.blocks, parts, *tensor.shape[1:]), (strides[0] * parts, *strides)
+    )
 
 
 def _page(run: torch.Tensor, block: int) -> torch.Tensor:
@@ -121,18 +130,14 @@ def test_a_load_is_the_inverse_and_writes_no_other_byte(
     for registered in rank.caches.registered:
         for tensor in [registered] if isinstance(registered, torch.Tensor) else registered:
             cleared = [b for b in BLOCKS if b != BLOCKS[2]]
-            _by_block(tensor, rank)[cleared] = 0
+            at = (rank.kind.form or "B").index("B")
+            blocks_of(tensor.movedim(at, 0), rank)[cleared] = 0
     target = [SKIP if block == BLOCKS[2] else block for block in BLOCKS]
     job = device.load(layout, [target], [host.address])
     for was, now in zip(wanted, all_bytes(rank.caches), strict=True):
         assert torch.equal(was, now)
     assert list(job.checksums) == []
     assert torch.equal(host.tensor, held), "a load changes no host memory"
-
-
-def _by_block(tensor: torch.Tensor, rank: Engine) -> torch.Tensor:
-    at = (rank.kind.form or "B").index("B")
-    return tensor.movedim(at, 0).unflatten(0, (rank.sizes.blocks, -1))
 
 
 def test_moves_are_the_same_copy(rank: Engine, layout: Layout, device: CpuDevice) -> None:

@@ -37,6 +37,7 @@ def hpu_installed(
     }
     before = {name: sys.modules.get(name) for name in modules}
     torch._register_device_module("hpu", hpu)  # type: ignore[no-untyped-call]
+    torch.get_device_module.cache_clear()
     sys.modules.update(modules)
     try:
         yield hpu
@@ -48,6 +49,7 @@ def hpu_installed(
                 sys.modules[name] = module
         del sys.modules["torch.hpu"]
         delattr(torch, "hpu")
+        torch.get_device_module.cache_clear()
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ LATER = (
     # arithmetic
     "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "remainder", "remainder_",
     "neg", "abs", "ceil", "floor", "clamp", "bitwise_and", "bitwise_or", "bitwise_xor",
-    "bitwise_not", "exp", "sqrt", "rsqrt", "silu", "pow", "maximum", "minimum", "mm", "bmm", "addmm",
-    "_softmax", "cumsum",
+    "bitwise_not", "exp", "sqrt", "rsqrt", "silu", "pow", "maximum", "minimum", "mm", "bmm",
+    "addmm", "_softmax", "cumsum",
     # comparing and reducing
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "all",
     "any", "sum", "mean", "amax", "amin", "argmax", "max", "min",

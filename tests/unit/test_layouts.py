@@ -112,7 +112,7 @@ def test_a_pair_of_tensors_is_two_runs_and_k_comes_first() -> None:
     key, value = (
         torch.zeros(BLOCKS * TOKENS + 5, HEADS, CONTENT // 2, dtype=torch.bfloat16)[
             : BLOCKS * TOKENS
-        ].unflatten(0, (BLOCKS, TOKENS))
+        ].view(BLOCKS, TOKENS, HEADS, CONTENT // 2)
         for _ in range(2)
     )
     for pair in ((key, value), [key, value]):

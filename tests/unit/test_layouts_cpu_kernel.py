@@ -24,19 +24,14 @@ def kernel() -> None:
     library = Path(found.submodule_search_locations[0]) / f"{name}.abi3.so"
     if not library.exists():
         pytest.skip(f"no {library.name} in this vLLM: not a build for CPUs of x86_64")
-    torch.ops.load_library(str(library))
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
 
 
 def written_by_the_kernel(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    isa: str,
-    head_dim: int,
+    key_cache: torch.Tensor, value_cache: torch.Tensor, isa: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Let the kernel write random K and V, slot by slot in random order; return both."""
-    blocks, heads, tokens = key_cache.shape[:3]
-    if key_cache.shape[-1] != head_dim:
-        raise AssertionError(key_cache.shape)
+    blocks, heads, tokens, head_dim = key_cache.shape
     key, value = (
         torch.randn(blocks * tokens, heads, head_dim).to(key_cache.dtype) for _ in range(2)
     )
@@ -72,8 +67,8 @@ def test_pages_of_the_cpu_kernel_are_read_right(
 ) -> None:
     """As `CPUAttentionBackendImpl.do_kv_cache_update` calls it in vLLM 0.32."""
     view = torch.zeros(BLOCKS, heads, tokens, 2 * head_dim, dtype=dtype)
-    halves = view.view(BLOCKS, heads, 2 * tokens, head_dim).chunk(2, dim=2)
-    key, value = written_by_the_kernel(*halves, isa, head_dim)
+    keys, values = view.view(BLOCKS, heads, 2 * tokens, head_dim).chunk(2, dim=2)
+    key, value = written_by_the_kernel(keys, values, isa)
     layout = describe_kv_caches(
         {"l": view},
         layer_specs={"l": (view[0].numel() * view.element_size(), tokens)},
@@ -93,8 +88,8 @@ def test_pages_of_the_cpu_kernel_are_read_right(
 def test_k_is_in_columns_and_v_in_rows() -> None:
     """The bytes themselves: [head][head_dim][token] of K, then [head][token][head_dim] of V."""
     view = torch.zeros(1, 1, 32, 64, dtype=torch.bfloat16)
-    halves = view.view(1, 1, 64, 32).chunk(2, dim=2)
-    key, value = written_by_the_kernel(*halves, "vec", 32)
+    keys, values = view.view(1, 1, 64, 32).chunk(2, dim=2)
+    key, value = written_by_the_kernel(keys, values, "vec")
     memory = view.flatten()
     assert torch.equal(memory[: 32 * 32].view(32, 32), key[:, 0].T)
     assert torch.equal(memory[32 * 32 :].view(32, 32), value[:, 0])
@@ -103,7 +98,7 @@ def test_k_is_in_columns_and_v_in_rows() -> None:
 def test_pages_of_the_older_form_are_read_right() -> None:
     """`(2, nb, H, bs, D)`, as vLLM had it to 0.22, by the same kernel."""
     view = torch.zeros(2, BLOCKS, 2, 32, 64, dtype=torch.bfloat16)
-    key, value = written_by_the_kernel(view[0], view[1], "vec", 64)
+    key, value = written_by_the_kernel(view[0], view[1], "vec")
     layout = describe_kv_caches(
         {"l": view},
         layer_specs={"l": (2 * view[0, 0].numel() * 2, 32)},

@@ -89,7 +89,7 @@ def plan_moves(layout: Layout, blocks: Sequence[int], host: int) -> Moves:
     position_p = np.flatnonzero(ids != SKIP)
     block_p = ids[position_p]
     length_p = np.ones_like(block_p)
-    dense = pieces.count == 1 and np.array_equal(pieces.block_stride, pieces.size)
+    dense = pieces.per_block == 1 and np.array_equal(pieces.block_stride, pieces.size)
     if len(block_p) > 1 and dense:
         breaks = (np.diff(block_p) != 1) | (np.diff(position_p) != 1)
         starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
@@ -97,9 +97,9 @@ def plan_moves(layout: Layout, blocks: Sequence[int], host: int) -> Moves:
         position_p, block_p = position_p[starts], block_p[starts]
     stride = layout.shard_stride(len(blocks)) if layout.shards > 1 else 0
     row_r = host + pieces.shard * stride + pieces.before * len(blocks)
-    within_t = np.arange(pieces.count, dtype=np.int64)
+    within_t = np.arange(pieces.per_block, dtype=np.int64)
     host_rpt = row_r[:, None, None] + pieces.size[:, None, None] * (
-        position_p[:, None] * pieces.count + within_t
+        position_p[:, None] * pieces.per_block + within_t
     )
     device_rpt = (
         pieces.device[:, None, None]

@@ -15,7 +15,7 @@ IntArray = npt.NDArray[np.int64]
 class Pieces(NamedTuple):
     """The dense pieces of memory that a block consists of, in `rows` of equal ones.
 
-    All arrays have one entry a row. Row `r` has `count` pieces of `size[r]` bytes in each
+    All arrays have one entry a row. Row `r` has `per_block` pieces of `size[r]` bytes in each
     kernel block `k`, at `device[r] + k * block_stride[r] + piece * piece_stride[r]`. On the host
     a row's pieces follow each other without gaps, in the order `[block][piece]`.
     """
@@ -31,7 +31,7 @@ class Pieces(NamedTuple):
     """The shard of the chunk in which the row's bytes are."""
     before: IntArray
     """Bytes of one engine block that come before this row in its shard."""
-    count: int
+    per_block: int
     """Pieces of a row in each kernel block."""
     kernel_blocks: int
     """Kernel blocks in one of the engine's: engine block `b` is those from `b * kernel_blocks`."""

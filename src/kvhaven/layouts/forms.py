@@ -50,11 +50,12 @@ class LayerCache:
     @property
     def found(self) -> str:
         """Shapes, strides and types, for messages."""
-        return f"{self.layer} ({self.form}): " + " and ".join(
+        tensors = " and ".join(
             f"shape {tuple(tensor.shape)}, strides {tensor.stride()} of {tensor.dtype} "
             f"({tensor.element_size()} bytes)"
             for tensor in self.tensors
         )
+        return f"{self.layer} ({self.form}): {tensors}, {self.num_blocks} blocks"
 
     def size(self, dimension: str) -> int:
         """Return the length of a dimension of the form."""
@@ -123,7 +124,7 @@ def _check(cache: LayerCache, tensor: torch.Tensor) -> None:
             f"has ({FORMS[cache.form]})"
         )
     if tensor.stride(-1) != 1:
-        raise LayoutError(f"{cache.found}; expected the last dimension, the content, dense")
+        raise LayoutError(f"{cache.found}; expected content dense, the last dimension")
     if "2" in cache.form and tensor.shape[cache.form.index("2")] != 2:  # noqa: PLR2004 - K and V
         raise LayoutError(f"{cache.found}; K and V would be dimension {cache.form.index('2')}")
     blocks = tensor.shape[cache.form.index("B")]

@@ -168,7 +168,7 @@ def _split_content(
             f"{' and '.join(map(str, head_dims))}"
         )
     if backend != _CPU:
-        return list(part.split(list(head_dims), dim=3))
+        return [part[..., : head_dims[0]], part[..., head_dims[0] :]][: len(head_dims)]
     # In memory a head of a block is all its K in columns, then all its V in rows, although
     # the tensor's shape says that they alternate.
     tokens = part.shape[2]

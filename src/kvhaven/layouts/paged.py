@@ -95,7 +95,7 @@ class PagedLayout:
             size=page,
             shard=np.zeros_like(page),
             before=np.cumsum(page) - page,
-            count=1,
+            per_block=1,
             kernel_blocks=1,
         )
 
@@ -178,7 +178,7 @@ class _Layer:
 
 def _read_layer(cache: LayerCache, spec_page_bytes: int) -> _Layer:
     """Find the runs of a layer: as few as there can be with dense pages."""
-    found = f"{cache.found}, {cache.num_blocks} blocks, {spec_page_bytes} bytes a page by its spec"
+    found = f"{cache.found}, {spec_page_bytes} bytes a page by its spec"
     runs, parts, forms = [], [], []
     for plane, dimensions, view in cache.parts():
         for head, part in _dense_parts(view, dimensions, found):

@@ -118,7 +118,7 @@ class PortableLayout:
             size=of_each_head(row * tokens if dense else row),
             shard=np.repeat(heads, len(planes)),
             before=of_each_head(np.cumsum(whole) - whole),
-            count=1 if dense else tokens,
+            per_block=1 if dense else tokens,
             kernel_blocks=geometry.kernel_blocks,
         )
 

@@ -2,6 +2,7 @@
 // What a device type must do itself: memory, views, copies, pinning. The rest is fallback.cpp.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_pin_memory_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -117,6 +118,7 @@ void copy_on_device(World& world, Place place, const at::Tensor& target,
                     const at::Tensor& source) {
   TORCH_CHECK(target.device() == source.device(), "a copy from ", source.device(), " to ",
               target.device(), ": copies between devices go by the host here");
+  at::assert_no_partial_overlap(target, source);
   note_shape(world, "copy_on_device " + describe(target, world.settings().lazy) + " " +
                         describe(source, world.settings().lazy));
   world.submit(place, [to = Remote(target), from = Remote(source)] {

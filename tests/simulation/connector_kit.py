@@ -49,6 +49,7 @@ class Bench:
         shared: bool = True,
         events: bool = False,
         start: bool = True,
+        hears_workers: bool = True,
         **settings: Any,
     ) -> SchedulerSide:
         """Return an attached scheduler's side; `settings` are the settings that differ."""
@@ -71,6 +72,7 @@ class Bench:
             shared=shared,
             events=events,
             lora_fingerprint=lambda path: f"fingerprint of {path}",
+            hears_workers=hears_workers,
         )
 
     def keys(self, request: Request) -> list[ChunkKey]:

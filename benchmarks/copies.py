@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`copy.*`, `portable.*`: GB/s of a worker's copies between KV tensors and the arena, on CPU.
+"""`copy.*`, `portable.*`, `columns.*`: GB/s of copies between KV tensors and the arena, on CPU.
 
 The limit is plain `memcpy` of the same bytes between the same two pieces of memory (the KV
 tensors, and a populated mapping of a segment of the arena), with as many threads, each taking
@@ -10,8 +10,10 @@ KV is laid out as vLLM's CPU backend does it (`vllm-facts`): a bf16 tensor `[blo
 2 * 64]` a layer, all in one allocation; a chunk of 256 tokens is 2 MiB.
 
 `copy.*` is the paged format. `portable.*` moves the same bytes between the same places as shards
-of one head each, and its limit is the paged format in the same run: it turns K, which vLLM's CPU
-kernel keeps in columns, two bytes at a time.
+of one head each, and its limit is the paged format in the same run. It takes the pages to be as
+all backends but the CPU's have them, K next to V of each token. `columns.*` is portable too, with
+the pages of vLLM's CPU kernel, whose K has a row for each element and a column for each token:
+to turn it costs 2 bytes at a time, so less is wanted.
 """
 
 import ctypes
@@ -40,7 +42,8 @@ def measure(say: Callable[[str], None]) -> list[Result]:
     """Copy 128 MiB there and back, `memcpy` and KVHaven in both formats by turns."""
     threads = min(_MOST_THREADS, len(usable_cores()))
     layout, memory = _kv_caches()
-    portable = _by_heads(layout)
+    portable = _by_heads(layout, "FlashAttentionBackend")
+    columns = _by_heads(layout, "CPUAttentionBackend")
     assert portable.payload_bytes(_BLOCKS_PER_CHUNK) == layout.payload_bytes(_BLOCKS_PER_CHUNK)
     size = layout.payload_bytes(_BLOCKS_PER_CHUNK)
     total = size * _CHUNKS
@@ -61,9 +64,11 @@ def measure(say: Callable[[str], None]) -> list[Result]:
                 for name, copy in (
                     ("store", lambda: device.store(layout, chunks[:_CHUNKS], arena)),
                     ("portable store", lambda: device.store(portable, chunks[:_CHUNKS], arena)),
+                    ("columns store", lambda: device.store(columns, chunks[:_CHUNKS], arena)),
                     ("to arena", lambda: plain.copy(arena, tensors)),
                     ("load", lambda: device.load(layout, chunks[:_CHUNKS], arena)),
                     ("portable load", lambda: device.load(portable, chunks[:_CHUNKS], arena)),
+                    ("columns load", lambda: device.load(columns, chunks[:_CHUNKS], arena)),
                     ("from arena", lambda: plain.copy(tensors, arena)),
                 ):
                     began = time.perf_counter()
@@ -83,6 +88,8 @@ def measure(say: Callable[[str], None]) -> list[Result]:
         at_least("copy.load", rates["load"], "GB/s", rates["from arena"], 0.70, what),
         at_least("portable.store", rates["portable store"], "GB/s", rates["store"], 0.60, paged),
         at_least("portable.load", rates["portable load"], "GB/s", rates["load"], 0.60, paged),
+        at_least("columns.store", rates["columns store"], "GB/s", rates["store"], 0.35, paged),
+        at_least("columns.load", rates["columns load"], "GB/s", rates["load"], 0.35, paged),
     ]
 
 
@@ -121,11 +128,11 @@ def _kv_caches() -> tuple[PagedLayout, torch.Tensor]:
     return layout, memory
 
 
-def _by_heads(layout: PagedLayout) -> PortableLayout:
+def _by_heads(layout: PagedLayout, backend: str) -> PortableLayout:
     """Return the same KV in the portable format."""
     geometry = head_geometry(
         layout,
-        backend="CPUAttentionBackend",
+        backend=backend,
         kernel_tag="cpu-x86_64",
         heads=_HEADS,
         head_dims=(_CONTENT // 2, _CONTENT // 2),

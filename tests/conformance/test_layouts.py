@@ -3,18 +3,19 @@
 
 import ctypes
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 import xxhash
 
 from kvhaven.devices import cpu_copies
-from kvhaven.devices.base import SKIP
+from kvhaven.devices.base import SKIP, CopyJob
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.plan import bytes_at, plan_moves
 from kvhaven.devices.selftest import self_test
 from kvhaven.errors import LayoutError
-from kvhaven.layouts import Layout, PagedLayout
+from kvhaven.layouts import Layout, PagedLayout, PortableLayout, head_geometry
 from tests.layouts import KINDS, Engine, Sizes, all_bytes, contents, engine, reference_shards
 
 FORMATS = ("paged", "portable")
@@ -164,6 +165,48 @@ def test_the_self_test_passes_and_leaves_all_as_it_was(
 ) -> None:
     before = all_bytes(rank.caches)
     self_test(device, layout, memoryview(bytearray(layout.payload_bytes(2))))
+    for was, now in zip(before, all_bytes(rank.caches), strict=True):
+        assert torch.equal(was, now)
+
+
+class Muddled(CpuDevice):
+    """A device whose stores or loads take one layout for another."""
+
+    def __init__(self, wrong: Layout, *, stores: bool) -> None:
+        super().__init__()
+        self._wrong, self._stores = wrong, stores
+
+    def store(
+        self, layout: Layout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
+    ) -> CopyJob:
+        return super().store(self._wrong if self._stores else layout, blocks, targets)
+
+    def load(
+        self, layout: Layout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
+    ) -> CopyJob:
+        return super().load(layout if self._stores else self._wrong, blocks, sources)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_the_self_test_names_a_head_that_is_copied_wrong(stores: bool) -> None:
+    """Here as if the kernel's K were in rows."""
+    rank = engine("CPU", SIZES["bfloat16"])
+    rows = head_geometry(
+        rank.paged,
+        backend="FlashAttentionBackend",
+        kernel_tag="",
+        heads=rank.sizes.heads,
+        head_dims=(rank.sizes.head_dim, rank.sizes.head_dim),
+    )
+    device = Muddled(PortableLayout(rank.paged, rows), stores=stores)
+    before = all_bytes(rank.caches)
+    message = (
+        r"block 4, head 0 of K of layers.0 was not stored as the engine sees it: byte \d+ of"
+        if stores
+        else "K of layers.0 differs after a store and a load of blocks"
+    )
+    with pytest.raises(LayoutError, match=message):
+        self_test(device, rank.portable, memoryview(bytearray(rank.portable.payload_bytes(2))))
     for was, now in zip(before, all_bytes(rank.caches), strict=True):
         assert torch.equal(was, now)
 

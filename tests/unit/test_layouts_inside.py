@@ -2,7 +2,10 @@
 """What backends keep in their pages: known ones are located, all others refused."""
 
 import functools
+import importlib.util
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +59,14 @@ def test_every_element_is_where_the_engine_has_it(kind: str) -> None:
 def test_every_known_backend_is_one_of_vllms_or_gaudis() -> None:
     assert not PLAIN & LATENT
     assert not (PLAIN | LATENT) & set(PRIVATE)
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    folder = Path(found.submodule_search_locations[0]) / "v1" / "attention" / "backends"
+    sources = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    classes = set(re.findall(r"^class (\w+)", sources, re.MULTILINE))
+    unknown = (PLAIN | LATENT | set(PRIVATE)) - classes
+    assert {name for name in unknown if not name.startswith("HPU")} == set()
 
 
 @pytest.mark.parametrize("backend", sorted(PRIVATE))

@@ -143,8 +143,8 @@ class _HeadCopier:
     assignment between two strided arrays: numpy joins dimensions that are dense on both sides
     into one `memcpy`, goes through the others in the order of the target's memory, and lets the
     GIL go. K's columns on the CPU are turned two bytes at a time, which costs more than twice as
-    much; native code with vector instructions was tried and was a tenth faster, since most of it
-    is fetching the columns from memory.
+    much; native code with vector instructions was tried and was a tenth to a fifth faster, since
+    most of it is fetching the columns from memory.
     """
 
     def __init__(self, layout: PortableLayout) -> None:

@@ -88,8 +88,8 @@ def measure(say: Callable[[str], None]) -> list[Result]:
         at_least("copy.load", rates["load"], "GB/s", rates["from arena"], 0.70, what),
         at_least("portable.store", rates["portable store"], "GB/s", rates["store"], 0.60, paged),
         at_least("portable.load", rates["portable load"], "GB/s", rates["load"], 0.60, paged),
-        at_least("columns.store", rates["columns store"], "GB/s", rates["store"], 0.35, paged),
-        at_least("columns.load", rates["columns load"], "GB/s", rates["load"], 0.35, paged),
+        at_least("columns.store", rates["columns store"], "GB/s", rates["store"], 0.60, paged),
+        at_least("columns.load", rates["columns load"], "GB/s", rates["load"], 0.60, paged),
     ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
@@ -14,6 +15,7 @@ from kvhaven.tiers.base import StoredShard, Tier
 from kvhaven.types import Checksum
 from tests.tiers import (
     CAPACITY,
+    PAYLOAD,
     Piece,
     content,
     disk_tier,
@@ -61,6 +63,24 @@ async def test_what_was_not_written_is_a_miss(open_tier: Open) -> None:
             await fetch(tier, make_piece(SPACE).shard)
         assert tier.health().misses == 1
         assert tier.health().errors == 0
+
+
+async def test_a_batch_is_asked_for_at_once_and_answered_in_its_order(open_tier: Open) -> None:
+    pieces = [make_piece(SPACE, number, at) for number in range(20) for at in range(3)]
+    unknown = make_piece(OTHER).shard
+    other_size = msgspec.structs.replace(pieces[0].shard, payload_bytes=PAYLOAD + 4096)
+    async with open_tier() as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, *pieces[::2])
+        asked = [piece.shard for piece in pieces]
+        assert list(await tier.contains(asked)) == [at % 2 == 0 for at in range(len(asked))]
+        asked = [unknown, pieces[0].shard, other_size, pieces[1].shard, pieces[0].shard]
+        assert list(await tier.contains(asked)) == [False, True, False, False, True]
+        assert list(await tier.contains([])) == []
+        await tier.delete([pieces[0].shard])
+        assert list(await tier.contains([pieces[0].shard, pieces[2].shard])) == [False, True]
+        await store(tier, pieces[0])
+        assert list(await tier.contains([pieces[0].shard])) == [True]
 
 
 async def test_a_namespace_that_was_not_added_is_a_miss_and_takes_no_writes(
@@ -226,6 +246,8 @@ async def test_a_closed_tier_fails_and_says_so(open_tier: Open) -> None:
         await fetch(tier, make_piece(SPACE).shard)
     with pytest.raises(TierError):
         await store(tier, make_piece(SPACE, 1))
+    with pytest.raises(TierError):
+        await tier.contains([make_piece(SPACE).shard])
     with pytest.raises(TierError):
         await tier.delete([make_piece(SPACE).shard])
 

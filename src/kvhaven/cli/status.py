@@ -71,7 +71,7 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
         places.add_row(
             name,
             _size(health.used_bytes),
-            _size(health.capacity_bytes),
+            "not ours" if health.capacity_bytes is None else _size(health.capacity_bytes),
             str(tier.chunks if tier else 0),
             f"{state}, {queued}, misses {health.misses}, rejected {health.rejected}, "
             f"errors {health.errors}",

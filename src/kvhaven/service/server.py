@@ -59,7 +59,11 @@ class Service:
         self.catalog = Catalog(
             allocator,
             POLICIES[settings.cache_policy.lower()](),
-            tiers=[TierSpec(name, tier.health().capacity_bytes) for name, tier in tiers.items()],
+            tiers=[
+                TierSpec(name, capacity)
+                for name, tier in tiers.items()
+                if (capacity := tier.health().capacity_bytes) is not None
+            ],
             write_queue_bytes=min(settings.write_queue_bytes, allocator.capacity_bytes // 2),
         )
         self.verifier = Verifier(self.catalog, arena, settings.verify_memory)

@@ -57,7 +57,8 @@ class TierRunner:
             self._catalog.tier_online(name, health.online)
             if not health.online:
                 continue
-            self._catalog.tier_capacity(name, health.capacity_bytes)
+            if health.capacity_bytes is not None:
+                self._catalog.tier_capacity(name, health.capacity_bytes)
             if self._scanned.get(name) != health.epoch:
                 self._scanned[name] = health.epoch
                 self._spawn(self._scan(name, tier))

@@ -20,8 +20,8 @@ from kvhaven.tiers.disk_lock import Directory, DirectoryHeldError
 from kvhaven.tiers.disk_manifest import folder_name
 from kvhaven.tiers.disk_store import OpenStore
 from kvhaven.tiers.executor import Lane, TierExecutor
-from kvhaven.tiers.header import stored_bytes
-from kvhaven.types import Checksum, align_up
+from kvhaven.tiers.header import require_length, stored_bytes
+from kvhaven.types import Checksum
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class DiskTier:
     """
 
     name = "disk"
+    shared = False
 
     def __init__(
         self,
@@ -128,9 +129,14 @@ class DiskTier:
                 yield namespace, kept
         opened.scanned = True
 
+    async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
+        """Return what the index knows; no file is looked at."""
+        index = self._require(Lane.READ).index
+        return [shard in index for shard in shards]
+
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read and verify a shard into `into`."""
-        _require_length(shard, into)
+        require_length(shard, into)
         opened = self._require(Lane.READ)
         try:
             work = functools.partial(opened.files.read, shard, into)
@@ -148,7 +154,7 @@ class DiskTier:
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
         """Write a shard unless it is there."""
-        _require_length(shard, payload)
+        require_length(shard, payload)
         opened = self._require(Lane.WRITE)
         namespace = opened.index.namespace(shard.namespace)
         if namespace is None or not opened.index.fits(shard):
@@ -388,12 +394,3 @@ class DiskTier:
         self._epoch += 1
         self._condition.opened()
         _log.info("%s: open, direct I/O %s", self._title, "on" if files.direct else "off")
-
-
-def _require_length(shard: StoredShard, buffer: memoryview) -> None:
-    wanted = align_up(shard.payload_bytes)
-    if buffer.nbytes != wanted or buffer.itemsize != 1 or not buffer.contiguous:
-        raise ValueError(
-            f"a buffer of {buffer.nbytes} bytes was given for a shard of {shard.payload_bytes}; "
-            f"{wanted} contiguous bytes are needed"
-        )

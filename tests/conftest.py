@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from kvhaven.config_sources import NOT_SETTINGS, NOT_SETTINGS_PREFIXES
+from tests import servers
 
 _SECONDS_BY_MARKER = {"vllm": 600, "crash": 300, "slow": 300}
 _ORDER = ("vllm", "crash", "slow")
@@ -51,3 +52,10 @@ def short_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="kvh-"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The URL of a real S3 server: moto's, with nothing in it."""
+    with servers.moto() as url:
+        yield url

@@ -26,8 +26,6 @@ class Kit(NamedTuple):
     """Opens a tier of `CAPACITY` bytes over the store, again and again; two at once if shared."""
     change: Callable[[StoredShard, Change], None]
     """Changes the bytes that are stored for a shard, behind the tier's back."""
-    descriptors: int = 0
-    """How many more than before may stay open when the tier is closed (a runtime's own)."""
 
 
 @contextlib.asynccontextmanager
@@ -81,10 +79,27 @@ def filesystem_buffered(request: pytest.FixtureRequest, path: Path) -> Kit:
     return filesystem(request, path, direct_io="off")
 
 
+def s3(request: pytest.FixtureRequest, _: Path) -> Kit:
+    pytest.importorskip("obstore", reason="pip install 'kvhaven[s3]'")
+    from tests.servers import Bucket
+
+    bucket = Bucket(request.getfixturevalue("s3_server"))
+    patch = request.getfixturevalue("monkeypatch")
+    for name, value in bucket.environment.items():
+        patch.setenv(name, value)
+
+    def change(shard: StoredShard, change: Change) -> None:
+        name = f"some/prefix/{blob_name(shard)}"
+        bucket.put(name, change(bucket.get(name)))
+
+    return Kit(lambda: opened(bucket.tier("some/prefix", absent_s=0, retry_s=0.05)), change)
+
+
 KITS: dict[str, Callable[[pytest.FixtureRequest, Path], Kit]] = {
     "disk": disk,
     "disk-buffered": disk_buffered,
     "memory": memory,
     "fs": filesystem,
     "fs-buffered": filesystem_buffered,
+    "s3": s3,
 }

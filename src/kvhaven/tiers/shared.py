@@ -243,10 +243,11 @@ class SharedTier:
         """Remove what failed its check twice in the same way; otherwise the way is at fault."""
         self._rejected += 1
         self._note(shard, there=False)
+        # Their text alone: a log handler that keeps errors would keep responses open with them.
         if not error.evidence:
-            _log.warning("%s: a shard arrived damaged, twice unlike: %s", self._title, error)
+            _log.warning("%s: a shard arrived damaged, twice unlike: %s", self._title, str(error))
             return
-        _log.warning("%s: removed a shard: %s", self._title, error)
+        _log.warning("%s: removed a shard: %s", self._title, str(error))
         with contextlib.suppress(TierError):  # else it is rejected again
             await self._do(Lane.WRITE, self._store.delete([shard]))
 
@@ -275,7 +276,7 @@ class SharedTier:
             namespace = await self._do(Lane.BACKGROUND, read_manifest(self._store, folder))
             self._index.add_namespace(namespace)
         except (TierMissError, TierError) as error:
-            _log.warning("%s: ignored a folder: %s", self._title, error)
+            _log.warning("%s: ignored a folder: %s", self._title, str(error))
             return None
         return namespace
 
@@ -285,7 +286,7 @@ class SharedTier:
             try:
                 await self._look_after()
             except TierError as error:
-                _log.debug("%s: %s", self._title, error)
+                _log.debug("%s: %s", self._title, str(error))
             except Exception:  # noqa: BLE001 - nobody else would look after the tier any more
                 _log.exception("%s: looking after it failed", self._title)
             tried.set()

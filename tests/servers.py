@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers for the tests of remote tiers, each in a process of its own on a free port."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvhaven.tiers.base import Tier
+
+MOTO_MISSING = "moto's server is not installed: pip install 'moto[server]', or make setup"
+
+
+@contextlib.contextmanager
+def process(command: list[str], port: int, within_s: float = 30) -> Iterator[None]:
+    """Run a server until the block ends; begin when it takes connections."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_for_port(port, server, within_s)
+            yield
+        finally:
+            server.kill()
+
+
+def wait_for_port(port: int, server: subprocess.Popen[bytes], within_s: float) -> None:
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError as error:
+            if server.poll() is not None:
+                raise RuntimeError(f"{server.args!r} ended with {server.returncode}") from error
+            if time.monotonic() > end:
+                raise RuntimeError(f"{server.args!r}: no answer in {within_s} s") from error
+            time.sleep(0.02)
+        else:
+            return
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def moto() -> Iterator[str]:
+    """Run moto's S3 server; yield its URL."""
+    pytest.importorskip("moto.server", reason=MOTO_MISSING)
+    port = free_port()
+    with process([sys.executable, "-m", "moto.server", "-p", str(port)], port):
+        yield f"http://127.0.0.1:{port}"
+
+
+class Bucket:
+    """A new bucket of an S3 server, and what a process needs to use it."""
+
+    def __init__(self, url: str) -> None:
+        import obstore
+        from obstore.store import S3Store
+
+        self.url = url
+        self.name = f"test-{uuid.uuid4().hex}"
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": "a-key-id",
+            "AWS_SECRET_ACCESS_KEY": "a-secret-key",
+            "AWS_REGION": "us-east-1",
+        }
+        self._obstore = obstore
+        config: dict[str, Any] = {name.lower(): value for name, value in self.environment.items()}
+        options: Any = {"allow_http": True, "pool_max_idle_per_host": "0"}  # none stays open
+        self._store = S3Store(self.name, endpoint=url, client_options=options, **config)
+        self._make(url)
+
+    def get(self, name: str) -> bytes:
+        return bytes(self._obstore.get(self._store, name).bytes())
+
+    def put(self, name: str, content: bytes) -> None:
+        self._obstore.put(self._store, name, content, use_multipart=False)
+
+    def delete(self, name: str) -> None:
+        self._obstore.delete(self._store, name)
+
+    def tier(self, prefix: str = "", **settings: Any) -> Tier:
+        from kvhaven.tiers.s3 import s3_tier
+
+        return s3_tier(f"s3://{self.name}/{prefix}", endpoints=[self.url], **settings)
+
+    def _make(self, url: str) -> None:
+        """Make the bucket; obstore itself cannot."""
+        import http.client
+        from urllib.parse import urlsplit
+
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+        connection.request("PUT", f"/{self.name}")
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        connection.close()

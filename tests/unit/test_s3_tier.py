@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The S3 tier: what it asks for, what it says of errors, and servers that misbehave."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhaven.errors import ConfigError, TierError, TierMissError
+from kvhaven.tiers.base import StoredShard
+from kvhaven.tiers.header import pack_header
+from tests.scripted_http import Answer, ScriptedServer, error
+from tests.servers import Bucket, free_port
+from tests.tier_kits import opened
+from tests.tiers import content, fetch, make_namespace, make_piece, page_buffer, store, until
+
+pytest.importorskip("obstore", reason="pip install 'kvhaven[s3]'")
+from kvhaven.tiers.s3 import s3_tier
+
+SPACE = make_namespace("model", (10_000,))
+PIECE = make_piece(SPACE)
+RAW = pack_header(PIECE.shard, PIECE.checksum) + PIECE.payload
+SECRET = "a-very-secret-key"
+ABSENT = error("NoSuchKey", 404)
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a-key-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+
+
+@pytest.fixture
+def bucket(s3_server: str) -> Bucket:
+    return Bucket(s3_server)
+
+
+@pytest.fixture
+def scripted() -> Iterator[ScriptedServer]:
+    with ScriptedServer(lambda *_: ABSENT).running() as server:
+        yield server
+
+
+def tier_of(*urls: str, **settings: Any) -> contextlib.AbstractAsyncContextManager[Any]:
+    defaults: dict[str, Any] = {"retry_s": 0.05, "deadline_s": 2.0}
+    return opened(s3_tier("s3://bucket/pre/fix", endpoints=urls, **defaults | settings))
+
+
+async def test_objects_lie_under_the_prefix_and_folder_of_their_namespace(bucket: Bucket) -> None:
+    async with opened(bucket.tier("pre/fix")) as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, PIECE)
+        folder, key = SPACE.digest.hex()[:16], PIECE.shard.key.hex()
+        name = f"pre/fix/{folder}/{key[:2]}/{key}.{PIECE.shard.shard}.kv"
+        assert bucket.get(name) == RAW
+        assert bucket.get(f"pre/fix/{folder}/namespace.json")
+    async with opened(bucket.tier()) as other:
+        with pytest.raises(TierMissError):
+            await fetch(other, PIECE.shard)
+
+
+async def test_what_was_absent_a_moment_ago_costs_no_request(scripted: ScriptedServer) -> None:
+    shards = [make_piece(SPACE, number).shard for number in range(50)]
+    async with tier_of(scripted.url, absent_s=0.3) as tier:
+        scripted.requests.clear()
+        assert not any(await tier.contains(shards))
+        assert len(scripted.requests) == 50
+        for _ in range(20):
+            assert not any(await tier.contains(shards))
+            with pytest.raises(TierMissError):
+                await fetch(tier, shards[7])
+        assert len(scripted.requests) == 50
+        await asyncio.sleep(0.3)
+        assert not any(await tier.contains(shards))
+        assert len(scripted.requests) == 100
+
+
+async def test_what_is_there_is_not_uploaded_again(bucket: Bucket) -> None:
+    async with opened(bucket.tier()) as here, opened(bucket.tier()) as there:
+        await here.add_namespace(SPACE)
+        await there.add_namespace(SPACE)
+        await store(here, PIECE)
+        wrong = PIECE._replace(payload=page_buffer(PIECE.shard.payload_bytes))
+        await there.write(*wrong)  # it is looked for, and found
+        assert await fetch(here, PIECE.shard) == content(PIECE)
+
+
+async def test_an_object_that_appears_meanwhile_is_not_written_over(
+    scripted: ScriptedServer,
+) -> None:
+    puts: list[str] = []
+
+    def script(method: str, path: str) -> Answer:
+        if method == "PUT" and path.endswith(".kv"):
+            puts.append(path)
+            return error("PreconditionFailed", 412)
+        if method == "HEAD" and puts:
+            return Answer(200, b"", len(RAW))
+        return Answer() if method == "PUT" else ABSENT
+
+    scripted.script = script
+    async with tier_of(scripted.url) as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, PIECE)
+        assert len(puts) == 1
+
+
+async def test_a_store_without_conditional_puts_is_written_without(
+    scripted: ScriptedServer,
+) -> None:
+    answers = {"PUT": [error("NotImplemented", 501)]}
+
+    def script(method: str, path: str) -> Answer:
+        if method == "PUT" and path.endswith(".kv"):
+            return answers["PUT"].pop() if answers["PUT"] else Answer()
+        return Answer() if method == "PUT" else ABSENT
+
+    scripted.script = script
+    async with tier_of(scripted.url, absent_s=0) as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, PIECE)
+        await store(tier, make_piece(SPACE, 1))
+        puts = [path for method, path in scripted.requests if method == "PUT" and ".kv" in path]
+        assert len(puts) == 3
+
+
+ERRORS = {
+    "no bucket": (error("NoSuchBucket", 404), "there is no such bucket"),
+    "unknown key": (error("InvalidAccessKeyId", 403), "credentials are not accepted"),
+    "wrong secret": (error("SignatureDoesNotMatch", 403), "credentials are not accepted"),
+    "old token": (error("ExpiredToken", 400), "session token has expired"),
+    "no rights": (error("AccessDenied", 403), "s3:ListBucket"),
+    "other region": (error("AuthorizationHeaderMalformed", 400), "AWS_REGION"),
+    "moved": (error("PermanentRedirect", 301), "another region"),
+    "clock": (error("RequestTimeTooSkewed", 403), "clock"),
+    "quota": (error("QuotaExceeded", 403), "quota"),
+    "no XML": (Answer(418, b"I am a teapot"), "status 418"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+async def test_what_is_wrong_is_said_in_words_and_without_secrets(
+    scripted: ScriptedServer, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    answer, words = ERRORS[case]
+    scripted.script = lambda *_: answer
+    async with tier_of(scripted.url) as tier:
+        health = tier.health()
+        assert not health.online
+        assert words in health.last_error
+        assert "bucket bucket at http://127.0.0.1" in health.last_error
+        with pytest.raises(TierError, match="offline"):
+            await fetch(tier, PIECE.shard)
+        assert not scripted.requests[3:]  # such an error is not tried again at once
+        scripted.script = lambda *_: ABSENT
+        await until(lambda: bool(tier.health().online))
+    assert SECRET not in caplog.text + health.last_error
+
+
+async def test_no_credentials_anywhere_is_said(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    async with tier_of(scripted.url) as tier:
+        assert "no credentials were found in the environment" in tier.health().last_error
+
+
+async def test_credentials_are_read_from_the_file_and_read_anew(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").write_text(
+        "[default]\naws_access_key_id = no\naws_secret_access_key = no\n"
+        f"[work]\naws_access_key_id = mine\naws_secret_access_key = {SECRET}\n"
+    )
+    (tmp_path / ".aws" / "config").write_text("[profile work]\nregion = eu-somewhere-1\n")
+    async with tier_of(scripted.url) as tier:
+        assert tier.health().online
+    (authorization,) = set(scripted.authorizations)
+    assert "Credential=mine/" in authorization
+    assert "/eu-somewhere-1/s3/" in authorization
+
+
+async def test_requests_go_to_the_endpoints_in_turn(bucket: Bucket) -> None:
+    def script(*_: str) -> Answer:
+        return ABSENT
+
+    with ScriptedServer(script).running() as one, ScriptedServer(script).running() as two:
+        async with tier_of(one.url, two.url, absent_s=0) as tier:
+            for _ in range(20):
+                await tier.contains([PIECE.shard])
+        assert abs(len(one.requests) - len(two.requests)) <= 1
+
+
+async def test_an_endpoint_that_is_down_is_passed_over(scripted: ScriptedServer) -> None:
+    dead = f"http://127.0.0.1:{free_port()}"
+    async with tier_of(dead, scripted.url, absent_s=0) as tier:
+        assert tier.health().online
+        for _ in range(30):
+            assert list(await tier.contains([PIECE.shard])) == [False]
+        assert tier.health().errors == 0
+
+
+async def test_a_server_that_is_overloaded_is_asked_again_but_not_much_more(
+    scripted: ScriptedServer,
+) -> None:
+    answers = [error("SlowDown", 503), error("InternalError", 500)]
+    async with tier_of(scripted.url, absent_s=0, retry_s=60) as tier:
+        scripted.requests.clear()
+        scripted.script = lambda *_: answers.pop() if answers else ABSENT
+        assert list(await tier.contains([PIECE.shard])) == [False]
+        assert len(scripted.requests) == 3
+        scripted.requests.clear()
+        scripted.script = lambda *_: error("SlowDown", 503)
+        calls = 0
+        while tier.health().online:
+            with pytest.raises(TierError, match="status 503"):
+                await tier.contains([make_piece(SPACE, number).shard for number in range(30)])
+            calls += 30
+        assert len(scripted.requests) < calls + 15
+
+
+async def test_a_server_that_never_answers_costs_its_deadline_and_nobody_else(
+    scripted: ScriptedServer,
+) -> None:
+    async with tier_of(scripted.url, absent_s=0, deadline_s=0.3, failures=2) as tier:
+        scripted.script = lambda *_: Answer(hang=True)
+        buffer = page_buffer(PIECE.shard.payload_bytes)
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):  # the caller's own, shorter one
+            async with asyncio.timeout(0.05):
+                await tier.read(PIECE.shard, buffer)
+        assert time.monotonic() - began < 0.25
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(TierError):
+                await tier.read(PIECE.shard, buffer)
+            assert time.monotonic() - began < 1.5
+        assert not tier.health().online
+        began = time.monotonic()
+        with pytest.raises(TierError, match="reads off"):
+            await tier.read(PIECE.shard, buffer)
+        assert time.monotonic() - began < 0.1
+        scripted.script = lambda *_: ABSENT
+        scripted.hanging.set()
+        await until(lambda: bool(tier.health().online))
+
+
+async def test_a_server_that_hangs_at_start_does_not_hold_up_the_service(
+    scripted: ScriptedServer,
+) -> None:
+    scripted.script = lambda *_: Answer(hang=True)
+    began = time.monotonic()
+    async with tier_of(scripted.url, deadline_s=20):
+        assert time.monotonic() - began < 4
+        began = time.monotonic()
+    assert time.monotonic() - began < 7
+
+
+DELETED = Answer(200, b"<DeleteResult><Deleted><Key>x</Key></Deleted></DeleteResult>")
+BODIES = {
+    "cut": Answer(200, RAW[:-4096], len(RAW)),
+    "short": Answer(200, RAW[:-4096]),
+    "long": Answer(200, RAW + bytes(4096)),
+    "empty": Answer(200, b""),
+    "other": Answer(200, bytes(len(RAW))),
+    "bit": Answer(200, RAW[:5000] + bytes([RAW[5000] ^ 1]) + RAW[5001:]),
+}
+
+
+@pytest.mark.parametrize("case", BODIES)
+async def test_a_body_that_is_wrong_is_never_served(scripted: ScriptedServer, case: str) -> None:
+    async with tier_of(scripted.url, absent_s=0) as tier:
+        scripted.script = lambda method, _: BODIES[case] if method == "GET" else DELETED
+        with pytest.raises((TierMissError, TierError)):
+            await fetch(tier, PIECE.shard)
+        deletes = [request for request in scripted.requests if request[0] == "POST"]
+        assert len(deletes) == (case != "cut")  # what broke off proves nothing
+        scripted.script = lambda *_: Answer(200, RAW)
+        assert await fetch(tier, PIECE.shard) == content(PIECE)
+
+
+async def test_a_folder_is_listed_beyond_the_first_page(bucket: Bucket) -> None:
+    shards: set[StoredShard] = set()
+    async with opened(bucket.tier()) as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, PIECE)
+        folder = SPACE.digest.hex()[:16]
+        for number in range(1100):
+            key = f"{number:064x}"
+            name = f"{folder}/{key[:2]}/{key}.{PIECE.shard.shard}.kv"
+            await asyncio.to_thread(bucket.put, name, bytes(len(RAW)))
+        async for _, found in tier.scan():
+            shards.update(found)
+    assert len(shards) == 1101
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///prefix", "https://bucket", "s3://key:secret@bucket", "s3://b?x=secret"]
+)
+def test_other_urls_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="s3://bucket/prefix") as caught:
+        s3_tier(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_an_endpoint_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="http://host:port"):
+        s3_tier("s3://bucket", endpoints=["minio:9000"])

@@ -59,3 +59,17 @@ def s3_server() -> Iterator[str]:
     """The URL of a real S3 server: moto's, with nothing in it."""
     with servers.moto() as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[str]:
+    """The URL of a real Redis server; who uses it empties it first."""
+    with servers.redis() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def redis_cluster_server() -> Iterator[str]:
+    """The URL of a real Redis cluster of one node; who uses it empties it first."""
+    with servers.redis_cluster() as url:
+        yield url

@@ -2,9 +2,11 @@
 """Real servers for the tests of remote tiers, each in a process of its own on a free port."""
 
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 
 from kvhaven.tiers.base import Tier
 
+REDIS_MISSING = "there is no redis-server: apt-get install redis-server (or valkey-server)"
 MOTO_MISSING = "moto's server is not installed: pip install 'moto[server]', or make setup"
 
 
@@ -56,6 +59,42 @@ def moto() -> Iterator[str]:
     port = free_port()
     with process([sys.executable, "-m", "moto.server", "-p", str(port)], port):
         yield f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def redis(*options: str, port: int = 0) -> Iterator[str]:
+    """Run a Redis (or Valkey) server that keeps nothing; yield its URL."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        pytest.skip(REDIS_MISSING)
+    port = port or free_port()
+    keep_nothing = ["--save", "", "--appendonly", "no", "--dir", tempfile.gettempdir()]
+    with process([program, "--port", str(port), *keep_nothing, *options], port):
+        yield f"redis://127.0.0.1:{port}"
+
+
+def process_of(url: str) -> int:
+    """Return the process id of a Redis server."""
+    from redis import Redis
+
+    with Redis.from_url(url) as client:
+        return int(client.info("server")["process_id"])
+
+
+@contextlib.contextmanager
+def redis_cluster() -> Iterator[str]:
+    """Run a cluster of one node, which has all slots; yield its URL."""
+    from redis import Redis
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/nodes.conf"
+        options = ["--cluster-enabled", "yes", "--cluster-config-file", file]
+        with redis(*options, "--cluster-port", str(free_port())) as url:
+            with Redis.from_url(url) as client:
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+                while b"cluster_state:ok" not in client.execute_command("CLUSTER", "INFO"):
+                    time.sleep(0.02)
+            yield url.replace("redis://", "redis+cluster://")
 
 
 class Bucket:

@@ -95,6 +95,34 @@ def s3(request: pytest.FixtureRequest, _: Path) -> Kit:
     return Kit(lambda: opened(bucket.tier("some/prefix", absent_s=0, retry_s=0.05)), change)
 
 
+def redis(request: pytest.FixtureRequest, _: Path) -> Kit:
+    return _redis(request, "redis_server")
+
+
+def redis_cluster(request: pytest.FixtureRequest, _: Path) -> Kit:
+    return _redis(request, "redis_cluster_server")
+
+
+def _redis(request: pytest.FixtureRequest, server: str) -> Kit:
+    pytest.importorskip("redis", reason="pip install 'kvhaven[redis]'")
+    from redis import Redis
+
+    from kvhaven.tiers.redis import PREFIX, redis_tier
+
+    url = request.getfixturevalue(server)
+    with Redis.from_url(url.replace("+cluster", "")) as client:
+        client.flushall()
+
+    def change(shard: StoredShard, change: Change) -> None:
+        with Redis.from_url(url.replace("+cluster", "")) as client:
+            key = PREFIX + blob_name(shard)
+            value = client.get(key)
+            if value is not None:
+                client.set(key, change(value))
+
+    return Kit(lambda: opened(redis_tier(url, retry_s=0.05)), change)
+
+
 KITS: dict[str, Callable[[pytest.FixtureRequest, Path], Kit]] = {
     "disk": disk,
     "disk-buffered": disk_buffered,
@@ -102,4 +130,6 @@ KITS: dict[str, Callable[[pytest.FixtureRequest, Path], Kit]] = {
     "fs": filesystem,
     "fs-buffered": filesystem_buffered,
     "s3": s3,
+    "redis": redis,
+    "redis-cluster": redis_cluster,
 }

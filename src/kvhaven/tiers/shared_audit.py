@@ -5,8 +5,7 @@ import mmap
 
 from kvhaven.errors import TierMissError
 from kvhaven.tiers.base import StoredShard, TierAudit
-from kvhaven.tiers.header import stored_bytes
-from kvhaven.tiers.shared_store import Names, SharedStore, read_manifest
+from kvhaven.tiers.shared_store import DamagedError, Names, SharedStore, read_manifest
 from kvhaven.types import align_up
 
 
@@ -27,7 +26,7 @@ async def audit(store: SharedStore) -> TierAudit:
         async for page in store.list_blobs(folder):
             for name, size in page:
                 shard = names.shard(name)
-                problem = await _problem(store, name, size, shard)
+                problem = await _problem(store, name, shard)
                 if problem:
                     problems.append(problem)
                 elif shard is not None:
@@ -36,19 +35,15 @@ async def audit(store: SharedStore) -> TierAudit:
     return TierAudit(shards, used_bytes, tuple(problems))
 
 
-async def _problem(
-    store: SharedStore, name: str, size: int, shard: StoredShard | None
-) -> str | None:
+async def _problem(store: SharedStore, name: str, shard: StoredShard | None) -> str | None:
     """Return what is wrong with a blob, if anything is."""
     if shard is None:
         return f"{name} is no shard"
-    wanted = stored_bytes(shard.payload_bytes)
-    if size != wanted:
-        return f"{name} has {size} bytes instead of {wanted}"
     page = mmap.mmap(-1, align_up(shard.payload_bytes))
     try:
         await store.read(shard, memoryview(page))
-    except TierMissError as error:
-        (there,) = await store.contains([shard])
-        return str(error) if there else None
+    except DamagedError as error:
+        return str(error)
+    except TierMissError:
+        pass  # deleted since it was listed
     return None

@@ -16,14 +16,18 @@ import pytest
 
 from kvhaven.tiers.base import Tier
 
-REDIS_MISSING = "there is no redis-server: apt-get install redis-server (or valkey-server)"
+REDIS_MISSING = "there is no redis-server: apt-get install redis-tools (or valkey)"
 MOTO_MISSING = "moto's server is not installed: pip install 'moto[server]', or make setup"
 
 
 @contextlib.contextmanager
-def process(command: list[str], port: int, within_s: float = 30) -> Iterator[None]:
+def process(
+    command: list[str], port: int, within_s: float = 30, executable: str | None = None
+) -> Iterator[None]:
     """Run a server until the block ends; begin when it takes connections."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, executable=executable
+    ) as server:
         try:
             wait_for_port(port, server, within_s)
             yield
@@ -64,12 +68,15 @@ def moto() -> Iterator[str]:
 @contextlib.contextmanager
 def redis(*options: str, port: int = 0) -> Iterator[str]:
     """Run a Redis (or Valkey) server that keeps nothing; yield its URL."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    names = ("redis-server", "valkey-server", "redis-check-rdb")
+    program = next(filter(None, map(shutil.which, names)), None)
     if program is None:
         pytest.skip(REDIS_MISSING)
     port = port or free_port()
     keep_nothing = ["--save", "", "--appendonly", "no", "--dir", tempfile.gettempdir()]
-    with process([program, "--port", str(port), *keep_nothing, *options], port):
+    # Debian's redis-tools has the server under another name; it acts by the name it is called.
+    command = ["redis-server", "--port", str(port), *keep_nothing, *options]
+    with process(command, port, executable=program):
         yield f"redis://127.0.0.1:{port}"
 
 

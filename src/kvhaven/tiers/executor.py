@@ -54,13 +54,16 @@ class _Job(Generic[T]):
 class TierExecutor:
     """Runs blocking calls in `threads` threads of its own, at nice 10.
 
-    `threads` is bounded by the cores this process may use (default: one each, at most 8), each
-    lane by `max_queued` waiting jobs. A thread that hangs in a system call cannot be stopped:
+    `threads` is bounded by `per_core` for each core this process may use (default: one each, at
+    most 8; more only help where threads wait for a network), each lane by `max_queued` waiting
+    jobs. A thread that hangs in a system call cannot be stopped:
     threads are daemons, and `close` leaves such a one behind.
     """
 
-    def __init__(self, threads: int | None = None, *, max_queued: int = 16384) -> None:
-        cores = len(os.sched_getaffinity(0))
+    def __init__(
+        self, threads: int | None = None, *, max_queued: int = 16384, per_core: int = 1
+    ) -> None:
+        most = len(os.sched_getaffinity(0)) * per_core
         self._max_queued = max_queued
         self._ready = threading.Condition()
         # All below is guarded by `_ready`'s lock; the figures may be read without it.
@@ -69,7 +72,7 @@ class TierExecutor:
         self._closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"kvhaven-tier-{number}", daemon=True)
-            for number in range(min(threads or MOST_THREADS, cores))
+            for number in range(min(threads or MOST_THREADS, most))
         ]
         for thread in self._threads:
             thread.start()

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a URL to a shared tier; what each needs is imported only where it is used."""
+
+import importlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from kvhaven.errors import ConfigError
+from kvhaven.tiers.base import Tier
+from kvhaven.tiers.executor import TierExecutor
+from kvhaven.tiers.filesystem import filesystem_tier
+
+_THREADS: Final = 16
+_PER_CORE: Final = 8
+"""Threads that wait for a file server take no core."""
+
+_REDIS: Final = {"redis", "rediss", "redis+cluster", "rediss+cluster", "unix"}
+
+
+def open_tier(url: str, *, endpoints: Sequence[str] = (), **settings: Any) -> Tier:
+    """Return the tier at `url`, not started yet: a path or fs://, s3:// or redis:// and its kin.
+
+    `endpoints` are those of an S3 store; `settings` are those of `filesystem_tier`, `s3_tier`
+    or `redis_tier`. Raises `ConfigError` when the URL is none of these, or when the package
+    that it needs is not installed. No part of the URL that may be secret is repeated.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme in {"fs", "file"}:
+        return _filesystem(rest if separator else url, settings)
+    if scheme == "s3":
+        return _optional("s3").s3_tier(url, endpoints=endpoints, **settings)  # type: ignore[no-any-return]
+    scheme = re.sub("^valkey", "redis", scheme)
+    if scheme in _REDIS:
+        return _optional("redis").redis_tier(f"{scheme}://{rest}", **settings)  # type: ignore[no-any-return]
+    raise ConfigError(
+        f"a shared tier at {scheme}:// is not known: it may be a path or fs:///path, "
+        f"s3://bucket/prefix, or {', '.join(sorted(_REDIS))}"
+    )
+
+
+def _filesystem(path: str, settings: dict[str, Any]) -> Tier:
+    if not path.startswith("/"):
+        raise ConfigError(
+            f"{path!r} is no place for a shared tier: a path begins with /, as in /mnt/kv or "
+            f"fs:///mnt/kv"
+        )
+    executor = TierExecutor(_THREADS, per_core=_PER_CORE)
+    return filesystem_tier(Path(path), executor=executor, **settings)
+
+
+def _optional(extra: str) -> ModuleType:
+    """Import the module of an extra."""
+    try:
+        return importlib.import_module(f"kvhaven.tiers.{extra}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("kvhaven"):
+            raise
+        raise ConfigError(
+            f"a tier at {extra}:// needs the package {error.name}, which is not installed: "
+            f"pip install 'kvhaven[{extra}]'"
+        ) from error

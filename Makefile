@@ -7,7 +7,7 @@ PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick demo test test-quick bench lint format clean
+.PHONY: help setup setup-quick demo test test-quick test-ceph bench lint format clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -26,6 +26,10 @@ test: setup  ## Run all tests, quick ones first, then those with real vLLM
 
 test-quick: setup-quick  ## Run the tests that need no vLLM and take no time
 	@$(PYTHON) -m pytest -m "not vllm and not slow and not crash" $(PYTEST_ARGS)
+
+test-ceph: setup-quick  ## Run the tests of the S3 tier against a real Ceph (installs its packages)
+	@scripts/with-ceph $(PYTHON) -m pytest tests/conformance tests/unit/test_s3_tier.py \
+		-k "s3 and tier" $(PYTEST_ARGS)
 
 bench: setup  ## Measure, and compare with the limits of this machine
 	@$(PYTHON) -m benchmarks

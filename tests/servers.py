@@ -2,12 +2,15 @@
 """Real servers for the tests of remote tiers, each in a process of its own on a free port."""
 
 import contextlib
+import datetime
+import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +21,14 @@ from kvhaven.tiers.base import Tier
 
 REDIS_MISSING = "there is no redis-server: apt-get install redis-tools (or valkey)"
 MOTO_MISSING = "moto's server is not installed: pip install 'moto[server]', or make setup"
+
+
+KEYS = {
+    "AWS_ACCESS_KEY_ID": os.environ.get("AWS_ACCESS_KEY_ID", "a-key-id"),
+    "AWS_SECRET_ACCESS_KEY": os.environ.get("AWS_SECRET_ACCESS_KEY", "a-secret-key"),
+    "AWS_REGION": "us-east-1",
+}
+"""What an S3 server for tests takes: anything (moto), or what it was started with (Ceph)."""
 
 
 @contextlib.contextmanager
@@ -113,16 +124,14 @@ class Bucket:
 
         self.url = url
         self.name = f"test-{uuid.uuid4().hex}"
-        self.environment = {
-            "AWS_ACCESS_KEY_ID": "a-key-id",
-            "AWS_SECRET_ACCESS_KEY": "a-secret-key",
-            "AWS_REGION": "us-east-1",
-        }
+        self.environment = KEYS
         self._obstore = obstore
         config: dict[str, Any] = {name.lower(): value for name, value in self.environment.items()}
         options: Any = {"allow_http": True, "pool_max_idle_per_host": "0"}  # none stays open
         self._store = S3Store(self.name, endpoint=url, client_options=options, **config)
-        self._make(url)
+        url = obstore.sign(self._store, "PUT", "", datetime.timedelta(minutes=1))
+        request = urllib.request.Request(url, method="PUT")  # obstore itself makes no buckets
+        urllib.request.urlopen(request, timeout=30).close()
 
     def get(self, name: str) -> bytes:
         return bytes(self._obstore.get(self._store, name).bytes())
@@ -137,14 +146,3 @@ class Bucket:
         from kvhaven.tiers.s3 import s3_tier
 
         return s3_tier(f"s3://{self.name}/{prefix}", endpoints=[self.url], **settings)
-
-    def _make(self, url: str) -> None:
-        """Make the bucket; obstore itself cannot."""
-        import http.client
-        from urllib.parse import urlsplit
-
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
-        connection.request("PUT", f"/{self.name}")
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
-        connection.close()

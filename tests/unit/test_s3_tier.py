@@ -40,8 +40,11 @@ def _credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def bucket(s3_server: str) -> Bucket:
-    return Bucket(s3_server)
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    bucket = Bucket(s3_server)
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    return bucket
 
 
 @pytest.fixture

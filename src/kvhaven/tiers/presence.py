@@ -7,8 +7,8 @@ from typing import Final
 
 from kvhaven.tiers.base import StoredShard
 
-MOST: Final = 200_000
-"""Shards remembered; about 60 MB."""
+MOST: Final = 100_000
+"""Shards remembered; about 40 MB."""
 
 
 class Presence:

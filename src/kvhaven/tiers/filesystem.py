@@ -13,9 +13,12 @@ from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.disk import DirectIO
 from kvhaven.tiers.disk_files import direct_io_works
 from kvhaven.tiers.executor import Lane, TierExecutor
+from kvhaven.tiers.filesystem_caretaker import Caretaker
 from kvhaven.tiers.filesystem_files import SharedFiles
+from kvhaven.tiers.filesystem_survey import Limits
+from kvhaven.tiers.header import stored_bytes
 from kvhaven.tiers.shared import SharedTier
-from kvhaven.tiers.shared_store import StoreFailedError
+from kvhaven.tiers.shared_store import StoreFailedError, manifest_name
 from kvhaven.types import Checksum
 
 T = TypeVar("T")
@@ -31,11 +34,17 @@ def filesystem_tier(
     direct_io: DirectIO = "auto",
     mode: int = 0o600,
     deadline_s: float = 10.0,
+    limits: Limits | None = None,
     **watching: Any,  # SharedTier's own settings, passed on
 ) -> SharedTier:
     """Return a tier over the directory `path`, which must exist; see `FilesystemStore`."""
     store = FilesystemStore(
-        path, executor=executor, direct_io=direct_io, mode=mode, deadline_s=deadline_s
+        path,
+        executor=executor,
+        direct_io=direct_io,
+        mode=mode,
+        deadline_s=deadline_s,
+        limits=limits,
     )
     return SharedTier(store, **watching)
 
@@ -46,7 +55,9 @@ class FilesystemStore:
     `executor` is the store's own; `close` closes it. `direct_io` "auto" uses direct I/O where
     the file system takes it, "on" stays offline where it does not. Files get `mode` (the
     process's umask applies), folders the same and search rights. What waits for a thread for
-    `deadline_s` is given up; what a thread has begun ends when the system call does.
+    `deadline_s` is given up; what a thread has begun ends when the system call does. With
+    `limits`, writes need credits, and one of the services that use the directory removes what
+    is too old or too much (see `Caretaker`); without, nobody does.
     """
 
     name = "fs"
@@ -59,6 +70,7 @@ class FilesystemStore:
         direct_io: DirectIO,
         mode: int,
         deadline_s: float,
+        limits: Limits | None,
     ) -> None:
         self.title = f"filesystem tier {path}"
         self._path = path
@@ -68,9 +80,12 @@ class FilesystemStore:
         self._deadline_s = deadline_s
         self._files: _Users | None = None
         self._known = False
+        self.caretaker = Caretaker(limits, self._run, self.title) if limits else None
 
     async def open(self) -> None:
         """Open the directory; a mount that vanished must be there again."""
+        if self.caretaker is not None:
+            await self.caretaker.stop()
         if self._files is not None:
             self._files.retire()
             self._files = None
@@ -79,6 +94,8 @@ class FilesystemStore:
         except OSError as error:
             raise TierError(str(error)) from error
         self._known = True
+        if self.caretaker is not None:
+            self.caretaker.start()
 
     async def still_open(self) -> bool:
         """Return whether the path still leads there."""
@@ -86,6 +103,10 @@ class FilesystemStore:
 
     async def close(self, deadline_s: float) -> None:
         """Finish, end the threads and close the directory."""
+        if self.caretaker is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await self.caretaker.stop()
         await self._executor.close(deadline_s)
         if self._files is not None:
             self._files.retire()
@@ -96,8 +117,21 @@ class FilesystemStore:
         return await self._run(Lane.READ, lambda files: files.read(shard, into))
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
-        """Write in a thread."""
-        await self._run(Lane.WRITE, lambda files: files.write(shard, payload, checksum))
+        """Write in a thread, if there is credit for it."""
+        size = stored_bytes(shard.payload_bytes)
+        if self.caretaker is not None:
+            self.caretaker.purse.take(size)
+        written = False
+        try:
+            written = await self._run(
+                Lane.WRITE, lambda files: files.write(shard, payload, checksum)
+            )
+        except asyncio.CancelledError:
+            written = True  # perhaps
+            raise
+        finally:
+            if self.caretaker is not None and not written:
+                self.caretaker.purse.refund(size)
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
         """Ask for the batch in as many threads as there are."""
@@ -119,11 +153,11 @@ class FilesystemStore:
 
     async def load_manifest(self, folder: str) -> bytes | None:
         """Read a manifest."""
-        return await self._run(Lane.WRITE, lambda files: files.load_manifest(folder))
+        return await self._run(Lane.WRITE, lambda files: files.load(manifest_name(folder)))
 
     async def save_manifest(self, folder: str, content: bytes) -> None:
         """Write a manifest."""
-        await self._run(Lane.WRITE, lambda files: files.save_manifest(folder, content))
+        await self._run(Lane.WRITE, lambda files: files.save(manifest_name(folder), content))
 
     async def folders(self) -> Sequence[str]:
         """List the namespaces' folders."""

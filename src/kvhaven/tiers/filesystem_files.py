@@ -11,6 +11,7 @@ import re
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -19,15 +20,9 @@ from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.disk_files import write_whole
 from kvhaven.tiers.disk_manifest import MOST_BYTES
+from kvhaven.tiers.filesystem_survey import Found
 from kvhaven.tiers.header import HEADER_BYTES, pack_header, stored_bytes
-from kvhaven.tiers.shared_store import (
-    FOLDER,
-    DamagedError,
-    blob_name,
-    manifest_name,
-    require_size,
-    verify,
-)
+from kvhaven.tiers.shared_store import FOLDER, DamagedError, blob_name, require_size, verify
 from kvhaven.types import Checksum
 
 _log = logging.getLogger(__name__)
@@ -37,6 +32,9 @@ MARKER: Final = "kvhaven.store"
 
 DEBRIS_S: Final = 3600.0
 """A temporary file this old, by the server's clock, is nobody's any more."""
+
+TOUCH_S: Final = 3600.0
+"""Use is noted as precisely as this."""
 
 _MARKER_TEXT: Final = b"KVHaven keeps KV-cache shards here. See docs/tiers.md.\n"
 _SUBFOLDER: Final = re.compile(r"[0-9a-f]{2}")
@@ -65,6 +63,8 @@ class SharedFiles:
         self._nonce = secrets.token_hex(8)
         self._numbers = itertools.count()  # its next() is atomic
         self._local = threading.local()
+        self._ahead_s: float | None = None
+        """The server's clock less our own monotonic one, once that is known."""
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -88,14 +88,18 @@ class SharedFiles:
             return False
         return there
 
-    def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
-        """Write a temporary file, see it on the server's disk, and give it its name."""
+    def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> bool:
+        """Write a temporary file, see it on the server's disk, and give it its name.
+
+        Returns whether there was need to.
+        """
         path = blob_name(shard)
         if self.contains([shard])[0]:
-            return
+            return False
         page = self._header_page()
         page[:] = pack_header(shard, checksum)
         self._put(path, [page, payload], os.O_DIRECT if self.direct else 0)
+        return True
 
     def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read and verify. Raises `DamagedError` or `TierMissError`."""
@@ -124,22 +128,32 @@ class SharedFiles:
     def delete(self, shards: Sequence[StoredShard]) -> None:
         """Remove files in turn."""
         for shard in shards:
-            self._remove(blob_name(shard))
+            self.remove(blob_name(shard))
 
-    def load_manifest(self, folder: str) -> bytes | None:
-        """Return a manifest's content; None when it is not there."""
+    def load(self, name: str) -> bytes | None:
+        """Return the content of a small file; None when it is not there."""
+        found = self.load_dated(name)
+        return None if found is None else found[0]
+
+    def load_dated(self, name: str) -> tuple[bytes, float] | None:
+        """Return a small file's content and its time of change by the server's clock."""
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-            with os.fdopen(os.open(manifest_name(folder), flags, dir_fd=self.fd), "rb") as file:
-                return file.read(MOST_BYTES)
+            with os.fdopen(os.open(name, flags, dir_fd=self.fd), "rb") as file:
+                return file.read(MOST_BYTES), os.fstat(file.fileno()).st_mtime
         except OSError as error:
             if error.errno in _GONE:
                 return None
             raise
 
-    def save_manifest(self, folder: str, content: bytes) -> None:
-        """Write a manifest over an older one."""
-        self._put(manifest_name(folder), [memoryview(content)], 0)
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder, temporaries aside; none when there is no such folder."""
+        names = self._remove_old_temporaries(folder, self._names(folder))
+        return [name for name in names if not name.startswith(".")]
+
+    def save(self, name: str, content: bytes) -> None:
+        """Write a small file in one step, over an older one."""
+        self._put(name, [memoryview(content)], 0)
 
     def folders(self) -> list[str]:
         """Return the names of namespaces' folders."""
@@ -157,21 +171,41 @@ class SharedFiles:
             paths = (f"{folder}/{subfolder}/{name}" for name in names)
             yield [(path, size) for path in paths if (size := self._size(path)) is not None]
 
+    def list_used(self, subfolder: str) -> list[Found]:
+        """Return the shards' files in a subfolder, and when each was used last."""
+        found = []
+        for name in self.names(subfolder):
+            path = f"{subfolder}/{name}"
+            status = self._status(path)
+            if status is not None and name.endswith(".kv"):
+                found.append(Found(path, status.st_size, status.st_mtime))
+        return found
+
+    def remove_unused(self, found: Found) -> bool:
+        """Remove a file unless it was used since it was found; return whether it was removed."""
+        status = self._status(found.path)
+        if status is None or status.st_mtime > found.used_at:
+            return False
+        self.remove(found.path)
+        return True
+
     def probe_write(self) -> None:
         """Show that a file can be written and removed."""
         name = self._temporary("")
         self._write_new(name, [self._header_page()], 0)
-        self._remove(name)
+        self.remove(name)
 
     def server_time(self) -> float:
         """Return the server's time in seconds: that of a file which is made now."""
         name = self._temporary("")
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode, dir_fd=self.fd)
         try:
-            return os.fstat(file).st_mtime
+            now = os.fstat(file).st_mtime
+            self._ahead_s = now - time.monotonic()
+            return now
         finally:
             os.close(file)
-            self._remove(name)
+            self.remove(name)
 
     def _mark(self, *, known: bool) -> None:
         try:
@@ -233,19 +267,33 @@ class SharedFiles:
         try:
             status = os.fstat(file)
             size = status.st_size if stat.S_ISREG(status.st_mode) else -1
-            return size, os.preadv(file, buffers, 0) if size == wanted else 0
+            got = os.preadv(file, buffers, 0) if size == wanted else 0
+            self._note_use(file, status.st_mtime)
+            return size, got
         finally:
             os.close(file)
 
+    def _note_use(self, file: int, used_at: float) -> None:
+        """Make a file that is read new again, at most once an hour: eviction takes the oldest."""
+        if self._ahead_s is None or time.monotonic() + self._ahead_s - used_at < TOUCH_S:
+            return
+        with contextlib.suppress(OSError):  # without the right to, it only looks older
+            os.utime(file)
+
     def _size(self, path: str) -> int | None:
-        """Return a file's size; None when there is no file."""
+        """Return a file's size; None when there is nothing, -1 when it is no file."""
+        status = self._status(path)
+        if status is None:
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else -1
+
+    def _status(self, path: str) -> os.stat_result | None:
         try:
-            status = os.stat(path, dir_fd=self.fd, follow_symlinks=False)
+            return os.stat(path, dir_fd=self.fd, follow_symlinks=False)
         except OSError as error:
             if error.errno in _GONE:
                 return None
             raise
-        return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
     def _names(self, folder: str) -> list[str]:
         """Return the names in a folder; none when there is no such folder."""
@@ -279,7 +327,7 @@ class SharedFiles:
         name = f".{self._nonce}.{next(self._numbers)}.tmp"
         return f"{folder}/{name}" if folder else name
 
-    def _remove(self, path: str) -> None:
+    def remove(self, path: str) -> None:
         """Remove a file, whoever else does so too."""
         try:
             os.unlink(path, dir_fd=self.fd)
@@ -291,7 +339,7 @@ class SharedFiles:
 
     def _try_remove(self, path: str) -> None:
         try:
-            self._remove(path)
+            self.remove(path)
         except OSError as error:
             _log.info("could not remove %s: %s", self.path / path, error)
 

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in a shared directory, how old it is, and what has to go. No I/O of its own."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from kvhaven.types import align_up
+
+_STEP_S = 10.0
+"""Ages are counted in steps of this many seconds; within a step any file may go first."""
+
+
+class Found(NamedTuple):
+    """A file: its path, its size, and when it was used last, by the server's clock."""
+
+    path: str
+    size: int
+    used_at: float
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the owner of a shared directory keeps to. The same in every service that uses it.
+
+    A lease that is not renewed for `lease_s` is anybody's; credits are good for `credit_s`.
+    """
+
+    quota_bytes: int
+    """All files together, blocks of 4096 bytes, the few small ones of KVHaven itself aside."""
+    namespace_bytes: int | None = None
+    """Each namespace (a model, with all that must match) at most this much."""
+    ttl_s: float | None = None
+    """What nobody used for so long goes."""
+    beat_s: float = 2.0
+    lease_s: float = 30.0
+    credit_s: float = 20.0
+    survey_s: float = 300.0
+    least_wanted_bytes: int = 64 << 20
+    """A writer asks for credits for at least this much ahead."""
+
+    @property
+    def ceiling_bytes(self) -> int:
+        """What is in use and what is granted, together at most: a little below the quota."""
+        return self.quota_bytes - self.quota_bytes // 32
+
+    @property
+    def floor_bytes(self) -> int:
+        """What is left after an eviction, at most."""
+        return self.quota_bytes - self.quota_bytes // 5
+
+
+class Survey:
+    """Sums of what was found, per namespace's folder, with histograms of ages."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.by_folder: Counter[str] = Counter()
+        self._steps: dict[str, Counter[int]] = {}
+
+    def add(self, folder: str, page: Iterable[Found]) -> None:
+        """Count a page of files of a namespace's folder."""
+        steps = self._steps.setdefault(folder, Counter())
+        for found in page:
+            size = align_up(found.size)
+            self.used_bytes += size
+            self.by_folder[folder] += size
+            steps[_step(found.used_at)] += size
+
+    def doomed(self, limits: Limits, now: float, wanted_bytes: int) -> "Doomed":
+        """Return what has to go for the limits, with room for `wanted_bytes` besides.
+
+        Only when there is too much: then down to the limits' floor.
+        """
+        expired = _step(now - limits.ttl_s) if limits.ttl_s is not None else None
+        cuts: dict[str, _Cut] = {}
+        left: Counter[int] = Counter()
+        for folder, steps in self._steps.items():
+            own = Counter(
+                {step: size for step, size in steps.items() if expired is None or step >= expired}
+            )
+            excess = 0
+            if limits.namespace_bytes is not None:
+                excess = own.total() - limits.namespace_bytes
+            cuts[folder] = _Cut(own, excess, expired)
+            left.update(cuts[folder].left)
+        excess = 0
+        if left.total() + wanted_bytes > limits.ceiling_bytes:
+            excess = left.total() + wanted_bytes - limits.floor_bytes
+        return Doomed(cuts, _Cut(left, excess, None))
+
+
+class Doomed:
+    """Tells which files of a survey have to go, each once."""
+
+    def __init__(self, cuts: dict[str, "_Cut"], common: "_Cut") -> None:
+        self._cuts = cuts
+        self._common = common
+
+    def take(self, found: Found) -> bool:
+        """Return whether a file has to go; count it if so."""
+        own = self._cuts.get(found.path.partition("/")[0])
+        if own is None:  # a namespace that was not there when all was counted
+            return False
+        return own.take(found) or self._common.take(found)
+
+
+class _Cut:
+    """The age from which on files go: `excess` bytes of the oldest, and all before `expired`."""
+
+    def __init__(self, steps: Counter[int], excess: int, expired: int | None) -> None:
+        self.left = Counter(steps)
+        self._before = expired
+        self._rest = 0
+        for step in sorted(steps):
+            if excess <= 0:
+                break
+            self._before, self._rest = step, min(excess, steps[step])
+            excess -= self._rest
+            self.left[step] -= self._rest
+
+    def take(self, found: Found) -> bool:
+        if self._before is None:
+            return False
+        step = _step(found.used_at)
+        if step == self._before and self._rest > 0:
+            self._rest -= align_up(found.size)
+            return True
+        return step < self._before
+
+
+def _step(used_at: float) -> int:
+    return int(used_at // _STEP_S)

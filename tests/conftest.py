@@ -59,6 +59,7 @@ def s3_server() -> Iterator[str]:
     """The URL of a real S3 server: the one that is given (`make test-ceph`), or moto's."""
     given = os.environ.get("TEST_S3_URL")
     if given:
+        servers.Bucket(given).put("first", b"")  # Ceph makes its pools for that, which takes time
         yield given
         return
     with servers.moto() as url:

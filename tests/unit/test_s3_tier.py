@@ -269,8 +269,9 @@ async def test_a_server_that_hangs_at_start_does_not_hold_up_the_service(
 ) -> None:
     scripted.script = lambda *_: Answer(hang=True)
     began = time.monotonic()
-    async with tier_of(scripted.url, deadline_s=20):
+    async with tier_of(scripted.url, deadline_s=20) as tier:
         assert time.monotonic() - began < 4
+        assert "still being asked" in tier.health().last_error
         began = time.monotonic()
     assert time.monotonic() - began < 7
 

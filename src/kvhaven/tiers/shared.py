@@ -83,9 +83,11 @@ class SharedTier:
         """Open the store, and watch over it from now on. See `Tier.start`."""
         tried = asyncio.Event()
         self._keeper = asyncio.create_task(self._keep(tried), name=f"kvhaven-{self.name}-keeper")
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(START_WAIT_S):
                 await tried.wait()
+        except TimeoutError:
+            self._condition.closed(f"no answer in {START_WAIT_S} s; it is still being asked")
 
     async def close(self, deadline_s: float) -> None:
         """Finish within `deadline_s` seconds and give the store up."""

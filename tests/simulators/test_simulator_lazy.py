@@ -22,8 +22,6 @@ from tests.simulators.plays import (
 )
 from tests.simulators.simulation import Mode, Simulation
 
-pytestmark = pytest.mark.timeout(180)  # the first test may have to build the extension
-
 
 def mark_step() -> None:
     importlib.import_module("habana_frameworks.torch.core").mark_step()

@@ -24,6 +24,7 @@ _SUBJECTS = {
     "ttft": "first_token",
     "nohit": "no_hits",
     "outage": "outages",
+    "gpu": "gpus",
 }
 """Each subject's module, which has `measure(say)` and returns results; quick ones first."""
 

@@ -100,9 +100,9 @@ def _load(address: str, begun: Any, stop: Any) -> None:
 def _engine(address: str, name: str) -> Iterator[tuple[RankClient, SchedulerClient]]:
     """Attach an engine of one rank, without vLLM."""
     fields = {"model": f"benchmark {name}"}
-    shard = Shard(ShardId(0, (0, 1), (0, 1)), _PAYLOAD)
+    shards = (Shard(ShardId(0, (0, 1), (0, 1)), _PAYLOAD),)
     rank = RankClient(
-        address, AttachRank(1, name, f"{name}-r", 0, 1, namespace_digest(fields), fields, shard)
+        address, AttachRank(1, name, f"{name}-r", 0, 1, namespace_digest(fields), fields, shards)
     )
     scheduler = SchedulerClient(
         address,
@@ -124,12 +124,12 @@ def _save_chunks(rank: RankClient, name: str, count: int) -> list[ChunkKey]:
     keys = [
         ChunkKey(hashlib.sha256(f"{name} {number}".encode()).digest()) for number in range(count)
     ]
-    reservation = rank.reserve(None, keys)
+    reservation = rank.reserve(None, keys, 1)
     if reservation is None:
         raise ProcessError("the service takes no reservation")
     grants = rank.grants(reservation, time.monotonic() + _WAIT_S)
     checksum = Checksum(xxhash.xxh3_128_digest(bytes(_PAYLOAD)))
-    rank.commit([(grant, checksum) for grant in grants if grant is not None])
+    rank.commit([(grant, [checksum]) for grant in grants if grant is not None])
     return keys
 
 

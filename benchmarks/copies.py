@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`copy.store`, `copy.load`: GB/s of a worker's copies between KV tensors and the arena, on CPU.
+"""`copy.*`, `portable.*`, `columns.*`: GB/s of copies between KV tensors and the arena, on CPU.
 
 The limit is plain `memcpy` of the same bytes between the same two pieces of memory (the KV
 tensors, and a populated mapping of a segment of the arena), with as many threads, each taking
@@ -8,6 +8,12 @@ the next piece of a chunk's size. A store also computes the checksum of what it 
 
 KV is laid out as vLLM's CPU backend does it (`vllm-facts`): a bf16 tensor `[blocks, heads, 128,
 2 * 64]` a layer, all in one allocation; a chunk of 256 tokens is 2 MiB.
+
+`copy.*` is the paged format. `portable.*` moves the same bytes between the same places as shards
+of one head each, and its limit is the paged format in the same run. It takes the pages to be as
+all backends but the CPU's have them, K next to V of each token. `columns.*` is portable too, with
+the pages of vLLM's CPU kernel, whose K has a row for each element and a column for each token:
+to turn it costs 2 bytes at a time. The same is wanted of it, and it is not reached.
 """
 
 import ctypes
@@ -23,7 +29,7 @@ import torch
 from benchmarks.results import Result, at_least
 from kvhaven.arena.segment import MappedSegment, Segment
 from kvhaven.devices.cpu import CpuDevice, usable_cores
-from kvhaven.layouts import PagedLayout, describe_kv_caches
+from kvhaven.layouts import PagedLayout, PortableLayout, describe_kv_caches, head_geometry
 
 _LAYERS, _BLOCKS, _HEADS, _BLOCK_SIZE, _CONTENT = 8, 512, 4, 128, 128
 _BLOCKS_PER_CHUNK = 2
@@ -33,9 +39,12 @@ _MOST_THREADS = 4  # a worker's default
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Copy 128 MiB there and back, KVHaven and `memcpy` by turns."""
+    """Copy 128 MiB there and back, `memcpy` and KVHaven in both formats by turns."""
     threads = min(_MOST_THREADS, len(usable_cores()))
     layout, memory = _kv_caches()
+    portable = _by_heads(layout, "FlashAttentionBackend")
+    columns = _by_heads(layout, "CPUAttentionBackend")
+    assert portable.payload_bytes(_BLOCKS_PER_CHUNK) == layout.payload_bytes(_BLOCKS_PER_CHUNK)
     size = layout.payload_bytes(_BLOCKS_PER_CHUNK)
     total = size * _CHUNKS
     device = CpuDevice(threads)
@@ -54,8 +63,12 @@ def measure(say: Callable[[str], None]) -> list[Result]:
             for repetition in range(-1, _REPETITIONS):
                 for name, copy in (
                     ("store", lambda: device.store(layout, chunks[:_CHUNKS], arena)),
+                    ("portable store", lambda: device.store(portable, chunks[:_CHUNKS], arena)),
+                    ("columns store", lambda: device.store(columns, chunks[:_CHUNKS], arena)),
                     ("to arena", lambda: plain.copy(arena, tensors)),
                     ("load", lambda: device.load(layout, chunks[:_CHUNKS], arena)),
+                    ("portable load", lambda: device.load(portable, chunks[:_CHUNKS], arena)),
+                    ("columns load", lambda: device.load(columns, chunks[:_CHUNKS], arena)),
                     ("from arena", lambda: plain.copy(tensors, arena)),
                 ):
                     began = time.perf_counter()
@@ -69,9 +82,14 @@ def measure(say: Callable[[str], None]) -> list[Result]:
         segment.close()
     say(f"{threads} threads, {_CHUNKS} chunks of {size >> 10} KiB")
     what = f"memcpy of the same bytes with {threads} threads"
+    paged = "the paged format's copy of the same bytes"
     return [
         at_least("copy.store", rates["store"], "GB/s", rates["to arena"], 0.70, what),
         at_least("copy.load", rates["load"], "GB/s", rates["from arena"], 0.70, what),
+        at_least("portable.store", rates["portable store"], "GB/s", rates["store"], 0.60, paged),
+        at_least("portable.load", rates["portable load"], "GB/s", rates["load"], 0.60, paged),
+        at_least("columns.store", rates["columns store"], "GB/s", rates["store"], 0.60, paged),
+        at_least("columns.load", rates["columns load"], "GB/s", rates["load"], 0.60, paged),
     ]
 
 
@@ -108,3 +126,15 @@ def _kv_caches() -> tuple[PagedLayout, torch.Tensor]:
         kernel_tag="benchmark",
     )
     return layout, memory
+
+
+def _by_heads(layout: PagedLayout, backend: str) -> PortableLayout:
+    """Return the same KV in the portable format."""
+    geometry = head_geometry(
+        layout,
+        backend=backend,
+        kernel_tag="cpu-x86_64",
+        heads=_HEADS,
+        head_dims=(_CONTENT // 2, _CONTENT // 2),
+    )
+    return PortableLayout(layout, geometry)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: their order, their time limits, a clean environment."""
 
+import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +39,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if limits and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(max(limits)))
     items.sort(key=_rank)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the simulated accelerators before tests that may need them: no test has the time."""
+    build = sys.modules.get("tests.simulators.build")  # a test module imports it
+    if build is not None and session.items and not session.config.option.collectonly:
+        with contextlib.suppress(RuntimeError):  # the tests themselves say it, or skip
+            build.library()
 
 
 def _rank(item: pytest.Item) -> int:

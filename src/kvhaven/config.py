@@ -57,6 +57,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     save_decode_cache: Annotated[
         bool, switch("Also keep the KV of generated tokens, not only of prompts.")
     ] = False
+    device: Annotated[
+        Literal["auto", "hpu", "cuda", "rocm", "xpu", "cpu"],
+        setting(
+            "The kind of device that holds the engine's KV; auto asks the KV tensors themselves.",
+            "auto, hpu, cuda, rocm, xpu or cpu",
+        ),
+    ] = "auto"
     load_mode: Annotated[
         Literal["auto", "sync", "async"],
         setting(
@@ -66,8 +73,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = "auto"
     format: Annotated[
-        Literal["auto", "paged"],
-        setting("How a shard's bytes are arranged; auto chooses.", "auto or paged"),
+        Literal["auto", "paged", "portable"],
+        setting(
+            "How a shard's bytes are arranged: as the device holds its pages (paged), or so that "
+            "engines of another make, block size or tensor-parallel degree can read them "
+            "(portable). auto is paged.",
+            "auto, paged or portable",
+        ),
     ] = "auto"
     model_fingerprint: Annotated[
         str | None,

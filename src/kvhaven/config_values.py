@@ -271,9 +271,6 @@ _PARSERS: dict[Kind, Callable[[SettingInfo, object], Value]] = {
     "socket": _parse_socket,
 }
 _COMES_LATER = {
-    ("format", "portable"): "the portable format comes later; use paged or leave it out",
-    **{
-        ("cache_policy", policy): "this policy comes later; use LRU or leave it out"
-        for policy in ("lfu", "fifo", "mru", "s3-fifo", "tinylfu")
-    },
+    ("cache_policy", policy): "this policy comes later; use LRU or leave it out"
+    for policy in ("lfu", "fifo", "mru", "s3-fifo", "tinylfu")
 }

@@ -36,3 +36,11 @@ class LayoutError(KVHavenError):
 
 class IncompatibleEngineError(KVHavenError):
     """The engine, or how it is configured, is one that KVHaven does not serve; it says why."""
+
+
+class DeviceCopyError(KVHavenError):
+    """A driver refused a copy between the arena and an accelerator."""
+
+
+class UnreportedLoadError(KVHavenError):
+    """A load failed where the engine cannot be told: rather no answer than a wrong one."""

@@ -15,7 +15,7 @@ import msgspec
 from kvhaven.errors import ProtocolError
 from kvhaven.types import CHECKSUM_BYTES, KEY_BYTES, ChunkKey, Shard, ShardTable
 
-VERSION: Final = 1
+VERSION: Final = 2
 FRAME_LIMIT: Final = 16 << 20
 """Largest body in bytes; a longer one is malformed."""
 
@@ -54,6 +54,10 @@ class Welcome(Message, frozen=True, tag=True):
 class AttachRank(Message, frozen=True, tag=True):
     """A worker says who it is. `member` names its process; `fields` are its namespace's.
 
+    `shards` are those it holds, in the order of their ids; two ranks of a session hold the
+    same ones or none in common. The same ones only if `shared` says that their bytes are
+    equal on every rank that holds them: then one rank writes them for all.
+
     `holding` are the generations of grants it got on earlier connections and has neither
     committed nor aborted. All others that the service remembers never arrived: they end.
     """
@@ -65,8 +69,9 @@ class AttachRank(Message, frozen=True, tag=True):
     world: int
     namespace: Key
     fields: dict[str, str]
-    shard: Shard
+    shards: tuple[Shard, ...]
     holding: tuple[int, ...] = ()
+    shared: bool = False
 
 
 class AttachScheduler(Message, frozen=True, tag=True):
@@ -90,13 +95,15 @@ class SegmentInfo(msgspec.Struct, frozen=True):
 class Attached(Message, frozen=True, tag=True):
     """Answer to both. A rank gets the segments, their descriptors come with the frame.
 
-    The scheduler gets the namespace and the shard table on which all ranks agree.
+    The scheduler gets the namespace, the shard table on which all ranks agree, and for each
+    rank where the first of its shards lies in an extent; its others follow.
     """
 
     id: int
     segments: tuple[SegmentInfo, ...] = ()
     namespace: bytes = b""
     table: ShardTable | None = None
+    offsets: tuple[int, ...] = ()
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -153,32 +160,44 @@ class Loaded(Message, frozen=True, tag=True):
 
 
 class Reserve(Message, frozen=True, tag=True):
-    """Space for consecutive chunks; `parent` is the key before them (empty: none)."""
+    """Space for consecutive chunks; `parent` is the key before them (empty: none).
+
+    `save` is the number of the save, the same on all ranks of the engine and used for no
+    other: all shards of a chunk come from one save.
+    """
 
     id: int
     parent: bytes
     keys: bytes
+    save: int
 
 
 class Granted(Message, frozen=True, tag=True):
-    """Answer to `Reserve`: `(segment, offset of the rank's shard, generation)` or nothing."""
+    """Answer to `Reserve`: `(segment, offset, generation, writes)` for each chunk, or nothing.
+
+    `offset` is that of the rank's first shard. It writes all its shards, or, where `writes` is
+    false, none: another rank of its engine writes the same ones. It commits or aborts either way.
+    """
 
     id: int
-    grants: list[tuple[int, int, int] | None]
+    grants: list[tuple[int, int, int, bool] | None]
 
 
 class Commit(Message, frozen=True, tag=True):
-    """Shards that are written: `(key, generation, checksum)`. Reliable."""
+    """A rank has done its part of these chunks: `(key, generation, checksums)`. Reliable.
+
+    The checksums are those of the shards it was to write, in order.
+    """
 
     seq: int
-    shards: Sequence[tuple[Key, int, Sum]]
+    chunks: Sequence[tuple[Key, int, Sequence[Sum]]]
 
 
 class Abort(Message, frozen=True, tag=True):
-    """Shards given up: `(key, generation)`; no copy into them is running. Reliable."""
+    """Chunks given up: `(key, generation)`; no copy into them is running. Reliable."""
 
     seq: int
-    shards: Sequence[tuple[Key, int]]
+    chunks: Sequence[tuple[Key, int]]
 
 
 class Ack(Message, frozen=True, tag=True):

@@ -57,6 +57,10 @@ class ShardTable(msgspec.Struct, frozen=True):
 
     shards: tuple[Shard, ...]
 
+    def __str__(self) -> str:
+        """Return all shards with their sizes, for messages."""
+        return ", ".join(f"{shard.id} ({shard.payload_bytes} bytes)" for shard in self.shards)
+
     @property
     def offsets(self) -> tuple[int, ...]:
         """Byte offset of each shard in the chunk's extent; multiples of `PAGE_BYTES`."""

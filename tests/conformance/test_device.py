@@ -6,7 +6,8 @@ import mmap
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,21 +17,16 @@ import xxhash
 from kvhaven.devices import cpu, cuda
 from kvhaven.devices.base import SKIP, CopyJob, Device
 from kvhaven.devices.cpu import CpuDevice
-from kvhaven.devices.cuda import CudaDevice, split_at
+from kvhaven.devices.cuda import split_at
 from kvhaven.devices.detect import KINDS, open_device
 from kvhaven.devices.plan import plan_moves
 from kvhaven.devices.selftest import self_test
 from kvhaven.errors import IncompatibleEngineError, LayoutError
 from kvhaven.layouts import PagedLayout, PageRun, describe_kv_caches
+from tests.devices import WORDS, opened
+from tests.simulators import simulated
 
 WAIT_S = 30.0
-DEVICES: dict[str, Callable[[], Device]] = {
-    "cpu": CpuDevice,
-    "cpu-3-threads": lambda: CpuDevice(copy_threads=3),
-}
-if not cuda.unavailable():
-    DEVICES["cuda"] = lambda: CudaDevice(copy_threads=2)
-
 # Blocks, heads, tokens, content; layers; how they lie: one allocation with the layers outside or
 # inside, an allocation a layer, or pages of unlike sizes.
 SHAPES = {
@@ -62,13 +58,11 @@ class Arena:
         os.close(self._file)
 
 
-@pytest.fixture(params=list(DEVICES))
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    if request.param == "cpu-3-threads":  # one with many pieces to hash
-        monkeypatch.setattr(cpu, "HASH_BYTES", 700)
-    device = DEVICES[request.param]()
-    yield device
-    device.close()
+@pytest.fixture(params=WORDS)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    seed = zlib.crc32(request.node.name.encode())
+    with opened(request.param, seed) as found:
+        yield found.device
 
 
 @pytest.fixture
@@ -87,7 +81,7 @@ def layout(request: pytest.FixtureRequest, device: Device) -> PagedLayout:
 
 def layout_of(kind: str, device: Device) -> PagedLayout:
     shape = SHAPES[kind]
-    where = torch.device(device.name if device.name == "cpu" else f"{device.name}:0")
+    where = KINDS[device.name].torch_type
     random_bytes = torch.Generator().manual_seed(1)
 
     def filled(*sizes: int) -> torch.Tensor:
@@ -339,14 +333,31 @@ def test_the_self_test_needs_room(device: Device, layout: PagedLayout) -> None:
 
 def test_detection_finds_the_cpu_and_lists_what_it_looked_for() -> None:
     assert open_device("cpu", copy_threads=2).name == "cpu"
-    with pytest.raises(IncompatibleEngineError, match="'tpu': this is none of cuda, cpu"):
+    with pytest.raises(IncompatibleEngineError, match="'tpu': this is none of auto, hpu, cuda"):
         open_device("tpu")
-    if cuda.unavailable():
+    with pytest.raises(IncompatibleEngineError, match="cpu: the engine's KV tensors are on xpu"):
+        open_device("cpu", torch_type="xpu")
+    if cuda.cuda_unavailable():
         assert open_device().name == "cpu"
         with pytest.raises(IncompatibleEngineError, match=r"cuda: torch .* is built without CUDA"):
             open_device("cuda")
-        with pytest.raises(IncompatibleEngineError, match="no CUDA device"):
-            CudaDevice()
+
+
+def test_detection_says_of_each_kind_why_it_was_refused() -> None:
+    with pytest.raises(IncompatibleEngineError) as refusal:
+        open_device(torch_type="mtia")
+    for name in KINDS:
+        assert f"{name}: the engine's KV tensors are on mtia" in str(refusal.value)
+
+
+def test_gaudi_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PT_HPU_GPU_MIGRATION=1 lets `torch.cuda.is_available()` be true on Gaudi."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    with simulated("hpu"):
+        device = open_device()
+        assert device.name == "hpu"
+        device.close()
 
 
 def test_copy_threads_run_on_the_cores_they_are_given() -> None:

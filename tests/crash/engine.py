@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine-like clients that copy real bytes: what is in a chunk follows from its key and rank.
+"""Engine-like clients that copy real bytes: what is in a chunk follows from its key and head.
 
 So every byte of every load can be checked, whoever wrote it and whenever.
 """
 
 import ctypes
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -21,7 +22,7 @@ from kvhaven.types import Checksum, ChunkKey, Shard, ShardId, align_up
 SHARD_BYTES = 10_000
 """Not a multiple of a page, so that there is padding."""
 EXTENT_BYTES = align_up(SHARD_BYTES)
-"""Of a chunk, for each rank."""
+"""Of a chunk, for each head."""
 
 MODEL = "model-of-the-tests"
 
@@ -31,9 +32,16 @@ def prompt(name: object, length: int) -> list[ChunkKey]:
     return [ChunkKey(hashlib.sha256(f"{name}/{at}".encode()).digest()) for at in range(length)]
 
 
-def content(key: bytes, rank: int, size: int = SHARD_BYTES) -> bytes:
-    """Return the bytes that rank `rank` computes for a chunk."""
-    return hashlib.shake_128(key + bytes([rank])).digest(size)
+def content(key: bytes, head: int, size: int = SHARD_BYTES) -> bytes:
+    """Return the bytes that are computed for a chunk and a head."""
+    return hashlib.shake_128(key + bytes([head])).digest(size)
+
+
+def heads_of(rank: int, world: int, heads: int) -> range:
+    """Return the heads of a rank; with fewer heads than ranks, several have the same one."""
+    if heads < world:
+        return range(rank * heads // world, rank * heads // world + 1)
+    return range(rank * heads // world, (rank + 1) * heads // world)
 
 
 class WrongBytesError(Exception):
@@ -41,7 +49,10 @@ class WrongBytesError(Exception):
 
 
 class Rank:
-    """A rank that saves and loads; `pause_s` is how long it stops between pieces of a copy."""
+    """A rank that saves and loads; `pause_s` is how long it stops between pieces of a copy.
+
+    `heads` is how many the model has: by default as many as there are ranks. Each is a shard.
+    """
 
     def __init__(
         self,
@@ -54,12 +65,15 @@ class Rank:
         model: str = MODEL,
         shard_bytes: int = SHARD_BYTES,
         pause_s: float = 0.0,
+        heads: int = 0,
         **client: Any,
     ) -> None:
+        heads = heads or world
+        self.heads = heads_of(rank, world, heads)
         self.rank = rank
         self.shard_bytes = shard_bytes
         self.pause_s = pause_s
-        fields = {"model": model, "ranks": str(world), "bytes": str(shard_bytes)}
+        fields = {"model": model, "heads": str(heads), "bytes": str(shard_bytes)}
         self.attach = AttachRank(
             id=1,
             session=engine,
@@ -68,7 +82,10 @@ class Rank:
             world=world,
             namespace=namespace_digest(fields),
             fields=fields,
-            shard=Shard(ShardId(0, (0, 4), (rank, rank + 1)), shard_bytes),
+            shards=tuple(
+                Shard(ShardId(0, (0, 4), (head, head + 1)), shard_bytes) for head in self.heads
+            ),
+            shared=heads < world,
         )
         self.client = RankClient(address, self.attach, **client)
 
@@ -77,10 +94,14 @@ class Rank:
         return self
 
     def reserve(
-        self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None, wait_s: float = 5.0
+        self,
+        keys: Sequence[ChunkKey],
+        parent: ChunkKey | None = None,
+        wait_s: float = 5.0,
+        save: int = 0,
     ) -> list[Grant]:
         """Return the grants there are."""
-        reservation = self.client.reserve(parent, keys)
+        reservation = self.client.reserve(parent, keys, save)
         if reservation is None:
             return []
         grants = self.client.grants(reservation, time.monotonic() + wait_s)
@@ -88,22 +109,31 @@ class Rank:
 
     def write(
         self, grant: Grant, between: Callable[[], None] = lambda: None
-    ) -> tuple[Grant, Checksum]:
-        """Copy this rank's bytes of a chunk into the arena, in pieces."""
-        data = content(grant.key, self.rank, self.shard_bytes)
-        for at in range(0, len(data), 4096):
-            piece = data[at : at + 4096]
-            ctypes.memmove(grant.address + at, piece, len(piece))
-            between()
-            if self.pause_s:
-                time.sleep(self.pause_s)
-        return grant, Checksum(xxhash.xxh3_128_digest(data))
+    ) -> tuple[Grant, list[Checksum]]:
+        """Copy this rank's bytes of a chunk into the arena, in pieces, if they are its to write."""
+        checksums = []
+        for head, offset in zip(self.heads, self.client.shard_offsets, strict=True):
+            if not grant.writes:
+                break
+            data = content(grant.key, head, self.shard_bytes)
+            for at in range(0, len(data), 4096):
+                piece = data[at : at + 4096]
+                ctypes.memmove(grant.address + offset + at, piece, len(piece))
+                between()
+                if self.pause_s:
+                    time.sleep(self.pause_s)
+            checksums.append(Checksum(xxhash.xxh3_128_digest(data)))
+        return grant, checksums
 
     def save(
-        self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None, wait_s: float = 5.0
+        self,
+        keys: Sequence[ChunkKey],
+        parent: ChunkKey | None = None,
+        wait_s: float = 5.0,
+        save: int = 0,
     ) -> int:
         """Save chunks; return how many were granted."""
-        grants = self.reserve(keys, parent, wait_s)
+        grants = self.reserve(keys, parent, wait_s, save)
         self.client.commit([self.write(grant) for grant in grants])
         return len(grants)
 
@@ -121,17 +151,24 @@ class Rank:
             self.client.loaded([lease.ticket], lease.service)
             return 0
         for key, (segment, offset) in zip(keys, lease.extents, strict=False):
-            at = arena.address_of(segment, offset + lease.offsets[self.rank], self.shard_bytes)
-            pieces = []
-            for begin in range(0, self.shard_bytes, 4096):
-                size = min(4096, self.shard_bytes - begin)
-                pieces.append(ctypes.string_at(at + begin, size))
-                if self.pause_s:
-                    time.sleep(self.pause_s)
-            if b"".join(pieces) != content(key, self.rank, self.shard_bytes):
-                raise WrongBytesError(f"rank {self.rank}: {key.hex()} at {segment}:{offset}")
+            first = offset + lease.offsets[self.rank]
+            address = arena.address_of(segment, first, self.client.span_bytes)
+            for head, at in zip(self.heads, self.client.shard_offsets, strict=True):
+                if self._read(address + at) != content(key, head, self.shard_bytes):
+                    raise WrongBytesError(
+                        f"rank {self.rank}, head {head}: {key.hex()} at {segment}:{offset}"
+                    )
         self.client.loaded([lease.ticket], lease.service)
         return len(lease.extents)
+
+    def _read(self, address: int) -> bytes:
+        """Copy a shard out of the arena, in pieces."""
+        pieces = []
+        for begin in range(0, self.shard_bytes, 4096):
+            pieces.append(ctypes.string_at(address + begin, min(4096, self.shard_bytes - begin)))
+            if self.pause_s:
+                time.sleep(self.pause_s)
+        return b"".join(pieces)
 
     def close(self) -> None:
         self.client.close()
@@ -191,6 +228,8 @@ class Scheduler:
 class Engine:
     """A scheduler and its ranks in this process."""
 
+    _saves = itertools.count(1)
+
     def __init__(self, address: str, world: int = 1, **options: Any) -> None:
         engine = options.pop("engine", "engine")
         self.ranks = [Rank(address, n, world, engine=engine, **options) for n in range(world)]
@@ -213,7 +252,8 @@ class Engine:
 
     def save(self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None) -> int:
         """Have every rank save; return the least that one was granted, when all is committed."""
-        granted = min(rank.save(keys, parent) for rank in self.ranks)
+        number = next(self._saves)
+        granted = min(rank.save(keys, parent, save=number) for rank in self.ranks)
         for rank in self.ranks:
             rank.sync()
         return granted

@@ -104,7 +104,7 @@ def test_a_service_that_runs_for_long_does_not_grow(short_dir: Path) -> None:
                 if number % 2:
                     rank.client.abort(grants)
                 else:  # with a wrong checksum: what comes back from disk is refused there
-                    rank.client.commit([(grant, Checksum(bytes(16))) for grant in grants])
+                    rank.client.commit([(grant, [Checksum(bytes(16))]) for grant in grants])
             if number % 10 == 0:
                 with socket.socket(socket.AF_UNIX) as sock:
                     sock.connect(node.address)

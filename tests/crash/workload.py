@@ -32,7 +32,8 @@ class Plan(NamedTuple):
 
     load: Lease | None
     keys: tuple[ChunkKey, ...]
-    save: bool
+    save: int
+    """The save's number; 0 for none."""
     services: frozenset[str]
 
 
@@ -52,6 +53,8 @@ class Work(NamedTuple):
     pause_s: float = 0.0002
     scheduler_address: str = ""
     embedded: Settings | None = None
+    heads: int = 0
+    """How many the model has; 0 for one each rank."""
 
 
 def seed_of_this_run() -> int:
@@ -81,6 +84,7 @@ def rank_main(work: Work, number: int, plans: Connection, reports: Connection) -
         work.world,
         engine=work.engine,
         pause_s=work.pause_s,
+        heads=work.heads,
         **_starter(work),
     )
     try:
@@ -101,7 +105,8 @@ def _follow(rank: Rank, plan: Plan, dice: random.Random) -> tuple[int, int]:
     saved = 0
     if plan.save:
         keys = plan.keys[loaded:]
-        grants = rank.reserve(keys, plan.keys[loaded - 1] if loaded else None, wait_s=0.2)
+        parent = plan.keys[loaded - 1] if loaded else None
+        grants = rank.reserve(keys, parent, wait_s=0.2, save=plan.save)
         if dice.random() < 0.05:
             rank.client.abort(grants)
         else:
@@ -146,7 +151,7 @@ def _schedule(
             if order == "count":
                 orders.send((steps, loaded))
             elif order == "verify":
-                orders.send(sum(_step(scheduler, ranks, keys, save=False) for keys in prompts))
+                orders.send(sum(_step(scheduler, ranks, keys) for keys in prompts))
             else:
                 return
         keys = dice.choice(prompts)[: dice.randint(1, work.length)]
@@ -158,12 +163,12 @@ def _schedule(
             if ticket is not None:
                 scheduler.client.release([ticket])
             continue
-        loaded += _step(scheduler, ranks, keys, save=dice.random() < 0.8)
         steps += 1
+        loaded += _step(scheduler, ranks, keys, save=steps if dice.random() < 0.8 else 0)
 
 
 def _step(
-    scheduler: Scheduler, ranks: Sequence[Connection], keys: Sequence[ChunkKey], *, save: bool
+    scheduler: Scheduler, ranks: Sequence[Connection], keys: Sequence[ChunkKey], *, save: int = 0
 ) -> int:
     lease = scheduler.acquire(keys)
     if lease is not None:

@@ -103,7 +103,12 @@ def test_under_multiconnector_another_connector_may_win(
         "kv_connector_extra_config": {"connectors": [ours, example]},
     }
     with engine(
-        model, tmp_path / "log", None, kv_transfer_config=both, enable_prefix_caching=False
+        model,
+        tmp_path / "log",
+        None,
+        in_process=True,
+        kv_transfer_config=both,
+        enable_prefix_caching=False,
     ) as started:
         for _ in range(3):
             found = started.generate(asked, max_tokens=4)
@@ -117,7 +122,12 @@ def test_pooling_gives_the_same_embeddings(model: Path, tmp_path: Path, short_di
     asked = prompts(8, 4)
     settings = {"max_local_cpu_size": "128MiB", "runtime_dir": str(short_dir)}
     with engine(
-        model, tmp_path / "log", settings, runner="pooling", skip_tokenizer_init=False
+        model,
+        tmp_path / "log",
+        settings,
+        in_process=True,
+        runner="pooling",
+        skip_tokenizer_init=False,
     ) as started:
         first = started.ask("embed", prompts=asked)
         for _ in range(2):

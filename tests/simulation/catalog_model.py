@@ -34,6 +34,8 @@ Choose = Callable[[int], int]
 """Returns a number from 0 to n - 1: from a seeded generator, or from hypothesis."""
 Page = tuple[int, int]
 Claim = tuple[object, ...]
+WRITING = {"save", "TierRead"}
+"""The first word of the claims of those who write."""
 
 ARENA_BYTES = 192 << 10
 CHAIN_CHUNKS = 6
@@ -53,13 +55,18 @@ def namespace_of(name: str, shards: int, payload_bytes: int) -> Namespace:
     return Namespace(digest, {"model": name}, table)
 
 
-NAMESPACES = {
-    1: (namespace_of("one", 1, 4096), namespace_of("three", 1, 12000)),
-    2: (namespace_of("two", 2, 4096), namespace_of("four", 2, 8192)),
-}
-"""By number of ranks. Their four extent sizes share the arena."""
+Split = tuple[int, ...]
+"""Which shards each rank of an engine holds, as bitmaps; equal ones are twins."""
 
-BY_DIGEST = {n.digest: n for both in NAMESPACES.values() for n in both}
+NAMESPACES: Sequence[tuple[Namespace, Sequence[Split]]] = (
+    (namespace_of("one", 1, 4096), [(1,), (1, 1)]),
+    (namespace_of("two", 2, 4096), [(0b01, 0b10), (0b11,), (0b01, 0b01, 0b10, 0b10)]),
+    (namespace_of("three", 1, 12000), [(1,)]),
+    (namespace_of("four", 4, 4096), [(0b1111,), (0b0011, 0b1100), (1, 2, 4, 8)]),
+)
+"""With the ways in which engines divide their shards. Four extent sizes share the arena."""
+
+BY_DIGEST = {namespace.digest: namespace for namespace, _ in NAMESPACES}
 
 
 def chain_of(namespace: Namespace, number: int) -> list[ChunkKey]:
@@ -73,6 +80,11 @@ def chain_of(namespace: Namespace, number: int) -> list[ChunkKey]:
 
 
 CHAIN_KEYS = {d: [chain_of(n, c) for c in range(CHAINS)] for d, n in BY_DIGEST.items()}
+
+
+def bits_of(bitmap: int) -> list[int]:
+    """Return the shards of a bitmap."""
+    return [bit for bit in range(bitmap.bit_length()) if bitmap >> bit & 1]
 
 
 def checksum_of(key: ChunkKey, bit: int) -> Checksum:
@@ -114,15 +126,26 @@ class Memory:
     claims: dict[Page, dict[Claim, int]] = field(default_factory=dict)
     committed: dict[int, set[int]] = field(default_factory=dict)
     """By generation: the shards that are written, by a commit or a read that was accepted."""
+    saves: dict[int, object] = field(default_factory=dict)
+    """By generation: the save that writes there. There is one."""
+    splits: dict[int, Split] = field(default_factory=dict)
+    """By generation: how its engine divides the shards."""
+    awaited: dict[int, set[int]] = field(default_factory=dict)
+    """By generation: the ranks of that save that have not committed."""
     damaged: set[int] = field(default_factory=set)
     """Generations whose bytes were damaged after they were written."""
 
     def claim(self, copy: Copy) -> None:
-        """Note that somebody may touch these pages until `drop`, and nobody of another extent."""
+        """Note that somebody may touch these pages until `drop`, and nobody of another extent.
+
+        Who writes is alone.
+        """
         generation = copy.extent.generation
         for page, _ in copy.pages:
             claims = self.claims.setdefault(page, {})
-            others = [c for c, g in claims.items() if g != generation]
+            others = [
+                c for c, g in claims.items() if g != generation or {c[0], copy.claim[0]} & WRITING
+            ]
             assert not others, f"{copy.extent} was given to {copy.claim}, but {others} uses it"
             claims[copy.claim] = generation
 
@@ -147,9 +170,10 @@ class Memory:
         copy.done += 1
 
     def is_whole(self, namespace: Namespace, extent: Extent) -> bool:
-        """Whether every shard of an extent was committed."""
+        """Whether every shard of an extent was committed, and by every rank of its save."""
         shards = len(namespace.table.shards)
-        return len(self.committed.get(extent.generation, ())) == shards
+        written = len(self.committed.get(extent.generation, ())) == shards
+        return written and not self.awaited.get(extent.generation)
 
     def verify(self, namespace: Namespace, chunk: Leased) -> None:
         """Assert that what is offered is all there and all right."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from kvhaven.catalog.actions import Update
 from tests.simulation.catalog_engines import Engines
 from tests.simulation.catalog_model import ARENA_BYTES, Choose, World
+from tests.simulation.catalog_saving import Saving
 from tests.simulation.catalog_tiers import FakeTiers
 
 
@@ -20,16 +21,17 @@ class Node:
         self.world = World(choose)
         self.engines = Engines(self.world)
         self.tiers = FakeTiers(self.world)
-        engines, tiers = self.engines, self.tiers
+        self.saving = Saving(self.world, self.engines)
+        engines, saving, tiers = self.engines, self.saving, self.tiers
         self.events: list[tuple[int, Callable[[], None]]] = [
-            (150, engines.write),
-            (60, engines.reserve),
+            (150, saving.write),
+            (60, saving.reserve),
             (60, engines.load),
             (60, tiers.read),
             (60, tiers.write),
             (40, engines.acquire),
             (40, engines.dispatch),
-            (25, engines.plan_save),
+            (25, saving.plan_save),
             (15, engines.notice),
             (15, engines.reconnect),
             (10, engines.start),
@@ -37,11 +39,11 @@ class Node:
             (8, engines.release),
             (8, engines.prefetch),
             (4, engines.disconnect),
-            (4, engines.abort),
+            (4, saving.abort),
             (4, tiers.find),
             (4, tiers.lose),
             (4, tiers.switch),
-            (2, engines.commit_nonsense),
+            (2, saving.commit_nonsense),
             (2, tiers.damage_memory),
             (1, engines.kill),
             (1, engines.kill_engine),

@@ -2,6 +2,7 @@
 """For tests of the scheduler's side: a real node, a rank that fills it, and vLLM's own objects."""
 
 import ctypes
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ class Bench:
         self.session = uuid.uuid4().hex
         self.namespace = NamespaceDigest(xxhash.xxh3_128_digest(self.session.encode()) * 2)
         self.ranks = [self._rank(rank) for rank in range(world)]
+        self._saves = itertools.count(1_000_000)
         self._clients: list[SchedulerClient] = []
 
     def side(
@@ -47,6 +49,7 @@ class Bench:
         shared: bool = True,
         events: bool = False,
         start: bool = True,
+        hears_workers: bool = True,
         **settings: Any,
     ) -> SchedulerSide:
         """Return an attached scheduler's side; `settings` are the settings that differ."""
@@ -69,6 +72,7 @@ class Bench:
             shared=shared,
             events=events,
             lora_fingerprint=lambda path: f"fingerprint of {path}",
+            hears_workers=hears_workers,
         )
 
     def keys(self, request: Request) -> list[ChunkKey]:
@@ -80,15 +84,16 @@ class Bench:
     def fill(self, request: Request, chunks: int | None = None) -> None:
         """Store a request's first chunks (all) as the ranks do."""
         keys = self.keys(request)[:chunks]
+        number = next(self._saves)
         for rank in self.ranks:
-            reservation = rank.reserve(None, keys)
+            reservation = rank.reserve(None, keys, number)
             assert reservation is not None
             granted = rank.grants(reservation, time.monotonic() + 5)
             written = []
             for grant in granted:
                 assert grant is not None
                 ctypes.memset(grant.address, 7, BYTES)
-                written.append((grant, Checksum(xxhash.xxh3_128_digest(bytes([7]) * BYTES))))
+                written.append((grant, [Checksum(xxhash.xxh3_128_digest(bytes([7]) * BYTES))]))
             rank.commit(written)
         wait_until(lambda: self.node.status().catalog.resident_chunks >= len(keys))
 
@@ -115,7 +120,7 @@ class Bench:
                 world=self.world,
                 namespace=self.namespace,
                 fields={"model": "bench"},
-                shard=Shard(ShardId(0, (0, 1), (rank, rank + 1)), BYTES),
+                shards=(Shard(ShardId(0, (0, 1), (rank, rank + 1)), BYTES),),
             ),
         )
         client.start(10)

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvhaven.devices.base import CopyJob, MemoryFigures
-from kvhaven.devices.plan import check_copy, checksum_at, plan_moves
-from kvhaven.layouts import PagedLayout
+from kvhaven.devices.plan import check_copy, checksum_at, plan_moves, shard_places
+from kvhaven.layouts import Layout
 from kvhaven.types import Checksum
 
 
@@ -88,14 +88,16 @@ class LateDevice:
     # --- the contract -----------------------------------------------------------------------
 
     def store(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
     ) -> LateCopy:
         check_copy(layout, blocks, targets, may_skip=False)
         job = LateCopy(self)
 
         def copy(ids: Sequence[int], target: int) -> None:
             _move(layout, ids, target, to_host=True)
-            job.checksums.append(checksum_at(target, layout.payload_bytes(len(ids))))
+            job.checksums.extend(
+                checksum_at(*place) for place in shard_places(layout, [ids], [target])
+            )
 
         for ids, target in zip(blocks, targets, strict=True):
             self._put(self._stores, functools.partial(copy, ids, target))
@@ -103,7 +105,7 @@ class LateDevice:
         return job
 
     def load(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
     ) -> LateCopy:
         check_copy(layout, blocks, sources, may_skip=True)
         job = LateCopy(self)
@@ -210,7 +212,7 @@ class LateDevice:
         return op
 
 
-def _move(layout: PagedLayout, ids: Sequence[int], host: int, *, to_host: bool) -> None:
+def _move(layout: Layout, ids: Sequence[int], host: int, *, to_host: bool) -> None:
     plan = plan_moves(layout, ids, host)
     for at, device, size in zip(
         plan.host.tolist(), plan.device.tolist(), plan.size.tolist(), strict=True

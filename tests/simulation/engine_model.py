@@ -82,6 +82,10 @@ class RunningRequest:
             self.states.append(state)
 
 
+Scheduled = tuple[str, RunningRequest, int, int]
+"""A request of a step: its name, its state, the first token to compute, and how many."""
+
+
 @dataclass
 class StepResult:
     """A step that was launched; `sampled` is filled when its compute runs."""
@@ -97,6 +101,9 @@ class Runner:
 
     `linger` is called between the calls; it lets device work run, or not.
     """
+
+    device: Any
+    """A `LateDevice`, or another that can be driven like it."""
 
     def __init__(
         self,
@@ -140,7 +147,7 @@ class Runner:
             self._linger()
         result = StepResult([name for name, *_ in scheduled], {}, None, KVConnectorOutput())
         if scheduled:
-            result.op = self.device.compute(lambda: self._forward(scheduled, result.sampled))
+            self.launch(scheduled, result)
         self._linger()
         if not output.has_sync_kv_loads:
             connector.start_load_kv(None)
@@ -170,13 +177,15 @@ class Runner:
             kv_connector_output=result.connector,
         )
 
+    def launch(self, scheduled: Sequence[Scheduled], result: StepResult) -> None:
+        """Put a step's compute on the device."""
+        result.op = self.device.compute(lambda: self._forward(scheduled, result.sampled))
+
     def _linger(self) -> None:
         for _ in range(self._choice.choice((0, 0, 0, 1, 2, 8))):
             self.device.tick()
 
-    def _update_states(
-        self, output: "SchedulerOutput"
-    ) -> list[tuple[str, RunningRequest, int, int]]:
+    def _update_states(self, output: "SchedulerOutput") -> list[Scheduled]:
         for name in output.finished_req_ids:
             self._requests.pop(name, None)
         starts: dict[str, int] = {}
@@ -206,7 +215,7 @@ class Runner:
 
     def _forward(
         self,
-        scheduled: Sequence[tuple[str, RunningRequest, int, int]],
+        scheduled: Sequence[Scheduled],
         sampled: dict[str, list[int]],
     ) -> None:
         """Compute a step: all writes of the batch come first, as a layer writes before it reads.
@@ -224,25 +233,51 @@ class Runner:
             request.tokens.extend(sampled[name])
 
     def _write(self, request: RunningRequest, begin: int, end: int) -> None:
-        self._computations += 1
-        noise = xxhash.xxh3_64_intdigest(f"{self._rank} {self._computations}".encode())
-        noise_t = np.full(end - begin, noise, np.uint64)
+        noise_t = self._noise(end - begin)
         for layer, kv_bsw in enumerate(self._kv):
-            first, second = self._expected(request, begin, end, layer)
-            words_tw = np.stack([first, second, noise_t, noise_t ^ first], axis=-1)
+            words_tw = self._words(request, begin, end, layer, noise_t)
             kv_bsw[self._place(request, begin, end)] = words_tw
 
     def _read(self, name: str, request: RunningRequest, end: int) -> None:
         for layer, kv_bsw in enumerate(self._kv):
             words_tw = kv_bsw[self._place(request, 0, end)]
-            first, second = self._expected(request, 0, end, layer)
-            right_t = (words_tw[:, 0] == first) & (words_tw[:, 1] == second)
-            right_t &= words_tw[:, 3] == words_tw[:, 2] ^ first
-            self._expect(right_t, name, "is not that of its prompt")
-            before_t = request.seen.get(layer, words_tw[:0, 2])[:end]
-            same_t = words_tw[: len(before_t), 2] == before_t
-            self._expect(same_t, name, "was changed under it")
-            request.seen[layer] = words_tw[:, 2].copy()
+            self._compare(name, request, end, layer, words_tw)
+
+    def _noise(self, tokens: int) -> npt.NDArray[np.uint64]:
+        """Return what tells this computation from others of the same KV."""
+        self._computations += 1
+        noise = xxhash.xxh3_64_intdigest(f"{self._rank} {self._computations}".encode())
+        return np.full(tokens, noise, np.uint64)
+
+    def _words(
+        self,
+        request: RunningRequest,
+        begin: int,
+        end: int,
+        layer: int,
+        noise_t: npt.NDArray[np.uint64],
+    ) -> npt.NDArray[np.uint64]:
+        """Return the KV of tokens, `[token, TOKEN_WORDS]`."""
+        first, second = self._expected(request, begin, end, layer)
+        return np.stack([first, second, noise_t, noise_t ^ first], axis=-1)
+
+    def _compare(
+        self,
+        name: str,
+        request: RunningRequest,
+        end: int,
+        layer: int,
+        words_tw: npt.NDArray[np.uint64],
+    ) -> None:
+        """Compare what was read of the first `end` tokens."""
+        first, second = self._expected(request, 0, end, layer)
+        right_t = (words_tw[:, 0] == first) & (words_tw[:, 1] == second)
+        right_t &= words_tw[:, 3] == words_tw[:, 2] ^ first
+        self._expect(right_t, name, "is not that of its prompt")
+        before_t = request.seen.get(layer, words_tw[:0, 2])[:end]
+        same_t = words_tw[: len(before_t), 2] == before_t
+        self._expect(same_t, name, "was changed under it")
+        request.seen[layer] = words_tw[:, 2].copy()
 
     def _expect(self, good_t: npt.NDArray[np.bool_], name: str, what: str) -> None:
         bad = np.flatnonzero(~good_t)

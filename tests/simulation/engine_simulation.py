@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulation.engine_model import VOCABULARY, Model
 from tests.simulation.engine_world import CHUNK, MODEL_LENGTH, PATIENT, Engine, Node, Setup
+from tests.simulators.simulation import Simulation as Simulated
 
 _DRAIN_S = 30.0
 
@@ -42,6 +43,7 @@ class Simulation:
 
     `faults`: the service is killed, started again and stopped for a while at random moments.
     `failing_loads`: asynchronous loads fail at random, and the engine computes instead.
+    `simulated`: the engine's device is a simulated accelerator.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Simulation:
         *,
         faults: bool = False,
         failing_loads: bool = False,
+        simulated: Simulated | None = None,
     ) -> None:
         self.choice = random.Random(seed)
         self.node = nodes[0]
@@ -61,7 +64,7 @@ class Simulation:
         self.faults = faults
         self.failing_loads = failing_loads
         self.model = Model()
-        self.engine = Engine(folder, setup, self.model, self.choice, monkeypatch)
+        self.engine = Engine(folder, setup, self.model, self.choice, monkeypatch, simulated)
         self._documents = [
             [self.choice.randrange(VOCABULARY) for _ in range(self.choice.randint(30, 140))]
             for _ in range(4)

@@ -46,8 +46,15 @@ from kvhaven.client.control import connect
 from kvhaven.config import Settings
 from kvhaven.integrations.vllm import register
 from kvhaven.service.status import ServiceStatus
+from tests.simulation.accelerator import (
+    Accelerator,
+    AcceleratorRunner,
+    attention_layers,
+    make_pages,
+)
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_model import Model, Runner, StepResult
+from tests.simulators.simulation import Simulation as Simulated
 
 LAYERS = 2
 BLOCK = 4
@@ -61,7 +68,6 @@ _CONFIG = {
     "intermediate_size": 64,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "vocab_size": 256,
     "max_position_embeddings": MODEL_LENGTH,
     "torch_dtype": "bfloat16",
@@ -169,14 +175,16 @@ class Setup:
     second_address: str = ""
     """With it, a MultiConnector has two connectors of ours, each with a node of its own."""
     fingerprint: str = field(default_factory=lambda: uuid.uuid4().hex)
+    format: str = "paged"
     settings: tuple[tuple[str, Any], ...] = PATIENT
     events: KVEventsConfig | None = None
 
 
-def model_folder(folder: Path) -> Path:
+def model_folder(folder: Path, heads: int = 2) -> Path:
     """Write the configuration of a tiny model, which is never loaded."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    text = json.dumps(_CONFIG | {"num_key_value_heads": heads})
+    (folder / "config.json").write_text(text)
     return folder
 
 
@@ -185,7 +193,8 @@ def make_config(folder: Path, setup: Setup, **more: Any) -> VllmConfig:
     register()
     config = VllmConfig(
         model_config=ModelConfig(
-            model=str(model_folder(folder / "model")),
+            # A rank has one KV head.
+            model=str(model_folder(folder / f"model{setup.world}", setup.world)),
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=MODEL_LENGTH,
@@ -221,6 +230,7 @@ def _transfer_config(setup: Setup) -> KVTransferConfig:
                 "model_fingerprint": setup.fingerprint,
                 "load_mode": setup.load_mode,
                 "save_decode_cache": setup.save_decode,
+                "format": setup.format,
                 "service_address": address,
                 "log_level": "ERROR",
             }
@@ -260,15 +270,21 @@ class Engine:
         model: Model,
         choice: random.Random,
         monkeypatch: pytest.MonkeyPatch,
+        simulation: Simulated | None = None,
     ) -> None:
         self.setup = setup
         self.model = model
         self._choice = choice
+        self._simulation = simulation
         self.config = make_config(folder, setup)
+        if simulation is not None:
+            self.config.device_config.device_type = simulation.kind
+            known = attention_layers(simulation.kind, LAYERS)
+            self.config.compilation_config.static_forward_context = known
         kv_cache_config = make_kv_cache_config(setup)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self.devices = [LateDevice(choice, setup.stores, setup.loads) for _ in range(setup.world)]
+        self.devices: list[Any] = [self._make_device(rank) for rank in range(setup.world)]
         self.runners = [
             self._make_runner(rank, kv_cache_config, monkeypatch) for rank in range(setup.world)
         ]
@@ -368,6 +384,11 @@ class Engine:
             runner.connector.shutdown()
         self.scheduler.shutdown()
 
+    def _make_device(self, rank: int) -> LateDevice | Accelerator:
+        if self._simulation is not None:
+            return Accelerator(self._simulation, rank)
+        return LateDevice(self._choice, self.setup.stores, self.setup.loads)
+
     def _make_runner(
         self, rank: int, kv_cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
     ) -> Runner:
@@ -375,12 +396,18 @@ class Engine:
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
         device = self.devices[rank]
-        monkeypatch.setattr(
-            "kvhaven.integrations.vllm.start.open_device", lambda *_: device, raising=True
-        )
+        found = device.open if isinstance(device, Accelerator) else lambda *_, **__: device
+        monkeypatch.setattr("kvhaven.integrations.vllm.start.open_device", found, raising=True)
         connector = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, kv_cache_config
         )
+        if isinstance(device, Accelerator):
+            device.select()
+            pages = make_pages(device.simulation.kind, LAYERS, self.setup.blocks, BLOCK)
+            connector.register_kv_caches({f"layer.{i}": layer for i, layer in enumerate(pages)})
+            return AcceleratorRunner(
+                connector, device, self.model, pages, BLOCK, rank, self._choice
+            )
         tensors = {
             f"layer.{index}": torch.randint(
                 -100, 100, (self.setup.blocks, 1, BLOCK, 16), dtype=torch.int16

@@ -8,12 +8,12 @@ form is one million events: `KVHAVEN_EVENTS=1000000 pytest -o timeout=0 tests/si
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvhaven.catalog.actions import CommitResult
-from kvhaven.catalog.entries import Entry
+from kvhaven.catalog.actions import Grant, MemberId
+from kvhaven.catalog.entries import Entry, NamespaceState, State
 from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.sessions import Lease, Member, Session
@@ -50,6 +50,7 @@ def test_no_history_breaks_a_promise() -> None:
         wanted = (
             *("hits", "loaded", "promoted", "promotion failed", "written", "write failed"),
             *("resident", "waiting", "discarded", "cleared", "gone", "reconnected", "evictions"),
+            *("twins", "shared"),
         )
         assert not [what for what in wanted if counts[what] < 5], f"seed {SEED}: {counts}"
 
@@ -79,18 +80,70 @@ def _break_write_pins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _break_visibility(monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = Reservations.commit
+    monkeypatch.setattr(Reservations, "_is_whole", lambda _, entry: bool(entry.bitmap))
 
-    def early(
-        self: Reservations, member: str, key: ChunkKey, generation: int, checksum: Checksum
-    ) -> tuple[CommitResult, Entry | None]:
-        entry = self._space.held.get(generation)
-        if entry is not None:
-            entry.bitmap = entry.namespace.complete
-            entry.checksums = [checksum] * entry.namespace.shards
-        return commit(self, member, key, generation, checksum)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Reservations, "commit", early)
+def _break_visibility_of_the_last_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nearly(_: Reservations, entry: Entry) -> bool:
+        last = 1 << (entry.namespace.shards - 1)
+        return entry.bitmap | last == entry.namespace.complete
+
+    monkeypatch.setattr(Reservations, "_is_whole", nearly)
+
+
+def _break_words_of_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(_: Reservations, entry: Entry) -> bool:
+        return entry.bitmap == entry.namespace.complete
+
+    monkeypatch.setattr(Reservations, "_is_whole", written)
+
+
+def _break_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reservations, "_to_write", lambda *args: args[-1].holds)
+
+
+def _break_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grant what is missing of a rank's shards, where only a part of them is."""
+
+    def missing(_: Reservations, entry: Entry, member: Member) -> int:
+        lowest = member.holds & -member.holds
+        return 0 if entry.bitmap & member.holds else lowest
+
+    monkeypatch.setattr(Reservations, "_to_write", missing)
+
+
+def _adopt(monkeypatch: pytest.MonkeyPatch, joins: Callable[[int, int], bool]) -> None:
+    """Let a save go on with what another one left, if the shards written and held are so."""
+    reserve = Reservations.reserve
+
+    def adopting(
+        self: Reservations,
+        member: MemberId,
+        namespace: NamespaceState,
+        parent: ChunkKey | None,
+        keys: Sequence[ChunkKey],
+        save: int,
+    ) -> list[Grant | None]:
+        known = self._sessions.members[member]
+        ranks = [m for m in self._sessions.sessions[known.session].members.values() if m.holds]
+        for entry in (self._space.entries.get(key) for key in keys):
+            if entry is None or entry.state is not State.RESERVED or entry.writers:
+                continue
+            if entry.namespace is namespace and joins(entry.bitmap, known.holds):
+                entry.owner = known.session, save
+                missing = [m.rank for m in ranks if m.holds & ~entry.bitmap]
+                entry.awaited = sum(1 << rank for rank in missing if rank is not None)
+        return reserve(self, member, namespace, parent, keys, save)
+
+    monkeypatch.setattr(Reservations, "reserve", adopting)
+
+
+def _break_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    _adopt(monkeypatch, lambda written, held: not written & held)
+
+
+def _break_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    _adopt(monkeypatch, lambda written, held: bool(held & ~written))
 
 
 def _break_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +195,12 @@ BREAKAGES = [
     _break_leases,
     _break_write_pins,
     _break_visibility,
+    _break_visibility_of_the_last_shard,
+    _break_words_of_twins,
+    _break_twins,
+    _break_parts,
+    _break_saves,
+    _break_splits,
     _break_quarantine,
     _break_acknowledgements,
     _break_scheduler_loss,

@@ -21,6 +21,7 @@ from kvhaven.integrations.vllm.tracker import Offer, Tracker
 from kvhaven.integrations.vllm.worker_loads import RankLoads
 from kvhaven.integrations.vllm.worker_saves import RankSaves
 from kvhaven.keys import Extras
+from kvhaven.types import Checksum
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_simulation import Simulation
 from tests.simulation.engine_world import Node, Setup, running_node
@@ -131,8 +132,8 @@ def saves_are_committed_before_they_ended(patch: Patch) -> None:
 
     def start(saves: RankSaves, job: SaveJob, granted: Any, loads: Any) -> None:
         original(saves, job, granted, loads)
-        written = [(grant, bytes(16)) for grant in granted if grant is not None]
-        saves._client.commit(written)  # type: ignore[arg-type]  # no checksum is known yet
+        written = [(grant, [Checksum(bytes(16))]) for grant in granted if grant is not None]
+        saves._client.commit(written)  # no checksum is known yet
 
     patch.setattr(RankSaves, "_start", start)
 

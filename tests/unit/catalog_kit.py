@@ -57,8 +57,8 @@ def checksums_of(key: ChunkKey, shards: int = 1) -> tuple[Checksum, ...]:
 class Node:
     """A catalog over an arena of `pages` pages, with the session `s` of `world` ranks.
 
-    Chunks of its namespace have one page a rank. Writes to tiers are left undone unless
-    asked for.
+    Chunks of its namespace have one page a rank; or, with `split` (the shards that each rank
+    of `s` holds, as bitmaps), one page a shard. Writes to tiers are left undone unless asked for.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Node:
         tiers: Sequence[TierSpec] = (),
         pin_limit: int | None = None,
         write_queue: int | None = None,
+        split: Sequence[int] = (),
     ) -> None:
         self.allocator = SlabAllocator({0: pages * PAGE}, slab_bytes=PAGE)
         self.catalog = Catalog(
@@ -77,38 +78,53 @@ class Node:
             tiers=tiers,
             write_queue_bytes=None if write_queue is None else write_queue * PAGE,
         )
-        self.world = world
-        self.namespace = namespace_of("n", world)
+        self.world = len(split) or world
+        self.shards = max(split).bit_length() if split else world
+        self.namespace = namespace_of("n", self.shards)
         self.session = SessionId("s")
         self.catalog.add_namespace(self.namespace)
-        self.attach("s")
+        self.attach("s", split=split)
         self._ticket = 0
 
-    def attach(self, session: str, namespace: Namespace | None = None) -> None:
-        """Attach a scheduler (`s/None`) and the ranks (`s/0`, ...) of a session."""
+    def attach(
+        self, session: str, namespace: Namespace | None = None, split: Sequence[int] = ()
+    ) -> None:
+        """Attach a scheduler (`s/None`) and the ranks (`s/0`, ...) of a session.
+
+        Each rank holds a shard of its own, or those of `split`.
+        """
         namespace = namespace or self.namespace
-        world = len(namespace.table.shards)
-        for rank in (None, *range(world)):
-            member = MemberId(f"{session}/{rank}")
-            self.catalog.attach(SessionId(session), member, rank, namespace.digest, world)
+        split = split or [1 << bit for bit in range(len(namespace.table.shards))]
+        for rank in (None, *range(len(split))):
+            member, holds = MemberId(f"{session}/{rank}"), 0 if rank is None else split[rank]
+            self.catalog.attach(
+                SessionId(session), member, rank, namespace.digest, len(split), holds
+            )
 
     def reserve(
-        self, keys: Sequence[ChunkKey], member: str = "s/0", parent: ChunkKey | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        member: str = "s/0",
+        parent: ChunkKey | None = None,
+        save: int = 0,
     ) -> list[Grant | None]:
         """Reserve as a rank."""
-        return self.catalog.reserve(MemberId(member), self.namespace.digest, parent, keys)
+        return self.catalog.reserve(MemberId(member), self.namespace.digest, parent, keys, save)
 
-    def grant(self, key: ChunkKey, member: str = "s/0") -> Grant:
+    def grant(self, key: ChunkKey, member: str = "s/0", save: int = 0) -> Grant:
         """Reserve one chunk, which must be granted."""
-        grant = self.reserve([key], member)[0]
+        grant = self.reserve([key], member, save=save)[0]
         assert grant is not None
         return grant
 
     def commit(self, grant: Grant, member: str = "s/0") -> CommitResult:
-        """Commit a rank's shard."""
-        bit = int(member.rpartition("/")[2])
-        checksum = checksums_of(grant.key, self.world)[bit]
-        return self.catalog.commit(MemberId(member), grant.key, grant.extent.generation, checksum)
+        """Commit a rank's part of a chunk."""
+        checksums = [
+            checksum
+            for bit, checksum in enumerate(checksums_of(grant.key, self.shards))
+            if grant.shards >> bit & 1
+        ]
+        return self.catalog.commit(MemberId(member), grant.key, grant.extent.generation, checksums)
 
     def save(self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None) -> int:
         """Have all ranks of `s` save chunks; return how many are resident then."""
@@ -147,7 +163,7 @@ class Node:
 
     def finish(self, read: TierRead, *, ok: bool = True) -> None:
         """Answer a read."""
-        checksums = checksums_of(read.key, self.world) if ok else None
+        checksums = checksums_of(read.key, self.shards) if ok else None
         self.catalog.tier_read_done(read.tier, read.key, read.extent, checksums)
         self.catalog.check()
 

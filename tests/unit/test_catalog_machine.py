@@ -31,10 +31,10 @@ class CatalogMachine(RuleBasedStateMachine):
     def save_and_load(self, data: st.DataObject) -> None:
         """A path that random events alone rarely find in a short history."""
         self.data = data
-        engines = self.node.engines
-        for event in (engines.start, engines.plan_save, engines.reserve, engines.write):
+        engines, saving = self.node.engines, self.node.saving
+        for event in (engines.start, saving.plan_save, saving.reserve, saving.write):
             self.node.step(event)
-        for event in (engines.write, engines.acquire, engines.dispatch):
+        for event in (saving.write, engines.acquire, engines.dispatch):
             self.node.step(event)
         self.data = None
 

@@ -12,7 +12,8 @@ RANK, OTHER, SCHEDULER = MemberId("s/0"), MemberId("s/1"), MemberId("s/None")
 
 
 def back(node: Node, member: MemberId, rank: int | None) -> None:
-    node.catalog.attach(node.session, member, rank, node.namespace.digest, node.world)
+    holds = 0 if rank is None else 1 << rank
+    node.catalog.attach(node.session, member, rank, node.namespace.digest, node.world, holds)
 
 
 def test_what_a_lost_rank_was_writing_is_quarantined_until_it_is_gone() -> None:
@@ -108,7 +109,7 @@ def test_a_lease_of_a_scheduler_that_is_gone_does_not_await_ranks_that_never_cam
     node, keys = Node(), keys_of("a", 1)
     node.save(keys)
     digest, late = node.namespace.digest, SessionId("late")
-    node.catalog.attach(late, MemberId("late/None"), None, digest, 1)
+    node.catalog.attach(late, MemberId("late/None"), None, digest, 1, 0)
     node.acquire(keys, "late")
     node.catalog.gone(MemberId("late/None"))
     node.catalog.check()
@@ -160,19 +161,40 @@ def test_members_that_contradict_the_session_are_refused() -> None:
     digest, session = node.namespace.digest, node.session
     attach = node.catalog.attach
     with pytest.raises(KVHavenError, match="has 2 ranks, but member x says 4"):
-        attach(session, MemberId("x"), 1, digest, 4)
+        attach(session, MemberId("x"), 1, digest, 4, 2)
     with pytest.raises(KVHavenError, match=r"rank 2 .* world of 2"):
-        attach(session, MemberId("x"), 2, digest, 2)
+        attach(session, MemberId("x"), 2, digest, 2, 1)
     with pytest.raises(KVHavenError, match="has a rank 0 already"):
-        attach(session, MemberId("x"), 0, digest, 2)
+        attach(session, MemberId("x"), 0, digest, 2, 1)
     with pytest.raises(KVHavenError, match="has a scheduler already"):
-        attach(session, MemberId("x"), None, digest, 2)
+        attach(session, MemberId("x"), None, digest, 2, 0)
     with pytest.raises(KVHavenError, match="cannot become rank 0 of session t"):
-        attach(SessionId("t"), RANK, 0, digest, 2)
+        attach(SessionId("t"), RANK, 0, digest, 2, 1)
     with pytest.raises(KVHavenError, match="unknown"):
-        attach(session, MemberId("x"), None, NamespaceDigest(b"?" * 32), 2)
+        attach(session, MemberId("x"), None, NamespaceDigest(b"?" * 32), 2, 0)
     node.catalog.check()
     assert node.catalog.stats().members == 3
+
+
+def test_members_that_hold_impossible_shards_are_refused() -> None:
+    node = Node(split=(0b0011, 0b1100))
+    digest, other = node.namespace.digest, namespace_of("other", 4)
+    node.catalog.add_namespace(other)
+    attach = node.catalog.attach
+    for rank, holds in ((0, 0), (0, 0b10000), (0, 0b0101), (0, -1), (None, 1)):
+        with pytest.raises(KVHavenError, match="a rank holds some of these without a gap"):
+            attach(SessionId("t"), MemberId("t/x"), rank, digest, 2, holds)
+    attach(SessionId("t"), MemberId("t/0"), 0, digest, 2, 0b0011)
+    for holds in (0b0110, 0b0001, 0b0111):
+        with pytest.raises(KVHavenError, match="the same shards or none in common"):
+            attach(SessionId("t"), MemberId("t/1"), 1, digest, 2, holds)
+    with pytest.raises(KVHavenError, match="the same shards or none in common"):
+        attach(SessionId("t"), MemberId("t/1"), 1, other.digest, 2, 0b1100)
+    for namespace, holds in ((digest, 0b1100), (other.digest, 0b0011)):
+        with pytest.raises(KVHavenError, match="cannot come back"):
+            attach(SessionId("t"), MemberId("t/0"), 0, namespace, 2, holds)
+    attach(SessionId("t"), MemberId("t/1"), 1, digest, 2, 0b0011)
+    node.catalog.check()
 
 
 def test_a_namespace_is_known_once_and_keeps_its_geometry() -> None:

@@ -29,7 +29,7 @@ def test_what_is_here_or_being_written_is_not_granted_again() -> None:
     assert node.reserve(keys, "t/1")[0] is None
     node.commit(granted, "s/0")
     assert node.reserve(keys[2:], "s/0") == [None]
-    assert node.reserve(keys[2:], "s/1") == [granted]
+    assert node.grant(keys[2], "s/1").extent == granted.extent
 
 
 def test_a_commit_with_another_generation_or_member_or_key_changes_nothing() -> None:
@@ -42,7 +42,7 @@ def test_a_commit_with_another_generation_or_member_or_key_changes_nothing() -> 
         ("s/0", keys[1], generation),
         ("nobody", keys[0], generation),
     ):
-        result = node.catalog.commit(MemberId(member), key, number, Checksum(b"c" * 16))
+        result = node.catalog.commit(MemberId(member), key, number, [Checksum(b"c" * 16)])
         assert result is CommitResult.REFUSED
     assert node.commit(grant) is CommitResult.WAITING
     assert node.commit(grant) is CommitResult.REFUSED
@@ -70,15 +70,6 @@ def test_aborting_what_is_not_reserved_is_fine() -> None:
     node.commit(grant)
     node.catalog.abort(MemberId("s/0"), key, grant.extent.generation)
     assert node.resident([key]) == 1
-
-
-def test_a_half_written_chunk_that_nobody_writes_can_be_completed_by_another_session() -> None:
-    node, key = Node(world=2), keys_of("a", 1)[0]
-    node.attach("t")
-    node.commit(node.grant(key, "s/0"), "s/0")
-    assert node.reserve([key], "t/0") == [None]
-    assert node.commit(node.grant(key, "t/1"), "t/1") is CommitResult.RESIDENT
-    node.catalog.check()
 
 
 def test_a_half_written_chunk_that_nobody_writes_gives_way_to_others() -> None:
@@ -130,18 +121,19 @@ def test_a_chunk_larger_than_the_arena_evicts_nothing() -> None:
     node.save(keys_of("a", 16))
     huge = namespace_of("huge", 1, 17 * PAGE)
     node.catalog.add_namespace(huge)
-    grants = node.catalog.reserve(MemberId("s/0"), huge.digest, None, keys_of("b", 1))
+    node.attach("t", huge)
+    grants = node.catalog.reserve(MemberId("t/0"), huge.digest, None, keys_of("b", 1), 1)
     assert grants == [None]
     assert node.catalog.stats().evictions == 0
 
 
-@pytest.mark.parametrize("member", ["s/None", "nobody", "s/1"])
-def test_only_ranks_with_a_shard_write(member: str) -> None:
-    node = Node(world=2)
-    one_shard = namespace_of("one")
-    node.catalog.add_namespace(one_shard)
+@pytest.mark.parametrize("member", ["s/None", "nobody", "t/1"])
+def test_only_ranks_of_the_namespace_write(member: str) -> None:
+    node, other = Node(world=2), namespace_of("other", 2)
+    node.catalog.add_namespace(other)
+    node.attach("t", other)
     with pytest.raises(KVHavenError, match=member):
-        node.catalog.reserve(MemberId(member), one_shard.digest, None, keys_of("a", 1))
+        node.reserve(keys_of("a", 1), member)
 
 
 def writes_of(node: Node) -> list[ChunkKey]:

@@ -94,7 +94,6 @@ def test_the_value_of_an_unknown_key_that_may_be_a_secret_is_not_shown() -> None
         ("chunk_size", 256.5, "a positive multiple of 16 tokens"),
         ("discard_partial_chunks", False, "smaller chunk_size"),
         ("local_cpu", "off", "max_local_cpu_size"),
-        ("format", "portable", "comes later; use paged"),
         ("cache_policy", "LFU", "comes later; use LRU"),
         ("cache_policy", "random", "LRU"),
         ("save_decode_cache", "maybe", "true or false"),

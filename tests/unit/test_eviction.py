@@ -86,17 +86,18 @@ class TwoClasses:
         self.node = Node(pages=16)
         self.wide = namespace_of("wide", 1, 2 * PAGE)
         self.node.catalog.add_namespace(self.wide)
+        self.node.attach("wide", self.wide)
 
     def save(self, namespace: Namespace, keys: list[ChunkKey]) -> int:
         """Save chunks one after the other; return how many were granted."""
-        catalog, rank = self.node.catalog, MemberId("s/0")
+        catalog, rank = self.node.catalog, "wide/0" if namespace is self.wide else "s/0"
         granted = 0
         for index, key in enumerate(keys):
             parent = keys[index - 1] if index else None
-            (grant,) = catalog.reserve(rank, namespace.digest, parent, [key])
+            (grant,) = catalog.reserve(MemberId(rank), namespace.digest, parent, [key], 0)
             if grant is not None:
                 granted += 1
-                self.node.commit(grant)
+                self.node.commit(grant, rank)
         catalog.check()
         return granted
 

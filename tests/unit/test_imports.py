@@ -19,6 +19,9 @@ _LEVELS = (
 
 _WITHOUT_TORCH = (_LEVELS[0] | _LEVELS[1] | _LEVELS[2]) - {"devices", "layouts"}
 
+_MAKES = {make: f"kvhaven.devices.{make}" for make in ("cuda", "xpu", "hpu")}
+"""Torch's modules for accelerators, and the only file that may use each."""
+
 Sources = Mapping[str, str]
 """Source text by module name."""
 
@@ -31,7 +34,7 @@ def violations(sources: Sources) -> list[str]:
         *_upward(imports),
         *_torch_within_reach(imports),
         *_vllm_outside_its_place(imports),
-        *_cuda_outside_its_place(sources, imports),
+        *_makes_outside_their_places(sources, imports),
     ]
 
 
@@ -67,19 +70,22 @@ def _vllm_outside_its_place(imports: Mapping[str, set[str]]) -> Iterator[str]:
             yield f"{module} imports vllm"
 
 
-def _cuda_outside_its_place(sources: Sources, imports: Mapping[str, set[str]]) -> Iterator[str]:
+def _makes_outside_their_places(sources: Sources, imports: Mapping[str, set[str]]) -> Iterator[str]:
     for module, text in sources.items():
-        if module == "kvhaven.devices.cuda":
-            continue
-        used = any(
-            isinstance(node, ast.Attribute)
-            and node.attr == "cuda"
+        attributes = {
+            node.attr
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id == "torch"
-            for node in ast.walk(ast.parse(text))
-        )
-        if used or any(_is_in(target, "torch.cuda") for target in imports[module]):
-            yield f"{module} uses torch.cuda"
+        }
+        for make, place in _MAKES.items():
+            imported = any(_is_in(target, f"torch.{make}") for target in imports[module])
+            if module != place and (make in attributes or imported):
+                yield f"{module} uses torch.{make}"
+        bridge = "habana_frameworks" in text
+        if bridge and module != _MAKES["hpu"]:
+            yield f"{module} uses Habana's bridge"
 
 
 def _imports(module: str, tree: ast.Module) -> set[str]:
@@ -154,6 +160,8 @@ def test_imports_of_kvhaven_point_one_way() -> None:
         ("kvhaven.cli.demo", "import vllm.config", "imports vllm"),
         ("kvhaven.layouts.paged", "import torch\ntorch.cuda.synchronize()", "uses torch.cuda"),
         ("kvhaven.integrations.vllm.worker", "from torch import cuda", "uses torch.cuda"),
+        ("kvhaven.devices.cuda", "import torch\ntorch.xpu.synchronize()", "uses torch.xpu"),
+        ("kvhaven.devices.gather", "import habana_frameworks.torch", "uses Habana's bridge"),
         ("kvhaven.novelty", "", "no level is known"),
     ],
 )

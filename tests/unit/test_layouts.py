@@ -4,23 +4,17 @@
 import dataclasses
 import math
 import re
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 
 from kvhaven.errors import LayoutError
 from kvhaven.layouts import PagedLayout, describe_kv_caches
+from tests.layouts import ORDERS
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 2, 4, 8
 PAGE = HEADS * TOKENS * CONTENT * 2
-ORDERS = {
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "LHBNC": (0, 2, 1, 3, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-    "BHLNC": (1, 2, 0, 3, 4),
-}
 
 
 def caches(
@@ -35,13 +29,18 @@ def caches(
 
 
 def describe(
-    tensors: dict[str, torch.Tensor], page: int = PAGE, kernel_tag: str = "test", **wanted: int
+    tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    page: int = PAGE,
+    kernel_tag: str = "test",
+    form: str | None = None,
+    **wanted: int,
 ) -> PagedLayout:
     return describe_kv_caches(
         tensors,
         layer_specs=dict.fromkeys(tensors, (page, wanted.get("block_size", TOKENS))),
         num_blocks=wanted.get("num_blocks", BLOCKS),
         kernel_tag=kernel_tag,
+        form=form,
     )
 
 
@@ -67,10 +66,85 @@ def test_orders_with_whole_pages_are_read(order: str, stride: int, next_layer: i
     assert layout.payload_bytes(4) == 4 * LAYERS * PAGE
 
 
-@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
-def test_orders_that_break_a_page_by_head_are_refused_with_advice(order: str) -> None:
-    with pytest.raises(LayoutError, match=r"not one piece of memory.*VLLM_KV_CACHE_LAYOUT=LBHNC"):
-        describe(caches(order))
+@pytest.mark.parametrize(
+    ("order", "stride", "next_head", "next_layer"),
+    [
+        ("LHBNC", PAGE // HEADS, PAGE // HEADS * BLOCKS, PAGE * BLOCKS),
+        ("BHLNC", PAGE * LAYERS, PAGE // HEADS * LAYERS, PAGE // HEADS),
+    ],
+)
+def test_orders_that_break_a_page_by_head_are_a_run_for_each_head(
+    order: str, stride: int, next_head: int, next_layer: int
+) -> None:
+    tensors = caches(order)
+    layout = describe(tensors)
+    base = tensors["layer.0"].data_ptr()
+    assert [
+        (run.layer, run.pointer - base, run.block_stride_bytes, run.page_bytes)
+        for run in layout.layers
+    ] == [
+        (f"layer.{layer} head {head}", layer * next_layer + head * next_head, stride, PAGE // HEADS)
+        for layer in range(LAYERS)
+        for head in range(HEADS)
+    ]
+    assert layout.block_bytes == LAYERS * PAGE
+
+
+APART = {
+    "2BNHD": torch.zeros(2, BLOCKS, TOKENS, HEADS, CONTENT // 2, dtype=torch.bfloat16),
+    "2BHND": torch.zeros(2, BLOCKS, HEADS, TOKENS, CONTENT // 2, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("form", APART)
+def test_k_and_v_apart_are_two_runs_a_layer(form: str) -> None:
+    layout = describe({"l": APART[form]}, form=form)
+    assert [(run.layer, run.pointer - APART[form].data_ptr()) for run in layout.layers] == [
+        ("l K", 0),
+        ("l V", BLOCKS * PAGE // 2),
+    ]
+    assert {run.span_bytes for run in layout.layers} == {(PAGE // 2, PAGE // 2)}
+    assert [tensor.shape[0] for tensor in layout.tensors] == [BLOCKS, BLOCKS]
+    assert layout.block_bytes == PAGE
+
+
+def test_a_pair_of_tensors_is_two_runs_and_k_comes_first() -> None:
+    key, value = (
+        torch.zeros(BLOCKS * TOKENS + 5, HEADS, CONTENT // 2, dtype=torch.bfloat16)[
+            : BLOCKS * TOKENS
+        ].view(BLOCKS, TOKENS, HEADS, CONTENT // 2)
+        for _ in range(2)
+    )
+    for pair in ((key, value), [key, value]):
+        layout = describe({"l": pair})
+        assert [run.pointer for run in layout.layers] == [key.data_ptr(), value.data_ptr()]
+    assert layout.fingerprint == describe({"l": APART["2BNHD"]}, form="2BNHD").fingerprint
+    assert layout.fingerprint != describe(caches()).fingerprint
+
+
+def test_planes_inside_a_block_are_one_run() -> None:
+    tensor = torch.zeros(BLOCKS, 2, TOKENS, HEADS, CONTENT // 2, dtype=torch.bfloat16)
+    (run,) = describe({"l": tensor}, form="B2NHD").layers
+    assert run.span_bytes == (PAGE, PAGE)
+    heads_first = describe({"l": tensor.transpose(2, 3)}, form="B2NHD", block_size=HEADS)
+    assert heads_first.block_bytes == PAGE
+
+
+def test_with_two_blocks_only_the_form_tells_planes_from_blocks() -> None:
+    tensor = torch.zeros(2, 2, TOKENS, HEADS, CONTENT // 2, dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match="5 dimensions, form not given"):
+        describe({"l": tensor}, num_blocks=2)
+    apart = describe({"l": tensor}, form="2BNHD", num_blocks=2)
+    inside = describe({"l": tensor}, form="B2NHD", num_blocks=2)
+    assert [len(apart.layers), len(inside.layers)] == [2, 1]
+    assert apart.fingerprint != inside.fingerprint
+
+
+def test_fingerprints_of_layouts_served_before_stay() -> None:
+    """Caches on disk outlive an update."""
+    assert describe(caches()).description == (
+        "paged block=4 kernel=test 3 x bfloat16[1x2x4x8] order 123, 128 bytes"
+    )
 
 
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
@@ -133,10 +207,15 @@ def overlapping() -> dict[str, torch.Tensor]:
 
 REFUSED = {
     "nothing": ({}, PAGE, "no KV caches"),
-    "K and V apart": (
-        {"l": torch.zeros(2, BLOCKS, HEADS, TOKENS, CONTENT // 2, dtype=torch.bfloat16)},
+    "K and V apart, form not given": (
+        {"l": APART["2BHND"]},
         PAGE,
-        r"first dimension is not the blocks.*0\.29",
+        r"none of the forms that are read: .*2BNHD \(one tensor.*FlashAttention to 0\.22\)",
+    ),
+    "not the engine's blocks": (
+        {"l": torch.zeros(BLOCKS + 1, HEADS, TOKENS, CONTENT, dtype=torch.bfloat16)},
+        PAGE,
+        "dimension 0 is not the engine's 6 blocks, nor a multiple",
     ),
     "page size by its spec": (
         caches(),
@@ -169,6 +248,30 @@ REFUSED = {
         "2 kernel blocks make one block",
     ),
 }
+
+
+OTHER_FORMS: list[tuple[str | None, object, str]] = [
+    ("2BNHD", torch.zeros(BLOCKS, 2, TOKENS, HEADS, 4), r"K and V would be dimension 0"),
+    ("2BNHD", torch.zeros(2, BLOCKS + 1, TOKENS, HEADS, 4), r"dimension 1 is not the engine's 6"),
+    ("B2NHD", torch.zeros(BLOCKS, 3, TOKENS, HEADS, 4), r"K and V would be dimension 1"),
+    ("B2NHD", caches()["layer.0"], r"expected 5 dimensions"),
+    ("BNC", caches()["layer.0"], r"expected 3 dimensions"),
+    ("BNHD", caches()["layer.0"], r"1 tensors a layer, but BNHD has 2"),
+    ("BHNC", tuple(caches().values())[:2], r"2 tensors a layer, but BHNC has 1"),
+    (None, tuple(caches().values())[:3], r"3 tensors a layer, but BNHD has 2"),
+    (None, (torch.zeros(6, 4, 2, 8), torch.zeros(6, 4, 3, 8)), "differ in more than head_dim"),
+    (None, (torch.zeros(6, 4, 2, 8), None), "registered Tensor and NoneType"),
+    (None, torch.zeros(6, 8), "2 dimensions, form not given"),
+    ("NBHD", caches()["layer.0"], "none of the forms"),
+]
+
+
+@pytest.mark.parametrize(("form", "registered", "message"), OTHER_FORMS)
+def test_shapes_that_are_not_of_the_form_are_refused(
+    form: str | None, registered: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        describe({"l": registered}, form=form)
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())

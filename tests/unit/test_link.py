@@ -120,7 +120,7 @@ def test_a_grant_whose_answer_got_lost_is_given_back(
     engine: Engine, proxy: Proxy, node: NodeThread
 ) -> None:
     proxy.delay_s = 0.3
-    reservation = engine.ranks[0].client.reserve(None, prompt("p", 4))
+    reservation = engine.ranks[0].client.reserve(None, prompt("p", 4), 1)
     assert reservation is not None
     eventually(lambda: node.status().catalog.reserved_bytes)
     proxy.delay_s = 0
@@ -233,7 +233,7 @@ def test_a_service_that_comes_later_is_found(short_dir: Path) -> None:
     rank = Rank(str(address))
     with pytest.raises(ServiceUnavailableError, match=r"no node service answered .* within 0\.1 s"):
         rank.start(0.1)
-    assert rank.client.reserve(None, prompt("p", 1)) is None
+    assert rank.client.reserve(None, prompt("p", 1), 1) is None
     with NodeThread(address):
         eventually(lambda: rank.client.up)
         assert rank.save(prompt("p", 2)) == 2
@@ -306,9 +306,9 @@ def test_a_mistake_in_the_listener_costs_a_connection_and_not_the_thread(node: N
     clumsy = Clumsy(Rank(node.address).attach)
     link = Link(node.address, clumsy)
     link.start(5)
-    assert link.post(Reserve(1, b"", b""))
+    assert link.post(Reserve(1, b"", b"", 1))
     eventually(lambda: clumsy.attached_times == 2)
     eventually(lambda: link.up)
-    assert link.post(Reserve(2, b"", b""))
+    assert link.post(Reserve(2, b"", b"", 1))
     eventually(lambda: clumsy.heard[1:] == [Granted(2, [])])
     assert link.close()

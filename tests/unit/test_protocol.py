@@ -39,22 +39,23 @@ from kvhaven.types import Shard, ShardId, ShardTable
 KEY = bytes(range(32))
 SUM = bytes(16)
 SHARD = Shard(ShardId(0, (0, 8), (0, 2)), 4096)
+OTHER = Shard(ShardId(0, (0, 8), (2, 4)), 4096)
 
 FROM_CLIENTS: Sequence[Message] = (
     Hello(),
-    AttachRank(1, "e", "m", 0, 2, KEY, {"model": "m"}, SHARD, (7, 9)),
+    AttachRank(1, "e", "m", 0, 2, KEY, {"model": "m"}, (SHARD, OTHER), (7, 9), True),
     Acquire(3, KEY * 2, 100),
     Release(4, [1, 2]),
-    Reserve(5, b"", KEY),
-    Commit(6, [(KEY, 12, SUM)]),
+    Reserve(5, b"", KEY, 17),
+    Commit(6, [(KEY, 12, [SUM, SUM]), (KEY, 13, [])]),
     Abort(7, [(KEY, 1 << 60)]),
     Clear(8, b"", "disk"),
     Flush(9, 0),
 )
 FROM_THE_SERVICE: Sequence[Message] = (
-    Attached(1, (SegmentInfo(0, 1 << 40, 7),), KEY, ShardTable((SHARD,))),
+    Attached(1, (SegmentInfo(0, 1 << 40, 7),), KEY, ShardTable((SHARD, OTHER)), (0, 4096)),
     Acquired(2, True, [(0, 1 << 33)], b"\1"),
-    Granted(3, [None, (0, 8192, 5)]),
+    Granted(3, [None, (0, 8192, 5, True), (0, 0, 6, False)]),
     StatusReply(4, b"{}"),
 )
 
@@ -78,10 +79,10 @@ def test_unknown_fields_are_ignored() -> None:
 
 def test_fields_that_came_later_have_defaults() -> None:
     old = msgspec.to_builtins(FROM_CLIENTS[1], builtin_types=(bytes,))
-    del old["holding"]
+    del old["holding"], old["shared"]
     decoded = decode_client(msgspec.msgpack.encode(old))
     assert isinstance(decoded, AttachRank)
-    assert decoded.holding == ()
+    assert (decoded.holding, decoded.shared) == ((), False)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +93,9 @@ def test_fields_that_came_later_have_defaults() -> None:
         msgspec.msgpack.encode({"type": "Nonsense"}),
         msgspec.msgpack.encode({"type": "Welcome", "service": "s", "pid": 1}),
         msgspec.msgpack.encode({"type": "Release", "seq": "one", "tickets": []}),
-        msgspec.msgpack.encode({"type": "Commit", "seq": 1, "shards": [(b"short", 1, SUM)]}),
-        msgspec.msgpack.encode({"type": "Commit", "seq": 1, "shards": [(KEY, 1, b"short")]}),
+        msgspec.msgpack.encode({"type": "Commit", "seq": 1, "chunks": [(b"short", 1, [SUM])]}),
+        msgspec.msgpack.encode({"type": "Commit", "seq": 1, "chunks": [(KEY, 1, [b"short"])]}),
+        msgspec.msgpack.encode({"type": "Commit", "seq": 1, "chunks": [(KEY, 1, SUM)]}),
         msgspec.msgpack.encode({"type": "Acquire", "ticket": 1, "keys": KEY, "wait_ms": -1}),
     ],
 )

@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from kvhaven.protocol import (
     Welcome,
     encode,
 )
+from kvhaven.types import Shard, ShardId
 from tests.crash.engine import EXTENT_BYTES, Engine, Rank, Scheduler, prompt
 from tests.crash.node import NodeThread, eventually, settled
 from tests.crash.raw import Raw
@@ -114,6 +116,58 @@ def test_a_namespace_with_another_shard_table_is_refused_and_leaves_nothing(
         rank.close()
 
 
+def with_shards(rank: Rank, shards: tuple[Shard, ...], **more: Any) -> Rank:
+    """Let a rank say that it holds other shards."""
+    rank.client._attach = msgspec.structs.replace(rank.client._attach, shards=shards, **more)
+    return rank
+
+
+def test_ranks_whose_shards_do_not_fit_together_are_refused(node: NodeThread) -> None:
+    first, second = (Rank(node.address, rank, 2, heads=4).attach.shards for rank in range(2))
+    with contextlib.closing(Rank(node.address, 0, 2, heads=4).start()):
+        for shards, reason in (
+            ((), "holds no shards"),
+            (second[::-1], "ascending order"),
+            (first, "do not say that their bytes are equal"),
+            ((Shard(ShardId(0, (0, 4), (1, 3)), 4096),), "overlap in part"),
+        ):
+            with pytest.raises(KVHavenError, match=reason):
+                with_shards(Rank(node.address, 1, 2, heads=4), shards).start()
+        with pytest.raises(KVHavenError, match="says that shared is True, the others say False"):
+            with_shards(Rank(node.address, 1, 2, heads=4), second, shared=True).start()
+        Rank(node.address, 1, 2, heads=4).start().close()
+
+
+def test_an_engine_with_other_shards_in_a_known_namespace_is_refused(node: NodeThread) -> None:
+    with Engine(node.address, 2, engine="a", heads=4):
+        for shards in (2, 3):
+            rank = Rank(node.address, engine="b", heads=4)
+            with pytest.raises(
+                KVHavenError, match=r"known with g0-l0\.4-h0\.1-r0 \(10000 bytes\), .* comes with"
+            ):
+                with_shards(rank, rank.attach.shards[:shards]).start()
+        with contextlib.closing(Rank(node.address, engine="b", heads=4).start()):
+            assert len(node.status().members) == 4
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_engines_that_divide_the_heads_differently_share(node: NodeThread, heads: int) -> None:
+    """With two heads, the engine of four ranks has two ranks for each."""
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(Engine(node.address, world, engine=f"tp{world}", heads=heads))
+            for world in (1, 2, 4)
+        ]
+        for number, writer in enumerate(engines):
+            keys = prompt(number, 5)
+            assert writer.save(keys) == 5
+            for reader in engines:
+                assert eventually(lambda reader=reader, keys=keys: reader.load(keys)) == 5  # type: ignore[misc]
+        assert node.status().catalog.commits == 3 * 5 * heads
+        settled(node.address, members=3 + 1 + 2 + 4)
+    settled(node.address, members=0)
+
+
 def test_two_schedulers_over_one_set_of_ranks_are_refused(node: NodeThread) -> None:
     with Engine(node.address), pytest.raises(KVHavenError, match="has a scheduler already"):
         Scheduler(node.address).start()
@@ -184,7 +238,7 @@ def test_a_member_that_comes_back_before_it_was_lost_stays_connected(node: NodeT
         assert old.is_closed()
         (member,) = node.status().members
         assert member.connected
-        assert new.say(Reserve(1, b"", bytes(32))).hear() is not None
+        assert new.say(Reserve(1, b"", bytes(32), 1)).hear() is not None
 
 
 def test_grants_that_never_arrived_end_when_the_rank_is_back(node: NodeThread) -> None:

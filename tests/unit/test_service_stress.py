@@ -30,7 +30,7 @@ def requests(engine: Engine, dice: random.Random, count: int, aborted: float) ->
     """Make requests as an engine does: ask, load what there is, save the rest, or abort midway."""
     rank, scheduler = engine.ranks[0], engine.scheduler.client
     prompts = prompts_of(engine)
-    for _ in range(count):
+    for number in range(count):
         keys = dice.choice(prompts)[: dice.randint(1, LENGTH)]
         if dice.random() < 0.3:
             scheduler.prefetch(keys)
@@ -38,8 +38,9 @@ def requests(engine: Engine, dice: random.Random, count: int, aborted: float) ->
             abort(engine, keys, dice)
             continue
         loaded = engine.load(keys)
+        parent = keys[loaded - 1] if loaded else None
         for each in engine.ranks:
-            each.save(keys[loaded:], keys[loaded - 1] if loaded else None)
+            each.save(keys[loaded:], parent, save=number)
         rank.client.keep_arenas(scheduler.services_in_use)
 
 

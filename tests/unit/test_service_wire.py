@@ -65,7 +65,7 @@ def test_the_first_message_is_hello(node: NodeThread, first: Message) -> None:
     [
         Acquire(1, b"", 0),
         Prefetch(b""),
-        Reserve(1, b"", b""),
+        Reserve(1, b"", b"", 1),
         Commit(1, []),
         Loaded(1, [1]),
         Release(1, [1]),
@@ -95,8 +95,8 @@ def attached(node: NodeThread, role: str) -> Raw:
         Acquire(1, bytes(32), 0),
         Prefetch(bytes(32)),
         Release(1, [1]),
-        Reserve(1, b"short", bytes(32)),
-        Reserve(1, b"", bytes(31)),
+        Reserve(1, b"short", bytes(32), 1),
+        Reserve(1, b"", bytes(31), 1),
         AttachScheduler(2, "engine", "m", 1, 0),
         Hello(),
     ],
@@ -111,7 +111,7 @@ def test_a_rank_that_says_what_is_not_its_business_is_closed(
 
 
 @pytest.mark.parametrize(
-    "message", [Reserve(1, b"", bytes(32)), Loaded(1, [1]), Acquire(1, bytes(31), 0)], ids=repr
+    "message", [Reserve(1, b"", bytes(32), 1), Loaded(1, [1]), Acquire(1, bytes(31), 0)], ids=repr
 )
 def test_a_scheduler_that_says_what_is_not_its_business_is_closed(
     node: NodeThread, message: Message
@@ -172,8 +172,8 @@ FRAMES = st.one_of(
             Status(1),
             Release(1, [1]),
             Acquire(1, bytes(64), 10),
-            Reserve(1, b"", bytes(64)),
-            Commit(1, [(bytes(32), 1, bytes(16))]),
+            Reserve(1, b"", bytes(64), 1),
+            Commit(1, [(bytes(32), 1, [bytes(16)])]),
             AttachScheduler(1, "engine", "fuzz", 1, 0),
             Rank("nowhere", engine="fuzz").attach,
         ]

@@ -48,21 +48,27 @@ class Acquisition(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Space for one chunk, reserved. The writer fills its own shard's part of the extent."""
+    """Space for one chunk, reserved, and a rank's part in it: to write these `shards` (a bitmap).
+
+    They are all the rank's shards, or none: then another rank of its session writes the same
+    ones, and this one only says, by its commit, that what was computed may be kept.
+    """
 
     key: ChunkKey
     extent: Extent
+    shards: int
 
 
 class CommitResult(enum.Enum):
     """What became of a commit."""
 
     RESIDENT = "resident"
-    """It was the last shard: the chunk is visible now."""
+    """It was the last rank's: the chunk is visible now."""
     WAITING = "waiting"
-    """Accepted; other shards are outstanding."""
+    """Accepted; other ranks are outstanding."""
     REFUSED = "refused"
-    """Not reserved by this member with this generation: nothing changed."""
+    """Not reserved by this member with this generation: nothing changed. With a wrong number
+    of checksums: the reservation is given up."""
     DISCARDED = "discarded"
     """The reservation was given up meanwhile; the space is free once all writers are done."""
 

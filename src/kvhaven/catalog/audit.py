@@ -7,7 +7,7 @@ from itertools import pairwise
 from kvhaven.catalog.allocation import S
 from kvhaven.catalog.entries import Entry, NamespaceState, State
 from kvhaven.catalog.leases import Leases
-from kvhaven.catalog.sessions import Lease, Sessions
+from kvhaven.catalog.sessions import Lease, Member, Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.tierindex import TierIndex
 from kvhaven.catalog.tiering import Tiers
@@ -82,10 +82,12 @@ def _check_entry(entry: Entry, space: Space[S]) -> None:
         sums = sum(c is not None for c in entry.checksums)
         assert sums == entry.namespace.shards, f"{name} is visible with {sums} checksums"
         assert entry.listed, f"{name} can never be evicted"
+        assert not entry.awaited, f"{name} is visible before ranks {entry.awaited:b} committed"
         assert not entry.writers, f"{name} is visible and still written"
         assert not entry.reading, f"{name} is visible and still read into"
     elif entry.state is State.RESERVED:
-        assert entry.bitmap != complete, f"{name} is complete but not visible"
+        unfinished = entry.awaited or entry.bitmap != complete
+        assert unfinished, f"{name} is complete but not visible"
         assert entry.listed or entry.writers, f"{name} leaks: nobody writes it, and it does not age"
         assert entry.owner is not None, f"{name} is nobody's"
         assert not entry.leases, f"{name} is leased before it is visible"
@@ -117,16 +119,28 @@ def _check_writers(space: Space[S], sessions: Sessions) -> None:
     writing = {(m, g) for g, e in space.held.items() for m in e.writers or ()}
     assert opened == writing, f"members and chunks disagree on who writes: {opened ^ writing}"
     for entry in space.held.values():
-        bits = list((entry.writers or {}).values())
-        assert len(set(bits)) == len(bits), f"{_name(entry)} has two writers of one shard"
-        assert not any(entry.bitmap >> b & 1 for b in bits), f"{_name(entry)}: written twice"
+        taken = entry.bitmap
+        for writer, shards in (entry.writers or {}).items():
+            known = sessions.members[writer]
+            assert shards in {0, known.holds}, f"{_name(entry)}: {writer} writes a part of its part"
+            assert not taken & shards, f"{_name(entry)} has two writers of a shard of {writer}"
+            taken |= shards
+            awaited = entry.state is State.DOOMED or _awaits(entry, known)
+            assert awaited, f"{_name(entry)} was committed by {writer}, who writes it"
     for member in sessions.members.values():
         assert sessions.sessions[member.session].members.get(member.id) is member
         in_sight = [e for e in member.open.values() if e.state is not State.DOOMED]
         assert not (member.lost and in_sight), f"{_name(in_sight[0])} has a lost writer"
     for entry in space.reserved.values():
-        assert entry.owner in sessions.sessions, f"{_name(entry)} belongs to a forgotten session"
+        owner = entry.owner[0] if entry.owner is not None else None
+        assert owner in sessions.sessions, f"{_name(entry)} belongs to a forgotten session"
     assert all(s.members for s in sessions.sessions.values()), "a session has no members"
+
+
+def _awaits(entry: Entry, member: Member) -> bool:
+    """Whether a member is of the session that a chunk is reserved for, and has not committed."""
+    own = entry.owner is not None and entry.owner[0] == member.session
+    return own and member.rank is not None and bool(entry.awaited >> member.rank & 1)
 
 
 def _check_leases(space: Space[S], sessions: Sessions, leases: Leases) -> None:

@@ -97,16 +97,29 @@ class Catalog:
         rank: int | None,
         namespace: NamespaceDigest,
         world: int,
+        holds: int,
     ) -> None:
         """Take in a member of a session of `world` ranks; `rank` None is its scheduler.
 
+        `holds` is the bitmap of the shards that a rank has of every chunk, without a gap; 0 for
+        a scheduler. Two ranks of a session hold the same shards, whose bytes are equal then, or
+        none in common. Sessions of one namespace may divide its shards differently.
+
         A member that was lost is back with this: nothing of it was reused meanwhile, and for
         what it had reserved it gets DISCARDED. Raises KVHavenError for an unknown namespace,
-        a rank out of range, another `world` than the session's, or a rank or scheduler that
-        another connected member is already.
+        a rank out of range, shards that the namespace does not have, that have a gap or overlap
+        another rank's in part, another `world` or namespace than the session's, or a rank or
+        scheduler that another connected member is already.
         """
-        self._namespace(namespace)
-        self._sessions.attach(session, member, rank, namespace, world)
+        known = self._namespace(namespace)
+        gaps = holds & (holds + (holds & -holds))
+        if bool(holds) != (rank is not None) or holds & ~known.complete or gaps:
+            raise KVHavenError(
+                f"rank {rank} (member {member}) holds shards {holds:b} of namespace "
+                f"{namespace.hex()}, whose chunks have {known.complete:b}; a rank holds some of "
+                "these without a gap, a scheduler none"
+            )
+        self._sessions.attach(session, member, rank, namespace, world, holds)
 
     def lost(self, member: MemberId) -> None:
         """Note that a connection closed, which proves nothing about the process.
@@ -205,21 +218,29 @@ class Catalog:
         namespace: NamespaceDigest,
         parent: ChunkKey | None,
         keys: Sequence[ChunkKey],
+        save: int,
     ) -> list[Grant | None]:
         """Reserve space for consecutive chunks; `parent` is the key before the first.
 
-        None for a chunk means: do not write it. It is here, on its way, another session's, or
-        written by this rank already, or there is no space even after eviction. Ranks of a
-        session get the same extent and fill their own shard of it. Raises KVHavenError for a
-        member that is no connected rank, an unknown namespace, or a rank without a shard.
+        `save` names, within the session, the save that this is a rank's part of; the ranks
+        that ask for a chunk with the same `save` get the same extent. A grant is to write all
+        shards of the rank, or, if another rank of the save was granted the same ones, none.
+        None for a chunk means: this rank has no part in it. It is here, on its way, another
+        save's, or committed by this rank already, or there is no space even after eviction.
+        What another save left incomplete, and nobody writes any more, is dropped for this one.
+        Raises KVHavenError for a member that is no connected rank, an unknown namespace, or
+        another one than the member's.
         """
-        return self._reservations.reserve(member, self._namespace(namespace), parent, keys)
+        return self._reservations.reserve(member, self._namespace(namespace), parent, keys, save)
 
     def commit(
-        self, member: MemberId, key: ChunkKey, generation: int, checksum: Checksum
+        self, member: MemberId, key: ChunkKey, generation: int, checksums: Sequence[Checksum]
     ) -> CommitResult:
-        """Note that a member's shard is written; the last one makes the chunk visible."""
-        result, entry = self._reservations.commit(member, key, generation, checksum)
+        """Note that a member has done its part of a chunk; the last rank makes it visible.
+
+        `checksums` are those of the shards it was granted, in the order of their bits.
+        """
+        result, entry = self._reservations.commit(member, key, generation, checksums)
         if entry is not None:
             self._tiers.write_behind(entry)
         return result

@@ -7,6 +7,9 @@ from kvhaven.catalog.actions import MemberId, SessionId
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, Extent, align_up
 
+SaveId = tuple[SessionId, int]
+"""One save of one engine, on all its ranks: the session, and the save's number in it."""
+
 
 class State(enum.Enum):
     """Where a chunk in the arena is in its life."""
@@ -49,6 +52,7 @@ class Entry:
     """
 
     __slots__ = (
+        "awaited",
         "bitmap",
         "checksums",
         "corrupt",
@@ -86,8 +90,9 @@ class Entry:
         self.writes = 0  # tiers that are writing from it
         self.reading = False  # a tier is reading into it
         self.fresh = False  # promoted, and not leased since: its first lease comes from a tier
-        self.writers: dict[MemberId, int] | None = None  # who may still write, and its bit
-        self.owner: SessionId | None = None  # whose reservation it is
+        self.writers: dict[MemberId, int] | None = None  # who may still write, and which shards
+        self.owner: SaveId | None = None  # whose reservation it is
+        self.awaited = 0  # bitmap of the owner's ranks that have not committed
         self.listed = False  # the eviction policy knows it
         self.stamp = 0  # number of the event that used it last
         self.corrupt = False  # its bytes failed verification after it was leased

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing chunks: who may fill which shard, and when nobody can any more."""
+"""Writing chunks: who may fill which shards, and when nobody can any more."""
 
 from collections.abc import Sequence
 
 from kvhaven.catalog.actions import CommitResult, Grant, MemberId, SessionId
 from kvhaven.catalog.allocation import S
-from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.entries import Entry, NamespaceState, SaveId, State
 from kvhaven.catalog.sessions import Member, Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.errors import KVHavenError
@@ -15,9 +15,16 @@ from kvhaven.types import Checksum, ChunkKey
 class Reservations:
     """Chunks that ranks are writing.
 
-    A reservation belongs to a session, whose ranks join it one by one and fill one extent.
-    When all who joined have committed and shards are still missing, nobody can be writing:
-    it ages like a resident chunk, and a rank of any session may join and complete it.
+    A reservation belongs to one save of one session, whose ranks join it one by one; all
+    shards of a chunk come from that save. Each rank has a part in it, which is to write all
+    its shards. Where ranks hold the same shards, the first writes them and the others write
+    nothing, but have to commit like everybody: a rank that distrusts what was computed (a load
+    failed on it, so all ranks computed from wrong KV) keeps the chunk out of sight by not
+    committing, whoever writes its shards.
+
+    When all who joined have committed and others never came, nobody can be writing. The chunk
+    then ages like a resident one, and is dropped when another save wants it. It is not completed
+    by another save: those who never came may have had such a reason.
     """
 
     def __init__(self, space: Space[S], sessions: Sessions) -> None:
@@ -32,44 +39,59 @@ class Reservations:
         namespace: NamespaceState,
         parent: ChunkKey | None,
         keys: Sequence[ChunkKey],
+        save: int,
     ) -> list[Grant | None]:
-        """Grant space for this member's shards; see `Catalog.reserve`."""
-        member, rank = self._sessions.rank(member_id)
-        if rank >= namespace.shards:
+        """Grant this member its part of the chunks; see `Catalog.reserve`."""
+        member = self._sessions.rank(member_id)
+        if member.namespace != namespace.namespace.digest:
             raise KVHavenError(
-                f"rank {rank} (member {member_id}) has no shard in namespace "
-                f"{namespace.namespace.digest.hex()}, whose chunks have {namespace.shards}"
+                f"member {member_id} computes namespace {member.namespace.hex()}; it cannot "
+                f"write chunks of {namespace.namespace.digest.hex()}"
             )
-        entries = self._space.entries
+        entries, owner = self._space.entries, (member.session, save)
         grants: list[Grant | None] = []
         missing: dict[ChunkKey, int] = {}
         for index, key in enumerate(keys):
             entry = entries.get(key)
+            grant = None
             if entry is None:
                 missing.setdefault(key, index)
-                grants.append(None)
-            else:
-                grants.append(self._join(entry, member, rank, namespace))
+            elif entry.state is State.RESERVED and entry.namespace is namespace:
+                if entry.owner == owner:
+                    grant = self._join(entry, member)
+                elif not entry.writers:
+                    self._space.doom(entry)
+                    missing.setdefault(key, index)
+            grants.append(grant)
         if missing:
-            self._reserve_new(member, rank, namespace, [parent, *keys], missing, grants)
+            self._reserve_new(member, namespace, owner, [parent, *keys], missing, grants)
         return grants
 
     def commit(
-        self, member_id: MemberId, key: ChunkKey, generation: int, checksum: Checksum
+        self, member_id: MemberId, key: ChunkKey, generation: int, checksums: Sequence[Checksum]
     ) -> tuple[CommitResult, Entry | None]:
-        """Note that a shard is written; with RESIDENT comes the entry that is visible now."""
-        entry = self._close(member_id, key, generation)
-        if entry is None or entry.writers is None:
+        """Note that a part is done; with RESIDENT comes the entry that is visible now."""
+        member = self._sessions.members.get(member_id)
+        entry = self._close(member, key, generation)
+        if member is None or member.rank is None or entry is None or entry.writers is None:
             self.refused += 1
             return CommitResult.REFUSED, None
-        bit = entry.writers.pop(member_id)
+        shards = entry.writers[member_id]
+        if len(checksums) != shards.bit_count():
+            self.refused += 1
+            self._give_up(entry, member_id)
+            return CommitResult.REFUSED, None
+        del entry.writers[member_id]
         if entry.state is State.DOOMED:
             self._space.free_if_idle(entry)
             return CommitResult.DISCARDED, None
-        self.commits += 1
-        entry.bitmap |= 1 << bit
-        entry.checksums[bit] = checksum  # type: ignore[index]  # a list until it is resident
-        if entry.bitmap == entry.namespace.complete:
+        self.commits += len(checksums)
+        entry.bitmap |= shards
+        entry.awaited &= ~(1 << member.rank)
+        if shards:  # those of a rank follow each other
+            first = (shards & -shards).bit_length() - 1
+            entry.checksums[first : first + len(checksums)] = checksums  # type: ignore[index]  # still a list
+        if self._is_whole(entry):
             self._space.show(entry)
             return CommitResult.RESIDENT, entry
         if not entry.writers:
@@ -77,8 +99,8 @@ class Reservations:
         return CommitResult.WAITING, None
 
     def abort(self, member_id: MemberId, key: ChunkKey, generation: int) -> None:
-        """End a member's part without its shard: the reservation is doomed."""
-        entry = self._close(member_id, key, generation)
+        """End a member's part undone: the reservation is doomed."""
+        entry = self._close(self._sessions.members.get(member_id), key, generation)
         if entry is not None:
             self._give_up(entry, member_id)
 
@@ -97,12 +119,12 @@ class Reservations:
     def forget(self, session: SessionId) -> None:
         """Drop the incomplete reservations of a session without members."""
         for entry in tuple(self._space.reserved.values()):
-            if entry.owner == session:
+            if entry.owner is not None and entry.owner[0] == session:
                 self._space.doom(entry)
 
-    def _close(self, member_id: MemberId, key: ChunkKey, generation: int) -> Entry | None:
+    @staticmethod
+    def _close(member: Member | None, key: ChunkKey, generation: int) -> Entry | None:
         """Take a chunk out of what a member has open, if it is there."""
-        member = self._sessions.members.get(member_id)
         entry = member.open.get(generation) if member is not None else None
         if member is None or entry is None or entry.key != key:
             return None
@@ -117,40 +139,47 @@ class Reservations:
         else:
             self._space.doom(entry)
 
-    def _join(
-        self, entry: Entry, member: Member, rank: int, namespace: NamespaceState
-    ) -> Grant | None:
-        """Let a rank write its shard of a chunk that is reserved, if it may."""
-        if (
-            entry.state is not State.RESERVED
-            or entry.namespace is not namespace
-            or entry.bitmap >> rank & 1
-        ):
-            return None
-        writers = entry.writers or {}
-        if writers and (entry.owner != member.session or rank in writers.values()):
-            return None
-        entry.owner = member.session
-        return self._open(entry, member, rank)
+    @staticmethod
+    def _is_whole(entry: Entry) -> bool:
+        """Whether every shard is written and every rank stands by it."""
+        return not entry.awaited and entry.bitmap == entry.namespace.complete
 
-    def _open(self, entry: Entry, member: Member, rank: int) -> Grant:
+    def _join(self, entry: Entry, member: Member) -> Grant | None:
+        """Give a rank its part of a chunk that its save has reserved, unless it had it."""
+        awaited = member.rank is not None and entry.awaited >> member.rank & 1
+        if not awaited or member.id in (entry.writers or ()):
+            return None
+        return self._open(entry, member, self._to_write(entry, member))
+
+    @staticmethod
+    def _to_write(entry: Entry, member: Member) -> int:
+        """Return all shards of a rank, or none if another has begun to write them."""
+        taken = entry.bitmap
+        for shards in (entry.writers or {}).values():
+            taken |= shards
+        return 0 if taken & member.holds else member.holds
+
+    @staticmethod
+    def _open(entry: Entry, member: Member, shards: int) -> Grant:
         if entry.writers is None:
-            entry.writers = {}
-        entry.writers[member.id] = rank
+            entry.writers = {member.id: shards}
+        else:
+            entry.writers[member.id] = shards
         member.open[entry.extent.generation] = entry
-        return Grant(entry.key, entry.extent)
+        return Grant(entry.key, entry.extent, shards)
 
     def _reserve_new(
         self,
         member: Member,
-        rank: int,
         namespace: NamespaceState,
+        owner: SaveId,
         chain: Sequence[ChunkKey | None],
         missing: dict[ChunkKey, int],
         grants: list[Grant | None],
     ) -> None:
         """Reserve what is absent, from the head on; what there is no space for stays None."""
         space = self._space
+        ranks = (1 << self._sessions.sessions[member.session].world) - 1
         # The chunks before them must not be what is evicted for them.
         parents = [p for p in (chain[i] for i in missing.values()) if p in space.entries]
         for parent in parents:
@@ -158,7 +187,7 @@ class Reservations:
         extents = space.allocate(namespace.extent_bytes, len(missing))
         for (key, index), extent in zip(missing.items(), extents, strict=False):
             entry = space.insert(namespace, key, chain[index], extent, State.RESERVED)
-            entry.owner = member.session
-            grants[index] = self._open(entry, member, rank)
+            entry.owner, entry.awaited = owner, ranks
+            grants[index] = self._open(entry, member, member.holds)
         for parent in parents:
             space.disown(parent)

@@ -46,17 +46,26 @@ class Lease:
 
 
 class Member:
-    """One process of a session: its scheduler (`rank` is None) or a rank."""
+    """One process of a session: its scheduler (`rank` is None) or a rank.
 
-    __slots__ = ("id", "lost", "namespace", "open", "rank", "session")
+    `holds` is the bitmap of the shards that a rank has of every chunk of its namespace.
+    """
+
+    __slots__ = ("holds", "id", "lost", "namespace", "open", "rank", "session")
 
     def __init__(
-        self, member: MemberId, session: SessionId, rank: int | None, namespace: NamespaceDigest
+        self,
+        member: MemberId,
+        session: SessionId,
+        rank: int | None,
+        namespace: NamespaceDigest,
+        holds: int,
     ) -> None:
         self.id = member
         self.session = session
         self.rank = rank
         self.namespace = namespace
+        self.holds = holds
         self.lost = False
         self.open: dict[int, Entry] = {}  # by generation: the chunks it may be writing to
 
@@ -98,6 +107,7 @@ class Sessions:
         rank: int | None,
         namespace: NamespaceDigest,
         world: int,
+        holds: int,
     ) -> None:
         """Take in a member, or take one back that was lost; see `Catalog.attach`."""
         known = self.members.get(member)
@@ -107,8 +117,13 @@ class Sessions:
                     f"member {member} is rank {known.rank} of session {known.session}; it cannot "
                     f"become rank {rank} of session {session}"
                 )
+            if (known.namespace, known.holds) != (namespace, holds):
+                raise KVHavenError(
+                    f"member {member} held shards {known.holds:b} of namespace "
+                    f"{known.namespace.hex()}; it cannot come back with {holds:b} of "
+                    f"{namespace.hex()}"
+                )
             known.lost = False
-            known.namespace = namespace
             return
         if world < 1 or (rank is not None and not 0 <= rank < world):
             raise KVHavenError(f"rank {rank} of session {session} is not within a world of {world}")
@@ -119,15 +134,11 @@ class Sessions:
             raise KVHavenError(
                 f"session {session} has {home.world} ranks, but member {member} says {world}"
             )
+        newcomer = Member(member, session, rank, namespace, holds)
         for other in home.members.values():
-            if other.rank == rank and not other.lost:
-                role = "a scheduler" if rank is None else f"a rank {rank}"
-                raise KVHavenError(
-                    f"session {session} has {role} already, member {other.id}; a second one, "
-                    f"{member}, is refused while that one is connected"
-                )
+            _require_agreement(newcomer, other)
         self.sessions[session] = home
-        self.members[member] = home.members[member] = Member(member, session, rank, namespace)
+        self.members[member] = home.members[member] = newcomer
         if rank is not None:
             home.gone_ranks &= ~(1 << rank)
 
@@ -138,14 +149,14 @@ class Sessions:
             raise KVHavenError(f"session {session} is not attached; attach its members first")
         return known
 
-    def rank(self, member: MemberId) -> tuple[Member, int]:
+    def rank(self, member: MemberId) -> Member:
         """Return a rank that is connected. Raises KVHavenError for anyone else."""
         known = self.members.get(member)
         if known is None or known.lost:
             raise KVHavenError(f"member {member} is not attached; attach it first")
         if known.rank is None:
             raise KVHavenError(f"member {member} is a scheduler; only ranks write and load chunks")
-        return known, known.rank
+        return known
 
     def gone(self, member: Member) -> Session:
         """Take out a member that is proven gone, and return its session."""
@@ -162,3 +173,20 @@ class Sessions:
     def lost(self) -> Iterator[Member]:
         """Yield the members whose connection closed and who are not proven gone."""
         return (m for m in self.members.values() if m.lost)
+
+
+def _require_agreement(newcomer: Member, other: Member) -> None:
+    """Refuse a member whom another one of its session contradicts."""
+    common = other.holds & newcomer.holds
+    if other.namespace != newcomer.namespace or (common and newcomer.holds != other.holds):
+        raise KVHavenError(
+            f"member {newcomer.id} holds shards {newcomer.holds:b} of namespace "
+            f"{newcomer.namespace.hex()}, {other.id} of the same session {other.holds:b} of "
+            f"{other.namespace.hex()}; two ranks hold the same shards or none in common"
+        )
+    if other.rank == newcomer.rank and not other.lost:
+        role = "a scheduler" if other.rank is None else f"a rank {other.rank}"
+        raise KVHavenError(
+            f"session {other.session} has {role} already, member {other.id}; a second one, "
+            f"{newcomer.id}, is refused while that one is connected"
+        )

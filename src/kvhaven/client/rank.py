@@ -25,7 +25,7 @@ from kvhaven.protocol import (
     Reserve,
     ServiceMessage,
 )
-from kvhaven.types import Checksum, ChunkKey
+from kvhaven.types import Checksum, ChunkKey, ShardTable
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +71,25 @@ class MappedArena:
 
 
 class Grant(NamedTuple):
-    """Where this rank may write its shard of a chunk."""
+    """This rank's part in a chunk that its engine saves; it is committed or aborted.
+
+    The part is to write all shards of this rank, or none: another rank writes the same ones.
+    Then too the chunk is only seen when this rank has committed, because only this rank
+    knows whether its loads went well, and so whether what all ranks computed is right.
+    """
 
     key: ChunkKey
     address: int
-    """In this process."""
+    """Of the first shard, in this process; the others lie at `RankClient.shard_offsets` from it.
+
+    0 if there is nothing to write.
+    """
     generation: int
     """What `commit` must repeat."""
     service: str
     """Whose arena it is."""
+    writes: bool = True
+    """Whether the shards are to be written."""
 
 
 class Reservation:
@@ -109,8 +119,15 @@ class RankClient:
         off_arena: Callable[[MappedArena], None] = lambda _: None,
         ensure_service: Callable[[], None] = lambda: None,
     ) -> None:
+        held = ShardTable(attach.shards)
+        self.shard_offsets = held.offsets
+        """Where each shard of this rank starts, in bytes from its first one."""
+        self.span_bytes = max(
+            (at + shard.payload_bytes for at, shard in zip(held.offsets, held.shards, strict=True)),
+            default=0,
+        )
+        """From the start of this rank's first shard to the end of its last."""
         self._attach = attach
-        self._shard_bytes = attach.shard.payload_bytes
         self._on_arena = on_arena
         self._off_arena = off_arena
         self._ids = itertools.count(1)
@@ -161,19 +178,22 @@ class RankClient:
             arenas = [self._arenas.pop(service) for service in stale]
         self._unmap(arenas)
 
-    def reserve(self, parent: ChunkKey | None, keys: Sequence[ChunkKey]) -> Reservation | None:
+    def reserve(
+        self, parent: ChunkKey | None, keys: Sequence[ChunkKey], save: int
+    ) -> Reservation | None:
         """Ask for space for consecutive chunks; None when the service is away or slow.
 
-        A slow service is asked for nothing once a second, to see whether it has recovered.
+        `save` is the number of the save, the same on all ranks and used for no other. A slow
+        service is asked for nothing once a second, to see whether it has recovered.
         """
         now = time.monotonic()
         if self._slow:
             if now < self._next_probe:
                 return None
             self._next_probe = now + _PROBE_EVERY_S
-            self._ask(None, (), now)
+            self._ask(None, (), save, now)
             return None
-        return self._ask(parent, keys, now)
+        return self._ask(parent, keys, save, now)
 
     def grants(self, reservation: Reservation, deadline: float) -> list[Grant | None]:
         """Wait for an answer until `deadline` (`time.monotonic`), then do without.
@@ -191,19 +211,19 @@ class RankClient:
             self._next_probe = time.monotonic() + _PROBE_EVERY_S
         return [None] * len(reservation.keys)
 
-    def commit(self, written: Sequence[tuple[Grant, Checksum]]) -> None:
-        """Report shards that are written, with their checksums."""
-        for service in {grant.service for grant, _ in written}:
-            pairs = [pair for pair in written if pair[0].service == service]
-            shards = [(grant.key, grant.generation, checksum) for grant, checksum in pairs]
-            self._link.post_reliable(functools.partial(Commit, shards=shards), service)
-        self._let_go([grant for grant, _ in written])
+    def commit(self, done: Sequence[tuple[Grant, Sequence[Checksum]]]) -> None:
+        """Report parts that are done, with the checksums of the shards that were to be written."""
+        for service in {grant.service for grant, _ in done}:
+            pairs = [pair for pair in done if pair[0].service == service]
+            chunks = [(grant.key, grant.generation, checksums) for grant, checksums in pairs]
+            self._link.post_reliable(functools.partial(Commit, chunks=chunks), service)
+        self._let_go([grant for grant, _ in done])
 
     def abort(self, grants: Sequence[Grant]) -> None:
         """Give grants up; no copy into them may be running."""
         for service in {grant.service for grant in grants}:
-            shards = [(g.key, g.generation) for g in grants if g.service == service]
-            self._link.post_reliable(functools.partial(Abort, shards=shards), service)
+            chunks = [(g.key, g.generation) for g in grants if g.service == service]
+            self._link.post_reliable(functools.partial(Abort, chunks=chunks), service)
         self._let_go(grants)
 
     def loaded(self, tickets: Sequence[int], service: str) -> None:
@@ -271,13 +291,13 @@ class RankClient:
     # --- helpers ----------------------------------------------------------------------------
 
     def _ask(
-        self, parent: ChunkKey | None, keys: Sequence[ChunkKey], now: float
+        self, parent: ChunkKey | None, keys: Sequence[ChunkKey], save: int, now: float
     ) -> Reservation | None:
         reservation = Reservation(keys, now)
         with self._lock:
             id_ = next(self._ids)
             self._reservations[id_] = reservation
-        if not self._link.post(Reserve(id_, parent or b"", b"".join(keys))):
+        if not self._link.post(Reserve(id_, parent or b"", b"".join(keys), save)):
             with self._lock:
                 self._reservations.pop(id_, None)
             return None
@@ -291,17 +311,15 @@ class RankClient:
 
     def _placed(self, keys: Sequence[ChunkKey], message: Granted) -> list[Grant | None]:
         arena = self._arenas[self.service]
-        return [
-            None
-            if place is None
-            else Grant(
-                key,
-                arena.address_of(place[0], place[1], self._shard_bytes),
-                place[2],
-                self.service,
-            )
-            for key, place in zip(keys, message.grants, strict=True)
-        ]
+        grants: list[Grant | None] = []
+        for key, granted in zip(keys, message.grants, strict=True):
+            if granted is None:
+                grants.append(None)
+                continue
+            segment, offset, generation, writes = granted
+            address = arena.address_of(segment, offset, self.span_bytes) if writes else 0
+            grants.append(Grant(key, address, generation, self.service, writes))
+        return grants
 
     def _unmap(self, arenas: Sequence[MappedArena]) -> None:
         for arena in arenas:

@@ -24,7 +24,7 @@ from kvhaven.protocol import (
     Release,
     ServiceMessage,
 )
-from kvhaven.types import ChunkKey, ShardTable
+from kvhaven.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Lease(msgspec.Struct, frozen=True):
     extents: Sequence[tuple[int, int]]
     sources: bytes
     offsets: tuple[int, ...]
-    """Where each rank's shard starts in an extent, in bytes."""
+    """Where the first shard of each rank starts in an extent, in bytes; its others follow."""
 
 
 class Outcome(enum.Enum):
@@ -97,7 +97,7 @@ class SchedulerClient:
         self._news = threading.Condition(self._lock)
         self._questions: dict[int, _Question] = {}
         self._late: dict[int, float] = {}  # when the ticket was asked for
-        self._table = ShardTable(())
+        self._offsets: tuple[int, ...] = ()
         self._slow_answers = 0
         self._next_probe = 0.0
         self.service = ""
@@ -217,9 +217,12 @@ class SchedulerClient:
         The mapping (its pages stay untouched) proves to the service that this process lives,
         like a rank's mapping does.
         """
-        if answer.table is None:
+        if len(answer.offsets) != self._attach.world:
             close_descriptors(descriptors)
-            raise ProtocolError("the service sent no shard table")
+            raise ProtocolError(
+                f"the service knows the shards of {len(answer.offsets)} ranks, "
+                f"not {self._attach.world}"
+            )
         lock_bytes = tuple(segment.lock_byte for segment in answer.segments)
         if self._mapping and (service, lock_bytes) == (self.service, self._lock_bytes):
             close_descriptors(descriptors)
@@ -230,7 +233,8 @@ class SchedulerClient:
         with self._lock:
             self._late.clear()
             self._slow_answers = 0
-            self.service, self.namespace, self._table = service, answer.namespace, answer.table
+            self.service, self.namespace = service, answer.namespace
+            self._offsets = answer.offsets
 
     def received(self, message: ServiceMessage) -> None:
         """Enter an answer into the table; a late one that nobody wants has been released."""
@@ -257,7 +261,7 @@ class SchedulerClient:
                         self.service,
                         message.extents,
                         message.sources,
-                        self._table.offsets,
+                        self._offsets,
                     )
                     if message.extents
                     else None

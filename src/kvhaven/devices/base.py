@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout
 from kvhaven.types import Checksum
 
 SKIP = -1
@@ -30,9 +30,10 @@ class CopyJob(Protocol):
 
     @property
     def checksums(self) -> Sequence[Checksum]:
-        """Of a store that is done without error: xxh3-128 of each chunk's payload, in order.
+        """Of a store that is done without error: xxh3-128 of each shard's payload.
 
-        Computed over the bytes that landed in host memory. Empty for loads, and before `done`.
+        Chunk by chunk, and the shards of a chunk in order (the paged format has one). Computed
+        over the bytes that landed in host memory. Empty for loads, and before `done`.
         """
 
     def done(self) -> bool:
@@ -111,18 +112,20 @@ class Device(Protocol):
         """Undo `register_host` with the same arguments, once no copy uses the memory."""
 
     def store(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
     ) -> CopyJob:
         """Copy chunks from device memory to host memory, and compute their checksums.
 
-        `blocks[i]` are the block ids of chunk `i`, `targets[i]` the host address of its
-        payload, which takes `layout.payload_bytes(len(blocks[i]))` bytes in the order
-        `[layer][block][page]`. Targets must not overlap. Raises `LayoutError` before anything
-        is copied if the lengths differ or a block id is not one of the layout.
+        `blocks[i]` are the block ids of chunk `i`, `targets[i]` the host address of its first
+        shard; further shards follow every `layout.shard_stride(len(blocks[i]))` bytes, so that
+        a chunk takes `layout.payload_bytes(len(blocks[i]))` bytes. What lies between shards is
+        not written. What a shard's payload is, the layout's class says. Targets must not
+        overlap. Raises `LayoutError` before anything is copied if the lengths differ or a block
+        id is not one of the layout.
         """
 
     def load(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
     ) -> CopyJob:
         """Copy chunks from host memory to device memory: the inverse of `store`.
 

@@ -1,35 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host's CPU as a device: one pass over the bytes, on the cores that it may use."""
 
-import ctypes
 import logging
 import os
 import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import xxhash
 
 from kvhaven.devices.base import CopyJob, FinishedCopy, MemoryFigures
-from kvhaven.devices.plan import bytes_at, check_copy, kept_ranges, plan_moves
+from kvhaven.devices.cpu_copies import Copier, copier_of
+from kvhaven.devices.plan import check_copy
 from kvhaven.errors import IncompatibleEngineError
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout
 from kvhaven.types import Checksum
 
 logger = logging.getLogger(__name__)
 
-HASH_BYTES = 2**20
-"""Copied bytes are hashed in pieces of about this size, while they are in the core's cache."""
-
 
 class CpuDevice:
-    """Copies with `memmove`; a `Device` whose copies end within the call.
+    """The host's own memory; a `Device` whose copies end within the call.
 
     The CPU has no streams: the forward pass ends before the engine calls us, and copies end
     before we return, so that every order the contract asks for holds by itself.
@@ -47,9 +40,7 @@ class CpuDevice:
         self._copy_threads = max(1, copy_threads)
         self._cores = frozenset(cores) if cores is not None else usable_cores()
         self._pool: ThreadPoolExecutor | None = None
-        self._copiers: WeakKeyDictionary[PagedLayout, _RowCopier | _MoveCopier] = (
-            WeakKeyDictionary()
-        )
+        self._copiers: WeakKeyDictionary[Layout, Copier] = WeakKeyDictionary()
 
     @property
     def kernel_tag(self) -> str:
@@ -89,21 +80,21 @@ class CpuDevice:
         """Do nothing."""
 
     def store(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], targets: Sequence[int]
     ) -> CopyJob:
         """Copy chunks into the arena, each hashed by the thread that copied it."""
         check_copy(layout, blocks, targets, may_skip=False)
         copier = self._copier(layout)
-        checksums = [Checksum(b"")] * len(blocks)
+        checksums: list[list[Checksum]] = [[]] * len(blocks)
 
         def copy(chunk: int) -> None:
             checksums[chunk] = copier.store(blocks[chunk], targets[chunk])
 
         self._run(copy, len(blocks))
-        return FinishedCopy(checksums)
+        return FinishedCopy([checksum for shards in checksums for checksum in shards])
 
     def load(
-        self, layout: PagedLayout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
+        self, layout: Layout, blocks: Sequence[Sequence[int]], sources: Sequence[int]
     ) -> CopyJob:
         """Copy chunks into the KV tensors."""
         check_copy(layout, blocks, sources, may_skip=True)
@@ -127,11 +118,10 @@ class CpuDevice:
             self._pool.shutdown()
             self._pool = None
 
-    def _copier(self, layout: PagedLayout) -> "_RowCopier | _MoveCopier":
+    def _copier(self, layout: Layout) -> Copier:
         copier = self._copiers.get(layout)
         if copier is None:
-            copier = _RowCopier(layout) if _RowCopier.fits(layout) else _MoveCopier(layout)
-            self._copiers[layout] = copier
+            copier = self._copiers[layout] = copier_of(layout)
         return copier
 
     def _run(self, copy: Callable[[int], None], chunks: int) -> None:
@@ -177,96 +167,3 @@ def _run_on(cores: frozenset[int]) -> None:
         logger.warning(
             "copy thread %s stays on its cores: %s", threading.current_thread().name, error
         )
-
-
-class _RowCopier:
-    """Copies of pages that are rows of one piece of memory, as vLLM 0.29 and newer has them.
-
-    Numpy gathers and scatters whole rows with one call for all layers and blocks, without the
-    GIL. One `memmove` a page through ctypes costs half a microsecond each, and two threads of
-    them fight for the GIL: measured at 16 KiB pages with two threads, 8 GB/s against 13.
-    """
-
-    def __init__(self, layout: PagedLayout) -> None:
-        self._page = page = layout.layers[0].page_bytes
-        base = min(run.pointer for run in layout.layers)
-        end = max(
-            run.pointer + run.block_stride_bytes * (layout.num_blocks - 1) + page
-            for run in layout.layers
-        )
-        self._rows_rp = bytes_at(base, end - base).reshape(-1, page)
-        self._first_row_l1 = np.array(
-            [[(run.pointer - base) // page] for run in layout.layers], dtype=np.intp
-        )
-        self._rows_per_block_l1 = np.array(
-            [[run.block_stride_bytes // page] for run in layout.layers], dtype=np.intp
-        )
-
-    @staticmethod
-    def fits(layout: PagedLayout) -> bool:
-        """Return whether all pages are rows of the same storage."""
-        page, base = layout.layers[0].page_bytes, layout.layers[0].pointer
-        storages = {tensor.untyped_storage().data_ptr() for tensor in layout.tensors}
-        return len(storages) == 1 and all(
-            run.page_bytes == page
-            and run.block_stride_bytes % page == 0
-            and (run.pointer - base) % page == 0
-            for run in layout.layers
-        )
-
-    def store(self, blocks: Sequence[int], target: int) -> Checksum:
-        """Copy one chunk to host memory and return the checksum of what landed there."""
-        rows_lb, payload_lbp = self._plan(blocks, target)
-        digest = xxhash.xxh3_128()
-        step = max(1, HASH_BYTES // max(1, len(blocks) * self._page))
-        for layer in range(0, len(rows_lb), step):
-            part = payload_lbp[layer : layer + step]
-            # "clip" because "raise" copies through a buffer; the ids were checked.
-            np.take(self._rows_rp, rows_lb[layer : layer + step], axis=0, out=part, mode="clip")
-            digest.update(part.data)
-        return Checksum(digest.digest())
-
-    def load(self, blocks: Sequence[int], source: int) -> None:
-        """Copy one chunk's blocks, but those to skip, to the KV tensors."""
-        rows_lb, payload_lbp = self._plan(blocks, source)
-        for first, end in kept_ranges(blocks):
-            self._rows_rp[rows_lb[:, first:end]] = payload_lbp[:, first:end]
-
-    def _plan(
-        self, blocks: Sequence[int], host: int
-    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint8]]:
-        """Return the row of each layer and block, and the payload as an array."""
-        rows_lb = self._first_row_l1 + self._rows_per_block_l1 * np.array(blocks, dtype=np.intp)
-        payload = bytes_at(host, rows_lb.size * self._page)
-        return rows_lb, payload.reshape(*rows_lb.shape, self._page)
-
-
-class _MoveCopier:
-    """Copies of any other pages: one `memmove` for each piece."""
-
-    def __init__(self, layout: PagedLayout) -> None:
-        # The device keeps copiers by layout, weakly: a strong reference would keep both.
-        self._layout = replace(layout)
-
-    def store(self, blocks: Sequence[int], target: int) -> Checksum:
-        """Copy one chunk to host memory and return the checksum of what landed there."""
-        payload = bytes_at(target, self._layout.payload_bytes(len(blocks)))
-        digest = xxhash.xxh3_128()
-        hashed = copied = 0
-        for host, device, size in self._moves(blocks, target):
-            ctypes.memmove(host, device, size)
-            copied += size
-            if copied - hashed >= HASH_BYTES:
-                digest.update(payload[hashed:copied].data)
-                hashed = copied
-        digest.update(payload[hashed:].data)
-        return Checksum(digest.digest())
-
-    def load(self, blocks: Sequence[int], source: int) -> None:
-        """Copy one chunk's blocks, but those to skip, to the KV tensors."""
-        for host, device, size in self._moves(blocks, source):
-            ctypes.memmove(device, host, size)
-
-    def _moves(self, blocks: Sequence[int], host: int) -> Iterator[tuple[int, int, int]]:
-        plan = plan_moves(self._layout, blocks, host)
-        return zip(plan.host.tolist(), plan.device.tolist(), plan.size.tolist(), strict=True)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvhaven.devices import cuda
+from kvhaven.devices import cuda, hpu, xpu
 from kvhaven.devices.base import Device
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.errors import IncompatibleEngineError
@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 class Kind(NamedTuple):
     """A kind of device."""
 
+    torch_type: str
+    """What torch calls it: `torch.Tensor.device.type`."""
     unavailable: Callable[[], str]
     """Why there is none here; an empty text if there is."""
     open: Callable[[int], Device]
@@ -23,28 +25,35 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "cuda": Kind(cuda.unavailable, cuda.CudaDevice),
-    "cpu": Kind(lambda: "", CpuDevice),
+    "hpu": Kind("hpu", hpu.unavailable, hpu.open_hpu),
+    "cuda": Kind("cuda", cuda.cuda_unavailable, cuda.open_cuda),
+    "rocm": Kind("cuda", cuda.rocm_unavailable, cuda.open_rocm),
+    "xpu": Kind("xpu", xpu.unavailable, xpu.open_xpu),
+    "cpu": Kind("cpu", lambda: "", CpuDevice),
 }
-"""In the order of asking. HPU will have to come before CUDA: with PT_HPU_GPU_MIGRATION=1,
+"""In the order of asking. HPU comes before CUDA: with PT_HPU_GPU_MIGRATION=1,
 `torch.cuda.is_available()` is true on Gaudi."""
 
 
-def open_device(kind: str = "auto", copy_threads: int = 1) -> Device:
+def open_device(kind: str = "auto", copy_threads: int = 1, *, torch_type: str = "") -> Device:
     """Open the device of a kind, or with `auto` the first kind that there is.
 
-    Where KV tensors exist, their `device.type` is the best `kind`: a machine with a GPU can
-    run the engine's CPU build. Raises `IncompatibleEngineError`, with all that was looked for
-    and why each was refused.
+    `torch_type` is the `device.type` of the engine's KV tensors, where there are any: only
+    kinds of it come into question, since a machine with a GPU can run the engine's CPU build.
+    Raises `IncompatibleEngineError`, with all that was looked for and why each was refused.
     """
+    if kind not in {"auto", *KINDS}:
+        raise IncompatibleEngineError(f"device {kind!r}: this is none of auto, {', '.join(KINDS)}")
     refused = []
     for name, found in KINDS.items():
         if kind not in {"auto", name}:
             continue
-        reason = found.unavailable()
+        if torch_type and found.torch_type != torch_type:
+            reason = f"the engine's KV tensors are on {torch_type}"
+        else:
+            reason = found.unavailable()
         if not reason:
             logger.info("device %s, %d copy threads", name, copy_threads)
             return found.open(copy_threads)
         refused.append(f"{name}: {reason}")
-    looked = "; ".join(refused) or f"this is none of {', '.join(KINDS)}"
-    raise IncompatibleEngineError(f"no device of kind {kind!r}: {looked}")
+    raise IncompatibleEngineError(f"no device for {kind!r}: {'; '.join(refused)}")

@@ -11,12 +11,12 @@ import xxhash
 
 from kvhaven.devices.base import SKIP
 from kvhaven.errors import LayoutError
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout
 from kvhaven.types import Checksum
 
 
 class Moves(NamedTuple):
-    """Contiguous pieces of a copy: arrays of one shape, `[layers x pieces]` in payload order."""
+    """Contiguous pieces of a copy: arrays of one shape, in the order of the host's memory."""
 
     host: npt.NDArray[np.uint64]
     """Host addresses."""
@@ -27,7 +27,7 @@ class Moves(NamedTuple):
 
 
 def check_copy(
-    layout: PagedLayout,
+    layout: Layout,
     blocks: Sequence[Sequence[int]],
     addresses: Sequence[int],
     *,
@@ -58,31 +58,56 @@ def kept_ranges(blocks: Sequence[int]) -> list[tuple[int, int]]:
     return ranges
 
 
-def plan_moves(layout: PagedLayout, blocks: Sequence[int], host: int) -> Moves:
-    """Return the moves of a chunk whose payload is at the host address `host`.
+def kernel_blocks(blocks: Sequence[int], ratio: int) -> list[int]:
+    """Return the kernel's blocks that make up the engine's, `ratio` each; `SKIP` stays."""
+    if ratio == 1:
+        return list(blocks)
+    return [
+        SKIP if block == SKIP else block * ratio + part for block in blocks for part in range(ratio)
+    ]
 
-    Blocks that follow each other become one move if the pages of all layers touch. Blocks to
-    `SKIP` are left out.
+
+def shard_places(
+    layout: Layout, blocks: Sequence[Sequence[int]], hosts: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return address and size of each shard's payload, chunk by chunk, shard by shard."""
+    return [
+        (host + shard * layout.shard_stride(len(ids)), layout.shard_bytes(len(ids)))
+        for ids, host in zip(blocks, hosts, strict=True)
+        for shard in range(layout.shards)
+    ]
+
+
+def plan_moves(layout: Layout, blocks: Sequence[int], host: int) -> Moves:
+    """Return the moves of a chunk whose first shard is at the host address `host`.
+
+    Blocks that follow each other become one move if they touch in every row. Blocks to `SKIP`
+    are left out. Raises `LayoutError` for layouts that have no pieces to move.
     """
-    position_p = np.flatnonzero(np.asarray(blocks, dtype=np.int64) != SKIP)
-    block_p = np.asarray(blocks, dtype=np.int64)[position_p]
+    pieces = layout.pieces
+    ids = np.asarray(kernel_blocks(blocks, pieces.kernel_blocks), dtype=np.int64)
+    position_p = np.flatnonzero(ids != SKIP)
+    block_p = ids[position_p]
     length_p = np.ones_like(block_p)
-    if len(block_p) > 1 and all(run.dense for run in layout.layers):
+    dense = pieces.per_block == 1 and np.array_equal(pieces.block_stride, pieces.size)
+    if len(block_p) > 1 and dense:
         breaks = (np.diff(block_p) != 1) | (np.diff(position_p) != 1)
         starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
         length_p = np.diff(np.concatenate((starts, [len(block_p)])))
         position_p, block_p = position_p[starts], block_p[starts]
-    runs = layout.layers
-    page_l1 = np.array([[run.page_bytes] for run in runs], dtype=np.uint64)
-    stride_l1 = np.array([[run.block_stride_bytes] for run in runs], dtype=np.uint64)
-    pointer_l1 = np.array([[run.pointer] for run in runs], dtype=np.uint64)
-    before_l1 = np.cumsum(page_l1, axis=0, dtype=np.uint64) - page_l1
-    base_l1 = np.uint64(host) + before_l1 * np.uint64(len(blocks))
-    return Moves(
-        host=(base_l1 + page_l1 * position_p.astype(np.uint64)).ravel(),
-        device=(pointer_l1 + stride_l1 * block_p.astype(np.uint64)).ravel(),
-        size=(page_l1 * length_p.astype(np.uint64)).ravel(),
+    stride = layout.shard_stride(len(blocks)) if layout.shards > 1 else 0
+    row_r = host + pieces.shard * stride + pieces.before * len(blocks)
+    within_t = np.arange(pieces.per_block, dtype=np.int64)
+    host_rpt = row_r[:, None, None] + pieces.size[:, None, None] * (
+        position_p[:, None] * pieces.per_block + within_t
     )
+    device_rpt = (
+        pieces.device[:, None, None]
+        + pieces.block_stride[:, None, None] * block_p[:, None]
+        + pieces.piece_stride[:, None, None] * within_t
+    )
+    size_rpt = np.broadcast_to(pieces.size[:, None, None] * length_p[:, None], host_rpt.shape)
+    return Moves(*(part.ravel().astype(np.uint64) for part in (host_rpt, device_rpt, size_rpt)))
 
 
 def bytes_at(address: int, size: int) -> npt.NDArray[np.uint8]:

@@ -2,28 +2,48 @@
 """The write-read test at start: the engine's own view of its KV against what copies move."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from kvhaven.devices.base import CopyJob, Device
-from kvhaven.devices.plan import bytes_at, checksum_at
+from kvhaven.devices.plan import bytes_at, checksum_at, shard_places
 from kvhaven.errors import LayoutError
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout, PagedLayout, Plane, PortableLayout
 from kvhaven.layouts.paged import page_order
 
 TIMEOUT_S = 30.0
 """For each copy of a few blocks; one that takes longer counts as failed."""
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes: random bits are moved as integers, since a float's may be a NaN."""
 
-def self_test(device: Device, layout: PagedLayout, scratch: memoryview) -> None:
+
+class _Window(NamedTuple):
+    """A part of the engine's own tensors, as integers."""
+
+    name: str
+    view: torch.Tensor
+    """The engine's blocks are its first dimension."""
+
+
+class _Piece(NamedTuple):
+    """What a store must write next into a shard."""
+
+    what: str
+    shard: int
+    content: torch.Tensor
+
+
+def self_test(device: Device, layout: Layout, scratch: memoryview) -> None:
     """Prove on the real device that stores and loads move exactly the bytes the engine sees.
 
     Random bytes are written to up to two blocks through the engine's own tensors, stored,
-    compared with what the tensors' strides say the pages must be, cleared, loaded and compared
-    again; blocks around them must not change. Everything is put back as it was, also after a
-    failure. Nothing else may use the KV caches meanwhile: call it when they are registered,
-    before the first request.
+    compared with what torch alone makes of them (the pages by the tensors' strides, or the
+    heads' canonical shards), cleared, loaded and compared again; blocks around them must not
+    change. Everything is put back as it was, also after a failure. Nothing else may use the KV
+    caches meanwhile: call it when they are registered, before the first request.
 
     `scratch` is writable host memory as copies will use it, such as a part of the arena, of at
     least `layout.payload_bytes(2)` bytes. Raises `LayoutError` that names the first mismatch.
@@ -40,98 +60,135 @@ def self_test(device: Device, layout: PagedLayout, scratch: memoryview) -> None:
             if 0 <= block + step < layout.num_blocks
         }
     )
+    windows = _windows(layout)
     device.synchronize()
-    original = _read_blocks(layout, around)
+    original = [window.view[around] for window in windows]
     exported = ctypes.c_char.from_buffer(scratch)
     address = ctypes.addressof(exported)
     device.register_host(address, needed)
     try:
-        _round_trip(device, layout, blocks, address)
+        _round_trip(device, layout, windows, blocks, address)
         device.synchronize()
         rest = [index for index, block in enumerate(around) if block not in blocks]
-        for run, before, after in zip(
-            layout.layers, original, _read_blocks(layout, around), strict=True
-        ):
-            if not torch.equal(before[rest], after[rest]):
+        for window, before in zip(windows, original, strict=True):
+            if not torch.equal(before[rest], window.view[around][rest]):
                 raise LayoutError(
-                    f"self-test on {device.name}: a copy to blocks {blocks} of {run.layer} "
+                    f"self-test on {device.name}: a copy to blocks {blocks} of {window.name} "
                     f"changed a block beside them ({layout.description})"
                 )
     finally:
         device.synchronize()
         device.unregister_host(address, needed)
         del exported
-        for tensor, saved in zip(layout.tensors, original, strict=True):
-            _by_block(layout, tensor)[around] = saved
+        for window, saved in zip(windows, original, strict=True):
+            window.view[around] = saved
         device.synchronize()
 
 
-def _round_trip(device: Device, layout: PagedLayout, blocks: list[int], address: int) -> None:
-    size = layout.payload_bytes(len(blocks))
+def _round_trip(
+    device: Device,
+    layout: Layout,
+    windows: Sequence[_Window],
+    blocks: list[int],
+    address: int,
+) -> None:
     written = []
     random = torch.Generator().manual_seed(0)
-    for tensor in layout.tensors:
-        view = _by_block(layout, tensor)
-        shape = (len(blocks), *view.shape[1:])
+    for _, view in windows:
+        shape = (len(blocks), *view.shape[1:-1], view.shape[-1] * view.element_size())
         pattern = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
-        view[blocks] = pattern.to(tensor.device)
-        written.append(pattern)
+        written.append(pattern.view(view.dtype))
+        view[blocks] = written[-1].to(view.device)
     job = device.store(layout, [blocks], [address])
     _wait(device, job, "store")
-    _compare_payload(device, layout, blocks, written, address)
-    if list(job.checksums) != [checksum_at(address, size)]:
-        raise LayoutError(f"self-test on {device.name}: the store's checksum is not its payload's")
-    for tensor in layout.tensors:
-        _by_block(layout, tensor)[blocks] = 0
+    places = shard_places(layout, [blocks], [address])
+    _compare(device, layout, _pieces(layout, windows, blocks, written), places)
+    if list(job.checksums) != [checksum_at(*place) for place in places]:
+        raise LayoutError(
+            f"self-test on {device.name}: the store's checksums are not its payloads'"
+        )
+    for window in windows:
+        window.view[blocks] = 0
     _wait(device, device.load(layout, [blocks], [address]), "load")
-    for run, expected, found in zip(
-        layout.layers, written, _read_blocks(layout, blocks), strict=True
-    ):
-        if not torch.equal(expected, found.cpu()):
+    for window, expected in zip(windows, written, strict=True):
+        if not torch.equal(expected, window.view[blocks].cpu()):
             raise LayoutError(
-                f"self-test on {device.name}: {run.layer} differs after a store and a load of "
+                f"self-test on {device.name}: {window.name} differs after a store and a load of "
                 f"blocks {blocks} ({layout.description})"
             )
 
 
-def _compare_payload(
-    device: Device,
-    layout: PagedLayout,
-    blocks: Sequence[int],
-    written: Sequence[torch.Tensor],
-    address: int,
+def _compare(
+    device: Device, layout: Layout, pieces: Iterator[_Piece], places: Sequence[tuple[int, int]]
 ) -> None:
-    """Compare a payload with the pages that the tensors' own strides say were written."""
-    payload = torch.from_numpy(bytes_at(address, layout.payload_bytes(len(blocks))))
-    start = 0
-    for run, tensor, pattern in zip(layout.layers, layout.tensors, written, strict=True):
-        order = page_order(_by_block(layout, tensor)[:1])
-        missing = [dim for dim in range(1, pattern.dim()) if dim not in order]
-        for index, block in enumerate(blocks):
-            expected = pattern[index : index + 1].permute(0, *missing, *order).reshape(-1)
-            found = payload[start : start + run.page_bytes]
-            if not torch.equal(expected, found):
-                at = int(torch.nonzero(expected != found)[0]) if len(expected) == len(found) else 0
-                raise LayoutError(
-                    f"self-test on {device.name}: block {block} of {run.layer} was not stored as "
-                    f"the engine sees it: byte {at} of the page's {run.page_bytes} is "
-                    f"{int(found[at])}, expected {int(expected[at])} ({layout.description})"
-                )
-            start += run.page_bytes
+    """Compare payloads with what must be in them, piece by piece."""
+    payloads = [torch.from_numpy(bytes_at(*place)) for place in places]
+    ends = [0] * len(payloads)
+    for what, shard, content in pieces:
+        expected = content.contiguous().reshape(-1).view(torch.uint8)
+        start = ends[shard]
+        ends[shard] += len(expected)
+        found = payloads[shard][start : ends[shard]]
+        if not torch.equal(expected, found):
+            at = int(torch.nonzero(expected != found)[0]) if len(expected) == len(found) else 0
+            raise LayoutError(
+                f"self-test on {device.name}: {what} was not stored as the engine sees it: byte "
+                f"{at} of its {len(expected)} is {int(found[at])}, expected {int(expected[at])} "
+                f"({layout.description})"
+            )
+    if ends != [size for _, size in places]:
+        raise LayoutError(
+            f"self-test on {device.name}: payloads of {[size for _, size in places]} bytes, but "
+            f"the engine's tensors have {ends} ({layout.description})"
+        )
 
 
-def _by_block(layout: PagedLayout, tensor: torch.Tensor) -> torch.Tensor:
-    """View a layer's tensor as bytes, `[blocks, kernel blocks, heads, tokens, content]`."""
-    as_bytes = tensor.view(torch.uint8)
-    parts = tensor.shape[0] // layout.num_blocks
-    strides = as_bytes.stride()
-    return as_bytes.as_strided(
-        (layout.num_blocks, parts, *as_bytes.shape[1:]), (strides[0] * parts, *strides)
+def _windows(layout: Layout) -> list[_Window]:
+    if isinstance(layout, PortableLayout):
+        return [
+            _Window(_name(plane), _by_block(layout, plane.view.view(_INTEGERS[plane.item_bytes])))
+            for planes in layout.geometry.layers
+            for plane in planes
+        ]
+    assert isinstance(layout, PagedLayout)
+    return [
+        _Window(run.layer, _by_block(layout, tensor.view(torch.uint8)))
+        for run, tensor in zip(layout.layers, layout.tensors, strict=True)
+    ]
+
+
+def _by_block(layout: Layout, view: torch.Tensor) -> torch.Tensor:
+    """View `[kernel blocks, ...]` as `[blocks, kernel blocks of each, ...]`."""
+    parts = view.shape[0] // layout.num_blocks
+    strides = view.stride()
+    return view.as_strided(
+        (layout.num_blocks, parts, *view.shape[1:]), (strides[0] * parts, *strides)
     )
 
 
-def _read_blocks(layout: PagedLayout, blocks: Sequence[int]) -> list[torch.Tensor]:
-    return [_by_block(layout, tensor)[list(blocks)] for tensor in layout.tensors]
+def _pieces(
+    layout: Layout,
+    windows: Sequence[_Window],
+    blocks: Sequence[int],
+    written: Sequence[torch.Tensor],
+) -> Iterator[_Piece]:
+    """Yield what a chunk's shards must be, each shard's pieces in order."""
+    for (name, view), pattern in zip(windows, written, strict=True):
+        # A portable pattern is [blocks, kernel blocks, heads, tokens, head_dim].
+        order = page_order(view[:1])
+        missing = [dim for dim in range(1, pattern.dim()) if dim not in order]
+        for index, block in enumerate(blocks):
+            if isinstance(layout, PortableLayout):
+                for head in range(layout.heads):
+                    what = f"block {block}, head {head} of {name}"
+                    yield _Piece(what, head, pattern[index, :, head])
+            else:
+                page = pattern[index : index + 1].permute(0, *missing, *order)
+                yield _Piece(f"block {block} of {name}", 0, page)
+
+
+def _name(plane: Plane) -> str:
+    return f"{plane.name} of {plane.layer}"
 
 
 def _wait(device: Device, job: CopyJob, what: str) -> None:

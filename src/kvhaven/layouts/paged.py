@@ -5,19 +5,27 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 
+import numpy as np
 import torch
 
 from kvhaven.errors import LayoutError
+from kvhaven.layouts.base import Pieces, shard_stride
+from kvhaven.layouts.forms import LayerCache, layer_cache
 
 
 @dataclass(frozen=True)
 class PageRun:
-    """The pages of one layer: page `b` has `page_bytes` bytes at `pointer + b * stride`."""
+    """Pages that lie one a block: page `b` has `page_bytes` at `pointer + b * stride`."""
 
     layer: str
-    """Name of the first layer that owns these bytes (others may alias them)."""
+    """Name of the first layer that owns these bytes (others may alias them).
+
+    A layer has several runs where K and V, or its heads, lie apart outside of the blocks; the
+    name then says which: `layers.0 K`, `layers.0 head 3`.
+    """
     pointer: int
     """Device address of block 0."""
     block_stride_bytes: int
@@ -38,8 +46,9 @@ class PageRun:
 class PagedLayout:
     """All pages of one rank's KV caches, for the blocks of one KV group.
 
-    A shard's payload in the paged format is `[layer][block][page]`: for each of `layers` in
-    order, the pages of the chunk's blocks in order, without gaps.
+    A shard's payload in the paged format is `[run][block][page]`: for each of `layers` in
+    order, the pages of the chunk's blocks in order, without gaps. A layer whose K and V lie
+    apart has two runs, K before V; one whose heads lie apart, a run for each head.
     """
 
     layers: tuple[PageRun, ...]
@@ -51,67 +60,95 @@ class PagedLayout:
     description: str
     """What the fingerprint was computed from, for people and for the namespace's fields."""
     tensors: tuple[torch.Tensor, ...]
-    """The engine's own tensors, one for each of `layers`; holding them keeps the bytes alive."""
+    """The engine's own tensors, one view for each of `layers`, the blocks its first dimension."""
+    caches: tuple[LayerCache, ...]
+    """What the engine registered, a layer each, without layers that only alias others."""
+
+    shards = 1
+    """All that this rank holds of a chunk is one shard."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return sum(run.page_bytes for run in self.layers)
 
-    def payload_bytes(self, blocks: int) -> int:
+    def shard_bytes(self, blocks: int) -> int:
         """Return the size of a payload of that many blocks."""
         return self.block_bytes * blocks
 
+    def shard_stride(self, blocks: int) -> int:
+        """Return what the payload takes up in a chunk's extent."""
+        return shard_stride(self.shard_bytes(blocks))
+
+    def payload_bytes(self, blocks: int) -> int:
+        """Return the size of a payload of that many blocks."""
+        return self.shard_bytes(blocks)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """One piece a page."""
+        page = np.array([run.page_bytes for run in self.layers], dtype=np.int64)
+        return Pieces(
+            device=np.array([run.pointer for run in self.layers], dtype=np.int64),
+            block_stride=np.array([run.block_stride_bytes for run in self.layers], dtype=np.int64),
+            piece_stride=page,
+            size=page,
+            shard=np.zeros_like(page),
+            before=np.cumsum(page) - page,
+            per_block=1,
+            kernel_blocks=1,
+        )
+
 
 def describe_kv_caches(
-    kv_caches: Mapping[str, torch.Tensor],
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     *,
     layer_specs: Mapping[str, tuple[int, int]],
     num_blocks: int,
     kernel_tag: str,
+    form: str | None = None,
 ) -> PagedLayout:
-    """Work out the paged layout of the tensors that vLLM 0.29 and newer registers.
+    """Work out the paged layout of the tensors that an engine registers.
 
-    Each tensor is a view `[B, H, N, C]`: blocks, KV heads of the rank, tokens, content (K next
-    to V). B is `num_blocks`, or a multiple where the kernel's blocks are smaller than the
-    engine's. `layer_specs` gives each layer's `(page_size_bytes, block_size)` by the engine's
-    own specs, the block size in tokens; `kernel_tag` is what the inside of a page depends on
-    besides its shape (`Device.kernel_tag`, an attention backend).
+    Each layer has one tensor, or a pair of K and V. What the dimensions are is the `form`, a word
+    of `forms.FORMS`, as known of the attention backend; without it the forms are taken that
+    the number of dimensions gives away: `BHNC` of vLLM 0.29 and newer, `BNC`, and pairs. The
+    dimension of the blocks is `num_blocks` long, or a multiple where the kernel's blocks are
+    smaller than the engine's. `layer_specs` gives each layer's `(page_size_bytes, block_size)`
+    by the engine's own specs, the block size in tokens; `kernel_tag` is what the inside of a
+    page depends on besides its shape (`Device.kernel_tag`, an attention backend).
 
     Layers that alias the same bytes (cross-layer KV sharing) become one. Raises `LayoutError`,
     with the numbers, for everything that does not add up; nothing is guessed.
     """
     if not kv_caches:
         raise LayoutError("the engine registered no KV caches")
-    runs: dict[tuple[int, int, int], PageRun] = {}
-    tensors, forms, block_sizes = [], [], set()
-    for layer, tensor in kv_caches.items():
-        if layer not in layer_specs:
-            raise LayoutError(f"{layer}: registered, but the engine gives no KV spec for it")
-        page_bytes, block_size = layer_specs[layer]
+    layers: dict[tuple[tuple[int, ...], ...], _Layer] = {}
+    block_sizes = set()
+    for name, registered in kv_caches.items():
+        if name not in layer_specs:
+            raise LayoutError(f"{name}: registered, but the engine gives no KV spec for it")
+        page_bytes, block_size = layer_specs[name]
         block_sizes.add(block_size)
-        run, form = _read_layer(layer, tensor, page_bytes, num_blocks)
-        place = (run.pointer, *run.span_bytes)
-        if place not in runs:
-            runs[place] = run
-            tensors.append(tensor)
-            forms.append(form)
+        layer = _read_layer(layer_cache(name, registered, form, num_blocks), page_bytes)
+        layers.setdefault(layer.place, layer)
     if len(block_sizes) > 1:
         raise LayoutError(f"layers of unlike block sizes ({sorted(block_sizes)} tokens)")
-    layers = tuple(runs.values())
-    _refuse_overlaps(layers, num_blocks)
-    grouped = ((form, len(list(same))) for form, same in itertools.groupby(forms))
+    runs = tuple(run for layer in layers.values() for run in layer.runs)
+    _refuse_overlaps(runs, num_blocks)
+    forms = itertools.groupby(layer.form for layer in layers.values())
     (block_size,) = block_sizes
     description = f"paged block={block_size} kernel={kernel_tag or 'any'} " + ", ".join(
-        f"{count} x {form}" for form, count in grouped
+        f"{len(list(same))} x {form}" for form, same in forms
     )
     return PagedLayout(
-        layers=layers,
+        layers=runs,
         num_blocks=num_blocks,
         block_size=block_size,
         fingerprint=sha256(description.encode()).hexdigest(),
         description=description,
-        tensors=tuple(tensors),
+        tensors=tuple(part for layer in layers.values() for part in layer.parts),
+        caches=tuple(layer.cache for layer in layers.values()),
     )
 
 
@@ -122,34 +159,78 @@ def page_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(order, key=lambda dim: -strides[dim]))
 
 
-def _read_layer(
-    layer: str, tensor: torch.Tensor, spec_page_bytes: int, num_blocks: int
-) -> tuple[PageRun, str]:
-    """Return the pages of a layer, and in words what the inside of a page looks like."""
-    item = tensor.element_size()
-    found = (
-        f"{layer}: shape {tuple(tensor.shape)}, strides {tensor.stride()} of {tensor.dtype} "
-        f"({item} bytes), {num_blocks} blocks, {spec_page_bytes} bytes a page by its spec"
-    )
-    if tensor.dim() < 2 or tensor.numel() == 0 or tensor.stride(-1) != 1:  # noqa: PLR2004 - [B, C]
-        raise LayoutError(f"{found}; expected [blocks, heads, tokens, content], content dense")
-    if tensor.shape[0] % num_blocks:
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer that was read."""
+
+    cache: LayerCache
+    runs: tuple[PageRun, ...]
+    parts: tuple[torch.Tensor, ...]
+    """The tensor's part in each run, the blocks first."""
+    form: str
+    """In words, what the inside of its pages looks like."""
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], ...]:
+        """Equal for layers that alias the same bytes."""
+        return tuple((run.pointer, *run.span_bytes) for run in self.runs)
+
+
+def _read_layer(cache: LayerCache, spec_page_bytes: int) -> _Layer:
+    """Find the runs of a layer: as few as there can be with dense pages."""
+    found = f"{cache.found}, {spec_page_bytes} bytes a page by its spec"
+    runs, parts, forms = [], [], []
+    for plane, dimensions, view in cache.parts():
+        for head, part in _dense_parts(view, dimensions, found):
+            name = " ".join(filter(None, (cache.layer, plane, head)))
+            run, inside = _read_part(name, part, cache.num_blocks, found)
+            runs.append(run)
+            parts.append(part)
+            forms.append(inside)
+    page_bytes = sum(run.page_bytes for run in runs)
+    if page_bytes != spec_page_bytes:
         raise LayoutError(
-            f"{found}; the first dimension is not the blocks (K and V apart, as older engines "
-            "have it, are not served; vLLM 0.29 and newer is)"
+            f"{found}; the tensor has {page_bytes} bytes a page: several layers or padding "
+            "share a page"
         )
-    ratio = tensor.shape[0] // num_blocks
-    content = [(tensor.stride(dim), tensor.shape[dim]) for dim in page_order(tensor) if dim]
+    different = " and ".join(dict.fromkeys(forms))
+    form = different if len(runs) == 1 else f"{len(runs)} runs of {different}"
+    return _Layer(cache, tuple(runs), tuple(parts), form)
+
+
+def _dense_parts(
+    tensor: torch.Tensor, dimensions: str, found: str
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the parts of a tensor whose pages are one piece of memory each, with their names.
+
+    The blocks are the tensor's first dimension. Where heads lie outside of the blocks, or layers
+    lie between heads (LHBNC, BHLNC), a page is a head's, and every head a part.
+    """
     dense = 1
-    for stride, size in reversed(content):
-        if stride != dense:
+    for dim in reversed([dim for dim in page_order(tensor) if dim]):
+        if tensor.stride(dim) == dense:
+            dense *= tensor.shape[dim]
+            continue
+        if dimensions[dim] != "H":
             raise LayoutError(
-                f"{found}; a page is not one piece of memory (a stride of {stride} elements "
-                f"where {dense} would follow): heads or layers lie between. Ask the engine for "
-                "another layout: VLLM_KV_CACHE_LAYOUT=LBHNC (HND) or LBNHC (NHD)"
+                f"{found}; a page is not one piece of memory (a stride of {tensor.stride(dim)} "
+                f"elements where {dense} would follow): layers or padding lie between. Ask the "
+                "engine for another layout: VLLM_KV_CACHE_LAYOUT=LBHNC (HND) or LBNHC (NHD)"
             )
-        dense *= size
-    part_bytes, stride_bytes = dense * item, tensor.stride(0) * item
+        rest = dimensions.replace("H", "")
+        return [
+            (f"head {head}", part)
+            for head in range(tensor.shape[dim])
+            for _, part in _dense_parts(tensor.select(dim, head), rest, found)
+        ]
+    return [("", tensor)]
+
+
+def _read_part(name: str, tensor: torch.Tensor, num_blocks: int, found: str) -> tuple[PageRun, str]:
+    """Return a run of dense pages, and in words what the inside of a page looks like."""
+    item = tensor.element_size()
+    ratio = tensor.shape[0] // num_blocks
+    part_bytes, stride_bytes = math.prod(tensor.shape[1:]) * item, tensor.stride(0) * item
     page_bytes = part_bytes * ratio
     if ratio > 1 and stride_bytes != part_bytes:
         raise LayoutError(
@@ -160,17 +241,12 @@ def _read_layer(
         raise LayoutError(
             f"{found}; blocks of {part_bytes} bytes start every {stride_bytes} bytes: they overlap"
         )
-    if page_bytes != spec_page_bytes:
-        raise LayoutError(
-            f"{found}; the tensor has {page_bytes} bytes a page: several layers or padding "
-            "share a page"
-        )
     block_stride = stride_bytes * ratio if num_blocks > 1 else page_bytes
     order = "".join(str(dim) for dim in page_order(tensor) if dim)
     inside = "x".join(str(size) for size in tensor.shape[1:])
     dtype = str(tensor.dtype).removeprefix("torch.")
     form = f"{dtype}[{ratio}x{inside}] order {order}, {page_bytes} bytes"
-    return PageRun(layer, tensor.data_ptr(), block_stride, page_bytes), form
+    return PageRun(name, tensor.data_ptr(), block_stride, page_bytes), form
 
 
 def _refuse_overlaps(layers: Sequence[PageRun], num_blocks: int) -> None:

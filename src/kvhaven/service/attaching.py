@@ -139,7 +139,7 @@ class Attaching:
             raise
         self._runner.add_namespace(session.namespace)
         for rank in session.ranks.values():
-            self._catalog.attach(session.id, rank.id, rank.rank, session.digest, session.world)
+            self._attach_to_catalog(rank)
             if rank.connection is None and rank is not newcomer:
                 self._catalog.lost(rank.id)
 
@@ -163,6 +163,7 @@ class Attaching:
                 self._arena.describe(member.lock_byte),
                 session.digest,
                 session.table,
+                session.holdings.offsets,
             ),
             self._arena.descriptors,
         )
@@ -186,7 +187,14 @@ class Attaching:
             logger.warning("%s of %s came back before it was lost", member.role, session.id)
             member.connection.close()
         if session.namespace is not None:
-            self._catalog.attach(session.id, member.id, member.rank, session.digest, session.world)
+            self._attach_to_catalog(member)
         member.connection = connection
         self._members[connection] = member
         logger.info("%s of %s attached", member.role, session.id)
+
+    def _attach_to_catalog(self, member: Member) -> None:
+        session = member.session
+        holds = session.bitmap(member)
+        self._catalog.attach(
+            session.id, member.id, member.rank, session.digest, session.world, holds
+        )

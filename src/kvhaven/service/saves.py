@@ -28,27 +28,29 @@ class Saves:
         if session.namespace is None or not keys:
             connection.send(Granted(message.id, [None] * len(keys)))
             return
-        offset = session.table.offsets[member.rank]
-        grants: list[tuple[int, int, int] | None] = []
+        offset = session.holdings.offsets[member.rank]
+        grants: list[tuple[int, int, int, bool] | None] = []
         parent = ChunkKey(message.parent) if message.parent else None
-        for grant in self._catalog.reserve(member.id, session.digest, parent, keys):
+        for grant in self._catalog.reserve(member.id, session.digest, parent, keys, message.save):
             if grant is None:
                 grants.append(None)
                 continue
             extent = grant.extent
             member.granted[extent.generation] = grant.key
-            grants.append((extent.segment, extent.offset + offset, extent.generation))
+            place = extent.segment, extent.offset + offset
+            grants.append((*place, extent.generation, bool(grant.shards)))
         connection.send(Granted(message.id, grants))
 
     def commit(self, member: Member, message: Commit) -> None:
-        """Note shards that are written."""
-        for key, generation, checksum in message.shards:
+        """Note that a rank has done its part of chunks."""
+        for key, generation, sums in message.chunks:
             member.granted.pop(generation, None)
-            self._catalog.commit(member.id, ChunkKey(key), generation, Checksum(checksum))
+            checksums = [Checksum(checksum) for checksum in sums]
+            self._catalog.commit(member.id, ChunkKey(key), generation, checksums)
 
     def abort(self, member: Member, message: Abort) -> None:
-        """Note shards that will not be written."""
-        for key, generation in message.shards:
+        """Note chunks that a rank has given up."""
+        for key, generation in message.chunks:
             member.granted.pop(generation, None)
             self._catalog.abort(member.id, ChunkKey(key), generation)
 

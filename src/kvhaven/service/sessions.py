@@ -8,6 +8,7 @@ from kvhaven.catalog.actions import MemberId, SessionId
 from kvhaven.errors import KVHavenError
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.service.connection import Connection
+from kvhaven.service.shards import Holdings, holdings, require_shards, united
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import ChunkKey, NamespaceDigest, Shard, ShardTable
 
@@ -43,24 +44,38 @@ class Session:
     gone: only that process can take the place again.
     """
 
-    def __init__(
-        self, id_: SessionId, world: int, namespace: bytes, fields: dict[str, str]
-    ) -> None:
+    def __init__(self, id_: SessionId, first: AttachRank) -> None:
         self.id = id_
-        self.world = world
-        self.digest = NamespaceDigest(namespace)
-        self.fields = fields
-        self.shards: dict[int, Shard] = {}
+        self.world = first.world
+        self.digest = NamespaceDigest(first.namespace)
+        self.fields = dict(first.fields)
+        self.shared = first.shared
+        self.shards: dict[int, tuple[Shard, ...]] = {}
         self.ranks: dict[int, Member] = {}
         self.scheduler: Member | None = None
         self.holders: dict[int | None, MemberId] = {}
         self.namespace: Namespace | None = None
+        self._holdings: Holdings | None = None
+
+    @property
+    def holdings(self) -> Holdings:
+        """Who holds which shards, in a session that is ready."""
+        assert self._holdings is not None, "asked before all ranks attached"
+        return self._holdings
 
     @property
     def table(self) -> ShardTable:
         """The shard table of a session that is ready."""
-        assert self.namespace is not None, "asked before all ranks attached"
-        return self.namespace.table
+        return self.holdings.table
+
+    def bitmap(self, member: "Member") -> int:
+        """Return the shards that a member holds, as bits of the table."""
+        return 0 if member.rank is None else self.holdings.bitmaps[member.rank]
+
+    def complete(self, table: ShardTable) -> None:
+        """Note that every rank has said what it holds, `table` altogether."""
+        self._holdings = holdings(self.shards, table)
+        self.namespace = Namespace(self.digest, self.fields, table)
 
     @property
     def members(self) -> Iterator[Member]:
@@ -119,11 +134,7 @@ class Sessions:
         """
         if not 0 <= message.rank < message.world:
             raise KVHavenError(f"rank {message.rank} is not in 0..{message.world - 1}")
-        if message.shard.payload_bytes <= 0:
-            raise KVHavenError(
-                f"rank {message.rank} holds {message.shard.payload_bytes} bytes of a chunk; "
-                "that must be more than none"
-            )
+        require_shards(message.rank, message.shards)
         session = self._session_for(message)
         if message.rank in session.ranks:
             raise KVHavenError(
@@ -131,13 +142,14 @@ class Sessions:
                 "give each engine its own engine_id"
             )
         _require_agreement(session, message)
+        shards = session.shards | {message.rank: message.shards}
+        table = united(shards, shared=session.shared)
         self._sessions[session.id] = self._latest[message.session] = session
         member = self._add(message.member, session, message.rank)
         session.ranks[message.rank] = member
-        session.shards[message.rank] = message.shard
-        if session.namespace is None and len(session.shards) == session.world:
-            table = ShardTable(tuple(session.shards[rank] for rank in range(session.world)))
-            session.namespace = Namespace(session.digest, session.fields, table)
+        session.shards = shards
+        if session.namespace is None and len(shards) == session.world:
+            session.complete(table)
         return member
 
     def add_scheduler(self, message: AttachScheduler) -> Member | None:
@@ -193,7 +205,7 @@ class Sessions:
             return session
         self.ever += 1
         id_ = SessionId(f"{message.session}#{self.ever}")
-        return Session(id_, message.world, message.namespace, dict(message.fields))
+        return Session(id_, message)
 
     def _add(self, id_: str, session: Session, rank: int | None) -> Member:
         member = Member(MemberId(id_), session, rank, next(self._lock_bytes))
@@ -228,4 +240,15 @@ def _require_agreement(session: Session, message: AttachRank) -> None:
         raise KVHavenError(
             f"rank {message.rank} computes another KV than the other ranks: "
             f"they differ in {', '.join(differing) or 'the namespace'}"
+        )
+    if message.shared != session.shared:
+        raise KVHavenError(
+            f"rank {message.rank} says that shared is {message.shared}, the others say "
+            f"{session.shared}"
+        )
+    known = session.shards.get(message.rank, message.shards)
+    if message.shards != known:
+        raise KVHavenError(
+            f"rank {message.rank} held {ShardTable(known)} before; it cannot come back with "
+            f"{ShardTable(message.shards)}"
         )

@@ -33,9 +33,21 @@ BLOCKS = 20
 
 
 class Rank:
-    """A rank with a late device, and the arena's service to talk to."""
+    """A rank with a late device, and the arena's service to talk to.
 
-    def __init__(self, node: Node, device: LateDevice, rank: int = 0, world: int = 1) -> None:
+    It holds one shard of `parts`, or the same as the other ranks if they are `twins`.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        device: LateDevice,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        parts: int = 1,
+        twins: bool = False,
+    ) -> None:
         self.node = node
         self.device = device
         session = f"{node.address} {world}"
@@ -47,6 +59,8 @@ class Rank:
             num_blocks=BLOCKS,
             kernel_tag="",
         )
+        first = 0 if twins else rank * parts
+        size = layout.payload_bytes(4) // parts
         self.client = RankClient(
             node.address,
             AttachRank(
@@ -57,7 +71,11 @@ class Rank:
                 world=world,
                 namespace=xxhash.xxh3_128_digest(session.encode()) * 2,
                 fields={"model": "rank"},
-                shard=Shard(ShardId(0, (0, 1), (rank, rank + 1)), layout.payload_bytes(4)),
+                shards=tuple(
+                    Shard(ShardId(0, (0, 1), (head, head + 1)), size)
+                    for head in range(first, first + parts)
+                ),
+                shared=twins,
             ),
         )
         self.client.start(10)
@@ -227,6 +245,70 @@ def test_a_withheld_chunk_is_not_completed_by_the_other_rank(node: Node) -> None
         one.worker.close()
 
 
+@pytest.fixture
+def twins(node: Node) -> Iterator[list[Rank]]:
+    """Two ranks that hold the same shard."""
+    made = [Rank(node, LateDevice(Random(n)), n, 2, twins=True) for n in range(2)]
+    yield made
+    for rank in made:
+        rank.worker.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_ranks_with_the_same_shard_one_writes_and_both_report(
+    twins: list[Rank], first: int
+) -> None:
+    order = [twins[first], twins[1 - first]]
+    for rank in order:
+        rank.step(StepPlan(saves=[save_job(chunks=2)]))
+    _, _, report = order[1].settle()
+    assert report == StepReport({1: 1})
+    assert order[1].worker.stats.data.get("saved_chunks", 0) == 0
+    assert order[1].resident == 0, "the one that writes has not ended"
+    assert order[0].settle()[2] == StepReport({1: 1})
+    assert order[0].worker.stats.data["saved_chunks"] == 2
+    wait_until(lambda: order[0].resident == 2)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failed_load_keeps_a_chunk_from_sight_whichever_twin_writes_it(
+    twins: list[Rank], *, failing: int, asynchronous: bool
+) -> None:
+    """What all ranks compute is wrong then. Rank 0 asks first, so rank 1 has nothing to write."""
+    twins[failing].device.fail_loads = 1
+    for rank in twins:
+        load = rank.load(asynchronous=asynchronous)
+        rank.step(StepPlan(loads=[load], saves=[save_job(first_block=8)]))
+    for rank in twins:
+        report = rank.settle()[2]
+        assert bool(report.unwritten) == (rank is twins[failing])
+    for rank in twins:
+        rank.settle(StepPlan(failed_loads={failing: 1}))
+    wait_until(lambda: twins[0].reserved == 0)
+    assert twins[0].resident == 0
+
+
+def test_a_twin_that_had_nothing_to_copy_can_be_fenced(twins: list[Rank]) -> None:
+    for rank in twins:
+        rank.step(StepPlan(saves=[save_job()]))
+    for rank in twins:
+        rank.step(StepPlan(fence=[1]))
+    assert [rank.device.fences for rank in twins] == [1, 0]
+    for rank in twins:
+        rank.settle()
+    wait_until(lambda: twins[0].resident == 1)
+
+
+def test_a_store_with_too_few_checksums_is_dropped(node: Node) -> None:
+    rank = Rank(node, LateDevice(Random(0)), parts=2)
+    rank.step(StepPlan(saves=[save_job()]))
+    assert rank.settle()[2].unwritten == {1: {0}}
+    wait_until(lambda: rank.reserved == 0)
+    assert rank.resident == 0
+    rank.worker.close()
+
+
 def test_a_fence_that_fails_spoils_the_save(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     rank.step(StepPlan(saves=[save_job()]))
 
@@ -285,7 +367,7 @@ def test_ranks_of_one_process_can_share_a_plan(node: Node) -> None:
         one.worker.close()
 
 
-def test_a_chunk_that_only_one_rank_wrote_is_never_shown_and_can_be_completed(node: Node) -> None:
+def test_a_chunk_that_only_one_rank_wrote_is_never_shown_until_the_other_did(node: Node) -> None:
     ranks = [Rank(node, LateDevice(Random(number)), number, 2) for number in range(2)]
     ranks[0].step(StepPlan(saves=[save_job()]))
     ranks[0].settle()

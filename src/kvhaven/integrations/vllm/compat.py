@@ -3,14 +3,14 @@
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from kvhaven.errors import IncompatibleEngineError
+from kvhaven.errors import IncompatibleEngineError, UnreportedLoadError
 from kvhaven.types import ShardId
 
 if TYPE_CHECKING:
@@ -117,11 +117,49 @@ def shard_id(config: "VllmConfig", rank: int) -> ShardId:
     return ShardId(0, (first, end), (first_head, first_head + per_rank), tp_rank % replicas)
 
 
+def attention_backend(config: "VllmConfig", layers: Iterable[str]) -> type[Any] | None:
+    """Return the attention backend's class of these layers, None where vLLM does not say.
+
+    Raises `IncompatibleEngineError` when they have several.
+    """
+    known = config.compilation_config.static_forward_context
+    found = {known[layer].get_attn_backend() for layer in layers if layer in known}
+    if len(found) > 1:
+        names = ", ".join(sorted(backend.__name__ for backend in found))
+        raise IncompatibleEngineError(
+            f"the layers of one KV group have several attention backends ({names}); choose one "
+            "with --attention-backend"
+        )
+    return found.pop() if found else None
+
+
+def kv_form(backend: type[Any] | None) -> str | None:
+    """Return the form of KV tensors (a word of `layouts.forms`) that have five dimensions.
+
+    vLLM to 0.28 had K and V side by side in a dimension of their own. Where it is, the backend
+    says by the shape that it asks for; numbers that occur once give the dimensions away.
+    """
+    shape_of = getattr(backend, "get_kv_cache_shape", None)
+    if shape_of is None:
+        return None
+    blocks, tokens, heads, elements = 1009, 16, 5, 64
+    try:
+        shape = tuple(shape_of(blocks, tokens, heads, elements))
+    except (TypeError, ValueError, NotImplementedError):
+        return None  # it wants to know more, as newer ones do: then they have four dimensions
+    return {
+        (2, blocks, tokens, heads, elements): "2BNHD",
+        (blocks, 2, tokens, heads, elements): "B2NHD",
+        (2, blocks, heads, tokens, elements): "2BHND",
+    }.get(shape)
+
+
 def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a hook that vLLM calls in its loop return `default()` instead of raising.
 
     Anything that escapes there ends the engine and every request in it, and a cache must not
-    do that: an error is logged with its trace, counted, and is a miss.
+    do that: an error is logged with its trace, counted, and is a miss. `UnreportedLoadError`
+    alone passes.
     """
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
@@ -129,6 +167,8 @@ def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Calla
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return hook(*args, **kwargs)
+            except UnreportedLoadError:
+                raise
             except Exception as error:  # noqa: BLE001 - the reason for this decorator
                 report_error(args[0], hook.__name__, error)
                 fallback: R = default()

@@ -20,6 +20,7 @@ from kvhaven.integrations.vllm.compat import (
 )
 from kvhaven.integrations.vllm.hits import hit_sources
 from kvhaven.integrations.vllm.metadata import StepPlan, StepReport
+from kvhaven.integrations.vllm.platforms import require_supported_platform
 from kvhaven.integrations.vllm.start import start_scheduler, start_worker
 from kvhaven.integrations.vllm.stats import KVHavenPromMetrics, KVHavenStats
 
@@ -65,6 +66,7 @@ class KVHavenConnector(KVConnectorBase_V1):
         require_supported_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported_engine(vllm_config, kv_cache_config)
+        require_supported_platform(vllm_config)
         self._member = f"{role.name.lower()}-{uuid.uuid4().hex}"
         self.reported_errors: set[str] = set()
         self._errors = 0

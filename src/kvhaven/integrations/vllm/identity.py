@@ -87,13 +87,14 @@ def namespace_fields(
     chunk_size: int,
     kv_format: str,
     layout_fingerprint: str = "",
+    geometry: Mapping[str, str] | None = None,
     model_fingerprint: str = "",
 ) -> dict[str, str]:
     """Return the fields of the namespace of an engine, from vLLM's `VllmConfig`.
 
     `chunk_size` is in tokens; `kv_format` is `paged` or `portable`; `layout_fingerprint` is
-    that of the paged layout. With `model_fingerprint` the weights are not looked at. Raises
-    `IncompatibleEngineError` as `weights_fingerprint` does.
+    that of the paged layout, `geometry` the portable one's. With `model_fingerprint` the weights
+    are not looked at. Raises `IncompatibleEngineError` as `weights_fingerprint` does.
     """
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     configuration = _configuration(model.hf_config)
@@ -135,6 +136,10 @@ def namespace_fields(
         fields["engine"] = _engine_version()
         attention = getattr(vllm_config, "attention_config", None)
         parts.append(("attention", attention, ("backend", "backend_per_kind")))
+    else:
+        # Shards are whole heads, of the layers of one pipeline stage.
+        parts.append(("parallel", vllm_config.parallel_config, ("pipeline_parallel_size",)))
+        fields |= geometry or {}
     for prefix, part, names in parts:
         for name in names:
             value = getattr(part, name, None)

@@ -17,8 +17,9 @@ class LoadJob:
 
     `blocks[group][i]` are the block ids of chunk `i`; `devices.SKIP` marks blocks that are
     not to be written. `places[i]` is the `(segment, offset)` of chunk `i`'s extent in the
-    arena of `service`, `shard_offsets[rank]` where a rank's part of it starts. A job without
-    places could not be planned: its blocks are reported as failed, so that nobody uses them.
+    arena of `service`, `shard_offsets[rank]` where the first shard of a rank starts in it; the
+    rank's others follow. A job without places could not be planned: its blocks are reported as
+    failed, so that nobody uses them.
     """
 
     request_id: str
@@ -34,7 +35,8 @@ class LoadJob:
 class SaveJob:
     """Consecutive complete chunks to copy from a request's blocks into the arena.
 
-    `parent` is the key before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`.
+    `id` is used once by an engine: all shards of a chunk come from one job. `parent` is the key
+    before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`.
     """
 
     id: int

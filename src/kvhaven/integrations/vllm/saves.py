@@ -12,7 +12,7 @@ from kvhaven.integrations.vllm.tracker import Tracker
 from kvhaven.types import ChunkKey
 
 _REPORT_S = 120.0
-"""A job that no report ended by then is forgotten (vllm-gaudi's runner loses reports)."""
+"""A job that no report ended by then is forgotten."""
 
 _Block = tuple[int, int]
 """KV group and block id."""
@@ -26,6 +26,9 @@ class Saves:
     A block that a save reads may be given to another request before the copy ended, by a
     finish, an abort or a preemption. `note_new` sees every block that is about to be written,
     and `take_fence` returns the saves that have to end first.
+
+    Where the ranks' reports do not come here (not `hears_workers`), their saves end within their
+    step (`Make.stores_end_in_call`), so that each is over when the next step is planned.
     """
 
     def __init__(
@@ -34,12 +37,15 @@ class Saves:
         block_sizes: Sequence[int],
         world: int,
         events: StoredEvents | None = None,
+        *,
+        hears_workers: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._decode_too = settings.save_decode_cache
         self._block_sizes = tuple(block_sizes)
         self._world = world
         self._events = events
+        self._hears_workers = hears_workers
         self._clock = clock
         self._ids = itertools.count(1)
         self._jobs: dict[int, tuple[SaveJob, float]] = {}  # and when it was planned
@@ -92,6 +98,8 @@ class Saves:
 
     def take_fence(self, jobs: Sequence[SaveJob]) -> list[int]:
         """Return the saves of earlier steps whose blocks were given away; begin with `jobs`."""
+        if not self._hears_workers:
+            self._end_all(jobs)
         fence: set[int] = set()
         for block in self._new_blocks:
             fence |= self._reading.get(block, _NONE)
@@ -154,6 +162,12 @@ class Saves:
                 readers.discard(job_id)
                 if not readers:
                     self._reading.pop(block, None)
+
+    def _end_all(self, but: Sequence[SaveJob]) -> None:
+        """Take all saves of earlier steps for written: the ranks did them within the step."""
+        planned = {job.id for job in but}
+        for job_id in [known for known in self._jobs if known not in planned]:
+            self.reported(StepReport({job_id: self._world}))
 
     def _forget_old(self) -> None:
         """Forget saves that nobody reports. Their blocks stay fenced: that is never dropped."""

@@ -33,7 +33,8 @@ class SchedulerSide:
     `block_sizes` are the tokens per block of each KV group, `world` the number of ranks. Loads
     are asynchronous (between steps) or synchronous (before the forward) as `asynchronous`
     says. `shared` says that the engine has a prefix cache of its own, `events` that KV events
-    are wanted. Everything here runs in the engine's loop.
+    are wanted, `hears_workers` that the ranks' reports come here. Everything here runs in the
+    engine's loop.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class SchedulerSide:
         shared: bool,
         events: bool,
         lora_fingerprint: Callable[[str], str],
+        hears_workers: bool = True,
     ) -> None:
         self._settings = settings
         self._client = client
@@ -55,7 +57,7 @@ class SchedulerSide:
         self._lora_fingerprint = lora_fingerprint
         self._events = StoredEvents(settings.chunk_size) if events else None
         self._lookups = Lookups(settings, client, asynchronous=asynchronous, shared=shared)
-        self._saves = Saves(settings, block_sizes, world, self._events)
+        self._saves = Saves(settings, block_sizes, world, self._events, hears_workers=hears_workers)
         self._epoch = Epoch()
         self._trackers: dict[str, Tracker] = {}
         self._loads: list[LoadJob] = []

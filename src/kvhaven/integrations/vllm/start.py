@@ -2,8 +2,10 @@
 """Starting the connector's two sides: settings, identity, layout, service."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from kvhaven.client.embedded import EmbeddedService, embedded_address
 from kvhaven.client.rank import MappedArena, RankClient
@@ -13,18 +15,29 @@ from kvhaven.devices.base import Device
 from kvhaven.devices.cpu import usable_cores
 from kvhaven.devices.detect import open_device
 from kvhaven.devices.selftest import self_test
-from kvhaven.errors import ServiceUnavailableError
-from kvhaven.integrations.vllm.compat import require_chunk_size, shard_id
+from kvhaven.errors import LayoutError, ServiceUnavailableError
+from kvhaven.integrations.vllm.compat import (
+    attention_backend,
+    kv_form,
+    require_chunk_size,
+    shard_id,
+)
 from kvhaven.integrations.vllm.identity import lora_fingerprint, namespace_fields
+from kvhaven.integrations.vllm.platforms import platform_of
 from kvhaven.integrations.vllm.scheduler import SchedulerSide
 from kvhaven.integrations.vllm.worker import WorkerSide
 from kvhaven.keys import namespace_digest
-from kvhaven.layouts import PagedLayout, describe_kv_caches
+from kvhaven.layouts import (
+    PagedLayout,
+    PortableLayout,
+    describe_kv_caches,
+    head_geometry,
+    head_shards,
+)
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import Shard
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -41,7 +54,7 @@ _COPY_THREADS_MOST = 4
 def start_worker(
     config: "VllmConfig",
     kv_cache: "KVCacheConfig",
-    tensors: "dict[str, torch.Tensor]",
+    tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     member: str,
 ) -> WorkerSide:
     """Read the layout, prove the device copies right, attach to the service as a rank.
@@ -51,10 +64,13 @@ def start_worker(
     """
     settings = settings_of(config)
     rank = config.parallel_config.rank
+    first = next(iter(tensors.values()))
     device = open_device(
-        next(iter(tensors.values())).device.type, settings.copy_threads or _copy_threads()
+        settings.device,
+        settings.copy_threads or _copy_threads(),
+        torch_type=(first if isinstance(first, torch.Tensor) else first[0]).device.type,
     )
-    layout = _layout(kv_cache, tensors, device)
+    layout = _layout(config, kv_cache, tensors, device, settings.format)
     require_chunk_size(settings.chunk_size, layout.block_size)
     blocks_per_chunk = settings.chunk_size // layout.block_size
     if settings.self_test:
@@ -62,8 +78,9 @@ def start_worker(
     fields = namespace_fields(
         config,
         chunk_size=settings.chunk_size,
-        kv_format="paged",
-        layout_fingerprint=layout.fingerprint,
+        kv_format="portable" if isinstance(layout, PortableLayout) else "paged",
+        layout_fingerprint=layout.fingerprint if isinstance(layout, PagedLayout) else "",
+        geometry=_geometry(config, layout),
         model_fingerprint=settings.model_fingerprint or "",
     )
     address, ensure = _service(settings, config)
@@ -77,7 +94,8 @@ def start_worker(
             world=config.parallel_config.world_size,
             namespace=namespace_digest(fields),
             fields=fields,
-            shard=Shard(shard_id(config, rank), layout.payload_bytes(blocks_per_chunk)),
+            shards=_shards(config, layout, rank, blocks_per_chunk),
+            shared=isinstance(layout, PortableLayout),
         ),
         on_arena=lambda arena: _register(device, arena),
         off_arena=lambda arena: _unregister(device, arena),
@@ -87,7 +105,9 @@ def start_worker(
         client.start(_START_S if settings.service_address is None else _ATTACH_S)
     except ServiceUnavailableError as error:
         logger.warning("serving without a cache for now: %s", error)
-    return WorkerSide(settings, client, device, layout, rank)
+    return WorkerSide(
+        settings, client, device, layout, rank, heard=platform_of(config).hears_workers
+    )
 
 
 def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str) -> SchedulerSide:
@@ -117,6 +137,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         asynchronous=_loads_asynchronously(settings, config),
         shared=bool(config.cache_config.enable_prefix_caching),
         events=settings.kv_events and _publishes_events(config),
+        hears_workers=platform_of(config).hears_workers,
         lora_fingerprint=lora_fingerprint,
     )
 
@@ -131,24 +152,86 @@ def settings_of(config: "VllmConfig") -> Settings:
 
 
 def _layout(
-    kv_cache: "KVCacheConfig", tensors: "dict[str, torch.Tensor]", device: Device
-) -> PagedLayout:
+    config: "VllmConfig",
+    kv_cache: "KVCacheConfig",
+    tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    device: Device,
+    kv_format: str,
+) -> PagedLayout | PortableLayout:
+    """Read the layout of a rank's KV tensors, for the format. Raises `KVHavenError`."""
     specs = {}
     for group in kv_cache.kv_cache_groups:
         for layer in group.layer_names:
             nested = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-            spec = nested[layer] if nested is not None else group.kv_cache_spec
-            specs[layer] = (spec.page_size_bytes, spec.block_size)
-    return describe_kv_caches(
-        tensors, layer_specs=specs, num_blocks=kv_cache.num_blocks, kernel_tag=device.kernel_tag
+            specs[layer] = nested[layer] if nested is not None else group.kv_cache_spec
+    backend = attention_backend(config, specs)
+    paged = describe_kv_caches(
+        tensors,
+        layer_specs={name: (spec.page_size_bytes, spec.block_size) for name, spec in specs.items()},
+        num_blocks=kv_cache.num_blocks,
+        kernel_tag=device.kernel_tag,
+        form=kv_form(backend),
+    )
+    if kv_format != "portable":
+        return paged
+    if backend is None:
+        raise LayoutError(
+            "format is portable, but this vLLM does not say which attention backend its layers "
+            "have, so the inside of a page is not known; set format: paged"
+        )
+    spec = next(iter(specs.values()))
+    head_dims: tuple[int, ...] = (spec.head_size,)
+    if not config.model_config.use_mla:
+        head_dims = (spec.head_size, getattr(spec, "head_size_v", None) or spec.head_size)
+    geometry = head_geometry(
+        paged,
+        backend=backend.__name__,
+        kernel_tag=device.kernel_tag,
+        heads=spec.num_kv_heads,
+        head_dims=head_dims,
+    )
+    return PortableLayout(paged, geometry)
+
+
+def _geometry(config: "VllmConfig", layout: PagedLayout | PortableLayout) -> dict[str, str]:
+    """Return what engines must have in common to read each other's portable shards."""
+    if isinstance(layout, PagedLayout):
+        return {}
+    model = config.model_config
+    return layout.geometry_fields(
+        layers=model.get_total_num_hidden_layers(),
+        heads=1 if model.use_mla else model.get_total_num_kv_heads(),
     )
 
 
+def _shards(
+    config: "VllmConfig", layout: PagedLayout | PortableLayout, rank: int, blocks: int
+) -> tuple[Shard, ...]:
+    """Return what a rank holds of each chunk: one shard, or in the portable format one a head."""
+    ids = [shard_id(config, rank)]
+    if isinstance(layout, PortableLayout):
+        model, parallel = config.model_config, config.parallel_config
+        size = parallel.tensor_parallel_size
+        ids = head_shards(
+            1 if model.use_mla else model.get_total_num_kv_heads(),
+            size,
+            rank % size,
+            group=0,
+            layers=model.get_layers_start_end_indices(parallel),
+        )
+    if len(ids) != layout.shards:
+        raise LayoutError(
+            f"by the model's configuration rank {rank} has {len(ids)} KV heads, its KV tensors "
+            f"have {layout.shards} ({layout.description}); set format: paged"
+        )
+    return tuple(Shard(id_, layout.shard_bytes(blocks)) for id_ in ids)
+
+
 def _loads_asynchronously(settings: Settings, config: "VllmConfig") -> bool:
-    """Whether loads run between steps: not on CPU, where they would only wait for a step."""
+    """Whether loads run between steps."""
     if settings.load_mode != "auto":
         return settings.load_mode == "async"
-    return str(config.device_config.device_type) != "cpu"
+    return platform_of(config).loads_between_steps
 
 
 def _publishes_events(config: "VllmConfig") -> bool:

@@ -11,13 +11,14 @@ from kvhaven.integrations.vllm.metadata import StepPlan, StepReport
 from kvhaven.integrations.vllm.stats import KVHavenStats
 from kvhaven.integrations.vllm.worker_loads import RankLoads
 from kvhaven.integrations.vllm.worker_saves import RankSaves
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout
 
 
 class WorkerSide:
     """One rank's copies. Called by the model runner, in the order of the methods below.
 
-    `layout` describes this rank's KV tensors, `rank` its place in the engine's world.
+    `layout` describes this rank's KV tensors, `rank` its place in the engine's world. `heard`
+    says that the scheduler's side gets what the worker reports.
     """
 
     def __init__(
@@ -25,8 +26,10 @@ class WorkerSide:
         settings: Settings,
         client: RankClient,
         device: Device,
-        layout: PagedLayout,
+        layout: Layout,
         rank: int,
+        *,
+        heard: bool = True,
     ) -> None:
         self._settings = settings
         self._client = client
@@ -37,7 +40,7 @@ class WorkerSide:
         self._loads_due = False
         self._watch = CopyWatch(synchronous=device.synchronous)
         self.stats = KVHavenStats()
-        self._loads = RankLoads(client, device, layout, self._watch, rank, self.stats)
+        self._loads = RankLoads(client, device, layout, self._watch, rank, self.stats, heard=heard)
         self._saves = RankSaves(
             client, device, layout, self._watch, self.stats, settings.chunk_size
         )

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from kvhaven.client.rank import MappedArena, RankClient
 from kvhaven.devices.base import SKIP, CopyJob, Device
-from kvhaven.errors import ArenaError, KVHavenError
+from kvhaven.errors import ArenaError, KVHavenError, UnreportedLoadError
 from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, CopyWatch, settled
 from kvhaven.integrations.vllm.metadata import LoadJob
 from kvhaven.integrations.vllm.stats import KVHavenStats
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +34,20 @@ class RankLoads:
     """Starts loads, says which have ended, and acknowledges each so that its lease ends.
 
     Called from the worker's thread; acknowledgements go out when a copy has ended, also
-    while the engine is idle. `failed` counts the loads that failed.
+    while the engine is idle. `failed` counts the loads that failed. Where the engine does not
+    hear of failures (not `heard`), any method may raise `UnreportedLoadError`.
     """
 
     def __init__(
         self,
         client: RankClient,
         device: Device,
-        layout: PagedLayout,
+        layout: Layout,
         watch: CopyWatch,
         rank: int,
         stats: KVHavenStats,
+        *,
+        heard: bool = True,
     ) -> None:
         self._client = client
         self._device = device
@@ -52,6 +55,7 @@ class RankLoads:
         self._watch = watch
         self._rank = rank
         self._stats = stats
+        self._heard = heard
         self._running: list[_Load] = []
         self._unmapped: list[tuple[LoadJob, float]] = []
         self._finished: set[str] = set()
@@ -134,14 +138,17 @@ class RankLoads:
             self.poll()
 
     def _sources(self, job: LoadJob, arena: MappedArena | None) -> list[int]:
-        """Return the host addresses of this rank's shards. Raises `KVHavenError`."""
+        """Return the host address of this rank's first shard of each chunk.
+
+        Raises `KVHavenError`.
+        """
         if not job.places:
             raise KVHavenError("it could not be planned; the reason was logged before")
         if arena is None:
             raise ArenaError(f"the arena of service {job.service[:8]} is not mapped")
         offset = job.shard_offsets[self._rank]
-        chunk_bytes = self._layout.payload_bytes(len(job.blocks[0][0]))
-        return [arena.address_of(segment, at + offset, chunk_bytes) for segment, at in job.places]
+        span = self._client.span_bytes
+        return [arena.address_of(segment, at + offset, span) for segment, at in job.places]
 
     def _end(self, load: _Load) -> None:
         if load.copy.error:
@@ -150,7 +157,7 @@ class RankLoads:
         if load.job.asynchronous:
             self._finished.add(load.job.request_id)
         blocks = sum(block != SKIP for chunk in load.job.blocks[0] for block in chunk)
-        self._stats.add("loaded_bytes", self._layout.payload_bytes(blocks))
+        self._stats.add("loaded_bytes", self._layout.shard_bytes(blocks) * self._layout.shards)
         self._stats.add("loaded_seconds", time.perf_counter() - load.begun)
 
     def _fail(self, job: LoadJob, reason: str) -> None:
@@ -158,6 +165,11 @@ class RankLoads:
 
         An asynchronous load that failed has finished too: the engine waits for both.
         """
+        if not self._heard:
+            raise UnreportedLoadError(
+                f"request {job.request_id}: a load failed ({reason}), and on this platform vLLM "
+                "cannot be told; it would go on with KV that was never computed"
+            )
         logger.error("request %s: a load failed: %s", job.request_id, reason)
         self._stats.add("failed_loads")
         self.failed += 1

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's saves: from the engine's blocks into the arena."""
 
+import itertools
 import logging
 import queue
 import time
@@ -8,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvhaven.client.rank import Grant, RankClient, Reservation
-from kvhaven.devices.base import CopyJob, Device
+from kvhaven.devices.base import CopyJob, Device, FinishedCopy
 from kvhaven.errors import KVHavenError
 from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, CopyWatch, settled
 from kvhaven.integrations.vllm.metadata import SaveJob, StepReport
 from kvhaven.integrations.vllm.stats import KVHavenStats
-from kvhaven.layouts import PagedLayout
+from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,9 @@ logger = logging.getLogger(__name__)
 class _Save:
     """A save whose copy runs.
 
-    `chunks` are the indices in the job of the chunks that are written; `loads` the loads that
-    the forward before it waited for; `spoiled` says that its blocks may have been overwritten.
+    `chunks` are the indices in the job of the chunks that this rank has a part in, `grants`
+    these parts; the copy is of those that it writes. `loads` are the loads that the forward
+    before it waited for; `spoiled` says that its blocks may have been overwritten.
     """
 
     job: SaveJob
@@ -35,6 +37,11 @@ class _Save:
     spoiled: bool = False
     written: bool = False
     ended: float = field(default=0.0)
+
+    @property
+    def copied(self) -> int:
+        """How many chunks are copied."""
+        return sum(grant.writes for grant in self.grants)
 
 
 class RankSaves:
@@ -49,7 +56,7 @@ class RankSaves:
         self,
         client: RankClient,
         device: Device,
-        layout: PagedLayout,
+        layout: Layout,
         watch: CopyWatch,
         stats: KVHavenStats,
         chunk_size: int,
@@ -59,7 +66,7 @@ class RankSaves:
         self._layout = layout
         self._watch = watch
         self._stats = stats
-        self._chunk_bytes = layout.payload_bytes(chunk_size // layout.block_size)
+        self._chunk_bytes = layout.shard_bytes(chunk_size // layout.block_size) * layout.shards
         self._reserved: list[tuple[SaveJob, Reservation | None]] = []
         self._withheld: list[Grant] = []
         self._running: dict[int, _Save] = {}
@@ -77,7 +84,8 @@ class RankSaves:
         Their blocks were given to somebody else. If that cannot be ensured, what they copy
         must not be seen by anybody.
         """
-        saves = [self._running[job] for job in jobs if job in self._running]
+        running = [self._running[job] for job in jobs if job in self._running]
+        saves = [save for save in running if save.copied]
         if not saves:
             return
         try:
@@ -97,7 +105,7 @@ class RankSaves:
         if trusted and self._withheld:
             self._client.abort(self._withheld)
             self._withheld = []
-        self._reserved = [(job, self._client.reserve(job.parent, job.keys)) for job in jobs]
+        self._reserved = [(job, self._client.reserve(job.parent, job.keys, job.id)) for job in jobs]
 
     def start(self, deadline: float, *, trusted: bool, loads: Sequence[CopyJob]) -> None:
         """Copy the step's complete chunks, after its forward, which waited for `loads`.
@@ -128,9 +136,9 @@ class RankSaves:
             chunks = save.chunks if save.written else ()
             self._count_ended(save.job, set(range(len(save.job.keys))).difference(chunks))
             if save.written:
-                self._stats.add("saved_bytes", self._chunk_bytes * len(save.grants))
+                self._stats.add("saved_bytes", self._chunk_bytes * save.copied)
                 self._stats.add("saved_seconds", save.ended - save.begun)
-                self._stats.add("saved_chunks", len(save.grants))
+                self._stats.add("saved_chunks", save.copied)
 
     def take_report(self) -> StepReport:
         """Return which saves have ended since the last call."""
@@ -154,12 +162,17 @@ class RankSaves:
             self._count_ended(job, range(len(job.keys)))
             return
         begun = time.perf_counter()
+        # The chunks whose shards another rank writes are committed with the others: when the
+        # loads before them have ended. Without a copy the watch sees to that by its order.
+        copy: CopyJob = FinishedCopy()
+        pairs = [(i, grant) for i, grant in zip(chunks, grants, strict=True) if grant.writes]
         try:
-            copy = self._device.store(
-                self._layout,
-                [job.blocks[0][index] for index in chunks],
-                [grant.address for grant in grants],
-            )
+            if pairs:
+                copy = self._device.store(
+                    self._layout,
+                    [job.blocks[0][index] for index, _ in pairs],
+                    [grant.address for _, grant in pairs],
+                )
         except Exception as error:  # noqa: BLE001 - what was reserved must not stay so
             logger.warning("a save failed: %r", error)
             self._count_ended(job, range(len(job.keys)))
@@ -176,11 +189,21 @@ class RankSaves:
         """Commit what was written. Runs in the watch's thread."""
         try:
             error = save.copy.error or next((load.error for load in save.loads if load.error), "")
+            shards = len(self._client.shard_offsets)
+            checksums = save.copy.checksums
+            if not error and len(checksums) != shards * save.copied:
+                error = f"{len(checksums)} checksums of {save.copied} chunks of {shards} shards"
             if error or save.spoiled:
                 logger.error("a save is dropped: %s", error or "its blocks were overwritten")
                 self._client.abort(save.grants)
             else:
-                self._client.commit(list(zip(save.grants, save.copy.checksums, strict=True)))
+                left = iter(checksums)
+                self._client.commit(
+                    [
+                        (grant, list(itertools.islice(left, shards * grant.writes)))
+                        for grant in save.grants
+                    ]
+                )
                 save.written = True
         finally:
             save.ended = time.perf_counter()

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the CPU copies chunks: one pass over the bytes, hashed while they are in cache."""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvhaven.devices.base import SKIP
+from kvhaven.devices.plan import bytes_at, kept_ranges, kernel_blocks, plan_moves
+from kvhaven.layouts import Layout, PagedLayout, Plane, PortableLayout
+from kvhaven.types import Checksum
+
+_Array = npt.NDArray[Any]
+"""Of items without meaning: the bytes of an element, or of a head and token."""
+
+HASH_BYTES = 2**20
+"""Copied bytes are hashed in pieces of about this size, while they are in the core's cache."""
+
+
+class Copier(Protocol):
+    """Copies chunks of one layout, one at a time, on any thread."""
+
+    def store(self, blocks: Sequence[int], target: int) -> list[Checksum]:
+        """Copy a chunk to host memory; return the checksum of each shard as it landed there."""
+
+    def load(self, blocks: Sequence[int], source: int) -> None:
+        """Copy a chunk's blocks, but those to skip, to the KV tensors."""
+
+
+def copier_of(layout: Layout) -> Copier:
+    """Return what copies the chunks of a layout fastest.
+
+    It holds no reference to the layout itself: the device keeps copiers by layout, weakly.
+    """
+    if isinstance(layout, PortableLayout):
+        return _HeadCopier(layout)
+    assert isinstance(layout, PagedLayout)
+    return _RowCopier(layout) if _RowCopier.fits(layout) else _MoveCopier(layout)
+
+
+class _RowCopier:
+    """Copies of pages that are rows of one piece of memory, as vLLM 0.29 and newer has them.
+
+    Numpy gathers and scatters whole rows with one call for all layers and blocks, without the
+    GIL. One `memmove` a page through ctypes costs half a microsecond each, and two threads of
+    them fight for the GIL: measured at 16 KiB pages with two threads, 8 GB/s against 13.
+    """
+
+    def __init__(self, layout: PagedLayout) -> None:
+        self._page = page = layout.layers[0].page_bytes
+        base = min(run.pointer for run in layout.layers)
+        end = max(
+            run.pointer + run.block_stride_bytes * (layout.num_blocks - 1) + page
+            for run in layout.layers
+        )
+        self._rows_rp = bytes_at(base, end - base).reshape(-1, page)
+        self._first_row_l1 = np.array(
+            [[(run.pointer - base) // page] for run in layout.layers], dtype=np.intp
+        )
+        self._rows_per_block_l1 = np.array(
+            [[run.block_stride_bytes // page] for run in layout.layers], dtype=np.intp
+        )
+
+    @staticmethod
+    def fits(layout: PagedLayout) -> bool:
+        """Return whether all pages are rows of the same storage."""
+        page, base = layout.layers[0].page_bytes, layout.layers[0].pointer
+        storages = {tensor.untyped_storage().data_ptr() for tensor in layout.tensors}
+        return len(storages) == 1 and all(
+            run.page_bytes == page
+            and run.block_stride_bytes % page == 0
+            and (run.pointer - base) % page == 0
+            for run in layout.layers
+        )
+
+    def store(self, blocks: Sequence[int], target: int) -> list[Checksum]:
+        """Copy one chunk to host memory and return the checksum of what landed there."""
+        rows_lb, payload_lbp = self._plan(blocks, target)
+        digest = xxhash.xxh3_128()
+        step = max(1, HASH_BYTES // max(1, len(blocks) * self._page))
+        for layer in range(0, len(rows_lb), step):
+            part = payload_lbp[layer : layer + step]
+            # "clip" because "raise" copies through a buffer; the ids were checked.
+            np.take(self._rows_rp, rows_lb[layer : layer + step], axis=0, out=part, mode="clip")
+            digest.update(part.data)
+        return [Checksum(digest.digest())]
+
+    def load(self, blocks: Sequence[int], source: int) -> None:
+        """Copy one chunk's blocks, but those to skip, to the KV tensors."""
+        rows_lb, payload_lbp = self._plan(blocks, source)
+        for first, end in kept_ranges(blocks):
+            self._rows_rp[rows_lb[:, first:end]] = payload_lbp[:, first:end]
+
+    def _plan(
+        self, blocks: Sequence[int], host: int
+    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint8]]:
+        """Return the row of each layer and block, and the payload as an array."""
+        rows_lb = self._first_row_l1 + self._rows_per_block_l1 * np.array(blocks, dtype=np.intp)
+        payload = bytes_at(host, rows_lb.size * self._page)
+        return rows_lb, payload.reshape(*rows_lb.shape, self._page)
+
+
+class _MoveCopier:
+    """Copies of any other pages: one `memmove` for each piece."""
+
+    def __init__(self, layout: PagedLayout) -> None:
+        self._layout = replace(layout)
+
+    def store(self, blocks: Sequence[int], target: int) -> list[Checksum]:
+        """Copy one chunk to host memory and return the checksum of what landed there."""
+        payload = bytes_at(target, self._layout.payload_bytes(len(blocks)))
+        digest = xxhash.xxh3_128()
+        hashed = copied = 0
+        for host, device, size in self._moves(blocks, target):
+            ctypes.memmove(host, device, size)
+            copied += size
+            if copied - hashed >= HASH_BYTES:
+                digest.update(payload[hashed:copied].data)
+                hashed = copied
+        digest.update(payload[hashed:].data)
+        return [Checksum(digest.digest())]
+
+    def load(self, blocks: Sequence[int], source: int) -> None:
+        """Copy one chunk's blocks, but those to skip, to the KV tensors."""
+        for host, device, size in self._moves(blocks, source):
+            ctypes.memmove(device, host, size)
+
+    def _moves(self, blocks: Sequence[int], host: int) -> Iterator[tuple[int, int, int]]:
+        plan = plan_moves(self._layout, blocks, host)
+        return zip(plan.host.tolist(), plan.device.tolist(), plan.size.tolist(), strict=True)
+
+
+class _HeadCopier:
+    """Conversion between the engine's pages and shards of one KV head each.
+
+    Where head and token are dense in both planes, a store takes rows with one call a head and
+    some layers. Else, and to load, a block of all heads, many layers and both planes is one
+    assignment between two strided arrays: numpy joins dimensions that are dense on both sides
+    into one `memcpy`, goes through the others in the order of the target's memory, and lets the
+    GIL go. K's columns on the CPU are turned two bytes at a time, which costs more than twice as
+    much; native code with vector instructions was tried and was a tenth to a fifth faster, since
+    most of it is fetching the columns from memory.
+    """
+
+    def __init__(self, layout: PortableLayout) -> None:
+        self._layout = replace(layout)
+        self._layers = len(layout.geometry.layers)
+        self._stacks = _stacks(layout.geometry.layers)
+        self._tables = _row_tables(self._stacks, len(layout.geometry.planes))
+
+    def store(self, blocks: Sequence[int], target: int) -> list[Checksum]:
+        """Copy one chunk to host memory and return the checksum of each head's shard."""
+        layout = self._layout
+        ids = np.array(kernel_blocks(blocks, layout.geometry.kernel_blocks), dtype=np.intp)
+        stride = layout.shard_stride(len(blocks))
+        shards = [target + head * stride for head in range(layout.shards)]
+        layer_bytes = layout.shard_bytes(len(blocks)) // self._layers
+        if self._tables:
+            return self._take(ids, shards, layer_bytes)
+        digests = [xxhash.xxh3_128() for _ in shards]
+        step = max(1, HASH_BYTES // layer_bytes)
+        for first in range(0, self._layers, step):
+            last = min(first + step, self._layers)
+            for kv, host in self._arrays(len(blocks), target, first, last):
+                for position, block in enumerate(ids):
+                    host[position] = kv[block]
+            for shard, digest in zip(shards, digests, strict=True):
+                start = shard + first * layer_bytes
+                digest.update(bytes_at(start, (last - first) * layer_bytes).data)
+        return [Checksum(digest.digest()) for digest in digests]
+
+    def _take(
+        self, ids: npt.NDArray[np.intp], shards: Sequence[int], layer_bytes: int
+    ) -> list[Checksum]:
+        """Fill shards from the row tables, a head and some layers with one call."""
+        digests = [xxhash.xxh3_128() for _ in shards]
+        step = max(1, HASH_BYTES // layer_bytes)
+        for table in self._tables:
+            rows_lcpt = table.rows_lc1t + ids[:, None] * table.rows_per_block
+            for head, (shard, digest) in enumerate(zip(shards, digests, strict=True)):
+                for at in range(0, len(rows_lcpt), step):
+                    rows = rows_lcpt[at : at + step] + head * table.rows_per_head
+                    start = shard + (table.first + at) * layer_bytes
+                    part = bytes_at(start, len(rows) * layer_bytes)
+                    out = part.reshape(*rows.shape, table.rows.shape[1])
+                    np.take(table.rows, rows, axis=0, out=out, mode="clip")
+                    digest.update(part.data)
+        return [Checksum(digest.digest()) for digest in digests]
+
+    def load(self, blocks: Sequence[int], source: int) -> None:
+        """Copy one chunk's blocks, but those to skip, to the KV tensors."""
+        ids = kernel_blocks(blocks, self._layout.geometry.kernel_blocks)
+        for kv, host in self._arrays(len(blocks), source, 0, self._layers):
+            for position, block in enumerate(ids):
+                if block != SKIP:  # both planes at once: 1.5 times as fast as one by one
+                    kv[block] = host[position]
+
+    def _arrays(
+        self, blocks: int, host: int, first: int, last: int
+    ) -> Iterator[tuple[_Array, _Array]]:
+        """Yield the KV and the host memory of a range of layers.
+
+        The first index is the block's id in the one, its position in the chunk in the other.
+        """
+        layout, geometry = self._layout, self._layout.geometry
+        tokens, positions = geometry.kernel_block_size, blocks * geometry.kernel_blocks
+        layer_bytes = layout.shard_bytes(blocks) // self._layers
+        for stack in self._stacks:
+            low, high = max(first, stack.first), min(last, stack.first + stack.kv.shape[2])
+            if low >= high:
+                continue
+            row = stack.row_bytes
+            host_phlctd = array_at(
+                host + low * layer_bytes + stack.before * positions * tokens,
+                stack.kv.dtype.str,
+                (positions, layout.heads, high - low, *stack.kv.shape[3:]),
+                (
+                    tokens * row,
+                    layout.shard_stride(blocks),
+                    layer_bytes,
+                    positions * tokens * row,
+                    row,
+                    stack.kv.itemsize,
+                ),
+            )
+            yield stack.kv[:, :, low - stack.first : high - stack.first], host_phlctd
+
+
+class _Stack(NamedTuple):
+    """Layers and planes that lie at equal distances, with equal strides: one array."""
+
+    first: int
+    """The first of the layers."""
+    before: int
+    """Bytes of a head and token in a layer's shard that come before the planes."""
+    row_bytes: int
+    """Bytes of a head and token in a plane."""
+    kv: _Array
+    """`[kernel block, head, layer, plane, token, items of a row]`."""
+
+
+class _RowTable(NamedTuple):
+    """A stack as rows of one piece of memory: a head's token each, or all its tokens of a block."""
+
+    first: int
+    """The first of the stack's layers."""
+    rows: npt.NDArray[np.uint8]
+    rows_lc1t: npt.NDArray[np.intp]
+    """Row of each layer, plane and token (or 0 for all) in block 0 and head 0."""
+    rows_per_block: int
+    rows_per_head: int
+
+
+def _row_tables(stacks: Sequence[_Stack], planes: int) -> list[_RowTable]:
+    """Return all stacks as tables; none if one has not all planes, or its pieces are no rows."""
+    found = []
+    for stack in stacks:
+        table = _row_table(stack) if stack.kv.shape[3] == planes else None
+        if table is None:
+            return []
+        found.append(table)
+    return found
+
+
+def _row_table(stack: _Stack) -> _RowTable | None:
+    """Return a stack as a table, or None where its pieces do not start whole rows apart."""
+    *counts, items = stack.kv.shape
+    strides = stack.kv.strides[:-1]
+    block, head, layer, plane, token = strides
+    tokens, row = counts[-1], stack.row_bytes
+    if token == row:  # the tokens of a head are one row
+        row, tokens = row * tokens, 1
+    steps = [
+        stride for stride, count in zip(strides, (*counts[:4], tokens), strict=True) if count > 1
+    ]
+    if items > 1 or any(step < 0 or step % row for step in steps):
+        return None
+    end = sum((count - 1) * stride for count, stride in zip(counts, strides, strict=True))
+    address = stack.kv.__array_interface__["data"][0]
+    layer_l, plane_c, token_t = (np.arange(count) for count in (*counts[2:4], tokens))
+    return _RowTable(
+        stack.first,
+        bytes_at(address, end + stack.row_bytes).reshape(-1, row),
+        layer_l[:, None, None, None] * (layer // row)
+        + plane_c[:, None, None] * (plane // row)
+        + token_t * (token // row),
+        block // row,
+        head // row,
+    )
+
+
+def _stacks(layers: Sequence[Sequence[Plane]]) -> list[_Stack]:
+    """Return all layers and planes in as few stacks as can be.
+
+    One where the engine has one allocation and K lies like V.
+    """
+    alike = len({(plane.head_dim, plane.strides) for layer in layers for plane in layer}) == 1
+    if alike:
+        return _stacks_of(layers, 0)
+    found, before = [], 0
+    for index, plane in enumerate(layers[0]):
+        found += _stacks_of([[layer[index]] for layer in layers], before)
+        before += plane.head_dim * plane.item_bytes
+    return found
+
+
+def _stacks_of(layers: Sequence[Sequence[Plane]], before: int) -> list[_Stack]:
+    stacks, first = [], 0
+    while first < len(layers):
+        end = first + 1
+        while end < len(layers) and _goes_on(layers[first : end + 1]):
+            end += 1
+        stacks.append(_stack(layers[first:end], first, before))
+        first = end
+    return stacks
+
+
+def _goes_on(layers: Sequence[Sequence[Plane]]) -> bool:
+    """Whether the last layer is to the one before as the second is to the first."""
+    steps = [
+        [after.pointer - plane.pointer for plane, after in zip(one, other, strict=True)]
+        for one, other in (layers[:2], layers[-2:])
+    ]
+    same = all(plane.strides == layers[0][0].strides for plane in layers[-1])
+    return same and len(set(map(tuple, steps))) == 1 and len(set(steps[0])) == 1
+
+
+def _stack(layers: Sequence[Sequence[Plane]], first: int, before: int) -> _Stack:
+    planes = layers[0]
+    plane, item = planes[0], planes[0].item_bytes
+    block, head, token, element = plane.strides
+    blocks, heads, tokens, head_dim = plane.view.shape
+    row_bytes = head_dim * item
+    rows = element == item
+    kv = array_at(
+        plane.pointer,
+        f"|V{row_bytes}" if rows else f"<u{item}",
+        (blocks, heads, len(layers), len(planes), tokens, 1 if rows else head_dim),
+        (
+            block,
+            head,
+            layers[1][0].pointer - plane.pointer if len(layers) > 1 else 0,
+            planes[-1].pointer - plane.pointer,
+            token,
+            element,
+        ),
+    )
+    return _Stack(first, before, row_bytes, kv)
+
+
+def array_at(address: int, items: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Array:
+    """Return memory at an address as an array that does not own it, of numpy's type `items`."""
+    return np.asarray(_Memory(address, items, shape, strides))
+
+
+class _Memory:
+    """Memory by numpy's array interface, which takes any strides."""
+
+    def __init__(
+        self, address: int, items: str, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": items,
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+        }

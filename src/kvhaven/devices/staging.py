@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staging memory: whole blocks on their way between a device and the arena."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from kvhaven.devices.base import SKIP
+from kvhaven.errors import LayoutError
+from kvhaven.layouts import HeadGeometry, Layout, PagedLayout, PageRun, Plane, PortableLayout
+
+PIECE_BYTES: Final = 256 * 2**20
+"""A copy of more than this is done in pieces, so that staging memory stays bounded."""
+_PIECES: Final = 4
+"""How many pieces there may be at once: two for each direction."""
+
+
+def cut(layout: Layout, blocks: Sequence[Sequence[int]]) -> Iterator[range]:
+    """Yield ranges of chunks, each of a piece's size at most, or of one chunk."""
+    start = size = 0
+    block_bytes = paged_of(layout).block_bytes
+    for chunk, ids in enumerate(blocks):
+        more = block_bytes * len(ids)
+        if size and size + more > PIECE_BYTES:
+            yield range(start, chunk)
+            start, size = chunk, 0
+        size += more
+    yield range(start, len(blocks))
+
+
+class StagingPool:
+    """Buffers in host memory; `take` waits while all of them are in use.
+
+    They are kept and used again, since pinning memory is slow. Thread-safe.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: list[torch.Tensor] = []
+        self._left = threading.Semaphore(_PIECES)
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return a buffer of at least `size` bytes."""
+        self._left.acquire()
+        try:
+            with self._lock:
+                fitting = [buffer for buffer in self._free if buffer.numel() >= size]
+                if fitting:
+                    buffer = min(fitting, key=torch.Tensor.numel)
+                    self._free = [other for other in self._free if other is not buffer]
+                    return buffer
+                if self._free:  # all are too small: one of them makes room
+                    self._free.pop(0)
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        except BaseException:
+            self._left.release()
+            raise
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back; no copy may use it any more."""
+        with self._lock:
+            self._free.append(buffer)
+        self._left.release()
+
+    def close(self) -> None:
+        """Free the buffers that are not in use."""
+        with self._lock:
+            self._free.clear()
+
+
+class Piece:
+    """Some chunks' blocks in a staging buffer, `[layer][block][page]`, without those to skip.
+
+    `blocks` are the device's block ids in the buffer's order; `layout` describes the buffer as
+    if it were the engine's memory, with `places` as the block ids of each chunk there.
+    """
+
+    def __init__(self, layout: Layout, chunks: Sequence[Sequence[int]], pool: StagingPool) -> None:
+        self.blocks = [block for chunk in chunks for block in chunk if block != SKIP]
+        places = iter(range(len(self.blocks)))
+        self.places = [
+            [SKIP if block == SKIP else next(places) for block in chunk] for chunk in chunks
+        ]
+        self._pool = pool
+        self._buffer = pool.take(paged_of(layout).payload_bytes(max(1, len(self.blocks))))
+        self.address = self._buffer.data_ptr()
+        self.layout = staged(layout, self._buffer, len(self.blocks))
+
+    def give_back(self) -> None:
+        """Give the buffer back to its pool."""
+        self._pool.give_back(self._buffer)
+
+
+def paged_of(layout: Layout) -> PagedLayout:
+    """Return the pages of the engine's memory, whatever the format."""
+    if isinstance(layout, PortableLayout):
+        return layout.paged
+    assert isinstance(layout, PagedLayout)
+    return layout
+
+
+def staged(layout: Layout, buffer: torch.Tensor, blocks: int) -> Layout:
+    """Return the layout of so many blocks, `[run][block][page]`, in a buffer of bytes.
+
+    The inside of pages is that of `layout`; only the pages lie elsewhere.
+    """
+    paged = paged_of(layout)
+    blocks = max(1, blocks)
+    runs, start = [], buffer.data_ptr()
+    for run in paged.layers:
+        runs.append(replace(run, pointer=start, block_stride_bytes=run.page_bytes))
+        start += run.page_bytes * blocks
+    tensors = (buffer,) * len(runs)
+    there = replace(paged, layers=tuple(runs), num_blocks=blocks, tensors=tensors)
+    if not isinstance(layout, PortableLayout):
+        return there
+    geometry = layout.geometry
+    planes = tuple(
+        tuple(_moved(plane, paged.layers, there, geometry.kernel_blocks, buffer) for plane in layer)
+        for layer in geometry.layers
+    )
+    return PortableLayout(there, HeadGeometry(planes, geometry.kernel_blocks))
+
+
+def _moved(
+    plane: Plane, runs: Sequence[PageRun], there: PagedLayout, ratio: int, buffer: torch.Tensor
+) -> Plane:
+    """Return a plane as it lies in a buffer, `ratio` kernel blocks in each of its blocks."""
+    block, head, token, element = plane.strides
+
+    def place(address: int) -> tuple[int, PageRun]:
+        """Return where an address of block 0 lies now, and in which run."""
+        for run, moved in zip(runs, there.layers, strict=True):
+            if 0 <= address - run.pointer < run.page_bytes:
+                return moved.pointer + address - run.pointer, moved
+        raise LayoutError(f"{plane.name} of {plane.layer} is not in its layer's pages")
+
+    start, run = place(plane.pointer)
+    if plane.view.shape[1] > 1:
+        head = place(plane.pointer + head)[0] - start
+    if ratio == 1:
+        block = run.page_bytes
+    item = plane.item_bytes
+    elements = buffer[: buffer.numel() // item * item].view(plane.view.dtype)
+    view = elements.as_strided(
+        (there.num_blocks * ratio, *plane.view.shape[1:]),
+        [stride // item for stride in (block, head, token, element)],
+        (start - buffer.data_ptr()) // item,
+    )
+    return replace(plane, view=view)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Intel GPUs, by `torch.xpu`: copies through pinned staging memory, blocks gathered by index.
+
+Proven on the simulated device of `tests/simulators`, which is stricter about order than a real
+one; never run on hardware by us.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvhaven.devices.gather import IndexCopier
+from kvhaven.devices.streams import StreamDevice
+from kvhaven.layouts import PagedLayout
+
+
+class _Xpu:
+    """What `StreamDevice` has to know of Intel GPUs.
+
+    The arena is not registered with the driver, for which torch has no call: staging memory
+    is pinned instead, and only that is copied from and to.
+    """
+
+    name = "xpu"
+    collective_backend = "xccl"
+    kernel_tag = "xpu"
+    stages = True
+    stores_end_in_call = False
+    submits_in_thread = True
+    pins_staging = True
+
+    def __init__(self) -> None:
+        self.torch_api: Any = torch.xpu
+        self._copier = IndexCopier("xpu")
+
+    def event(self) -> Any:
+        """Return a new event."""
+        return self.torch_api.Event()
+
+    def copy(
+        self, layout: PagedLayout, blocks: Sequence[int], host: int, *, to_host: bool
+    ) -> object:
+        """Gather or scatter on the device."""
+        return self._copier.copy(layout, blocks, host, to_host=to_host)
+
+    def flush(self) -> None:
+        """Do nothing: work starts when it is submitted."""
+
+    def register(self, address: int, size: int) -> None:
+        """Do nothing: copies use staging memory."""
+
+    def unregister(self, address: int, size: int) -> None:
+        """Do nothing."""
+
+
+def open_xpu(copy_threads: int = 1, index: int | None = None) -> StreamDevice:
+    """Open an Intel GPU. Raises `IncompatibleEngineError` if there is none of that index."""
+    return StreamDevice(_Xpu(), copy_threads, index)
+
+
+def unavailable() -> str:
+    """Return why there is no Intel GPU to use, or an empty text if there is one."""
+    if not torch.xpu.is_available():
+        return (
+            f"torch.xpu.is_available() is False (torch {torch.__version__}; no GPU visible, no "
+            "driver, or torch is built without XPU)"
+        )
+    return ""

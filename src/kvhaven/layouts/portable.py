@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The portable format: one shard a KV head, that any understood layout can be read into."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from kvhaven.errors import LayoutError
+from kvhaven.layouts.base import IntArray, Pieces, shard_stride
+from kvhaven.layouts.geometry import HeadGeometry
+from kvhaven.layouts.paged import PagedLayout
+from kvhaven.types import ShardId
+
+
+@dataclass(frozen=True, eq=False)
+class PortableLayout:
+    """One rank's KV as canonical shards, one a KV head, whatever the engine's own layout.
+
+    A shard's payload is `[layer][K, V][token][head_dim]` for the tokens of the chunk in order
+    (for MLA `[layer][token][latent]`), little-endian, in the engine's own element type. So it
+    depends neither on the block size nor on how many ranks share the heads.
+    """
+
+    paged: PagedLayout
+    geometry: HeadGeometry
+
+    @property
+    def num_blocks(self) -> int:
+        """The engine's blocks: ids are 0 to `num_blocks - 1`."""
+        return self.paged.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.paged.block_size
+
+    @property
+    def heads(self) -> int:
+        """KV heads of this rank."""
+        return self.geometry.heads
+
+    @property
+    def shards(self) -> int:
+        """How many shards of a chunk this rank holds: one for each of its heads, in order."""
+        return self.heads
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The engine's own tensors."""
+        return self.paged.tensors
+
+    @property
+    def description(self) -> str:
+        """The layout in words."""
+        return f"portable, {self.heads} heads, read from {self.paged.description}"
+
+    def shard_bytes(self, blocks: int) -> int:
+        """Return the payload's size of each head's shard of a chunk of that many blocks."""
+        geometry = self.geometry
+        return len(geometry.layers) * geometry.token_bytes * self.block_size * blocks
+
+    def shard_stride(self, blocks: int) -> int:
+        """Return the distance from a head's shard to the next: a multiple of 4096."""
+        return shard_stride(self.shard_bytes(blocks))
+
+    def payload_bytes(self, blocks: int) -> int:
+        """Return the size of a chunk's memory, from the first head's shard to the last's end."""
+        return (self.heads - 1) * self.shard_stride(blocks) + self.shard_bytes(blocks)
+
+    def geometry_fields(self, *, layers: int, heads: int) -> dict[str, str]:
+        """Return what the namespace must say: KV of other geometry can not be exchanged.
+
+        `layers` and `heads` are the whole model's.
+        """
+        geometry = self.geometry
+        return {
+            "kv_planes": ",".join(plane.name for plane in geometry.planes),
+            "kv_layers": str(layers),
+            "kv_heads": str(heads),
+            "kv_head_dims": ",".join(map(str, geometry.head_dims)),
+            "kv_dtype": geometry.dtype,
+        }
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """One piece for a head's tokens of a block where they are dense, else one a token.
+
+        Raises `LayoutError` where not even the elements of a token are next to each other (K on
+        the CPU).
+        """
+        geometry = self.geometry
+        item, tokens = geometry.item_bytes, geometry.kernel_block_size
+        planes = [plane for layer in geometry.layers for plane in layer]
+        scattered = [plane for plane in planes if plane.strides[3] != item]
+        if scattered:
+            raise LayoutError(
+                f"{scattered[0].name} of {scattered[0].layer} has its elements "
+                f"{scattered[0].strides[3]} bytes apart: only the CPU copies such, in its own way"
+            )
+        row = np.array([plane.head_dim * item for plane in planes], dtype=np.int64)
+        dense = all(plane.strides[2] == plane.head_dim * item for plane in planes)
+        whole = row * self.block_size
+        heads = np.arange(self.heads, dtype=np.int64)
+        pointer, block, head, token = (
+            np.array(values, dtype=np.int64)
+            for values in zip(*((p.pointer, *p.strides[:3]) for p in planes), strict=True)
+        )
+
+        def of_each_head(values: IntArray) -> IntArray:
+            return np.tile(values, self.heads)
+
+        return Pieces(
+            device=(pointer + heads[:, None] * head).ravel(),
+            block_stride=of_each_head(block),
+            piece_stride=of_each_head(token),
+            size=of_each_head(row * tokens if dense else row),
+            shard=np.repeat(heads, len(planes)),
+            before=of_each_head(np.cumsum(whole) - whole),
+            per_block=1 if dense else tokens,
+            kernel_blocks=geometry.kernel_blocks,
+        )
+
+
+def head_shards(
+    total_heads: int, tp_size: int, tp_rank: int, *, group: int, layers: tuple[int, int]
+) -> list[ShardId]:
+    """Return the shards that a tensor-parallel rank holds in the portable format, in order.
+
+    With fewer heads than ranks, a head is held by several ranks, and its shard is the same for
+    all of them: any may write it, all read it. MLA has one head. Raises `LayoutError` for
+    numbers that do not divide, and for a rank that is none.
+    """
+    if not 0 <= tp_rank < tp_size or total_heads < 1:
+        raise LayoutError(f"rank {tp_rank} of {tp_size} with {total_heads} KV heads cannot be")
+    if total_heads % tp_size and tp_size % total_heads:
+        raise LayoutError(
+            f"{total_heads} KV heads cannot be split evenly over {tp_size} ranks, nor the other "
+            "way round; choose another tensor_parallel_size"
+        )
+    first = tp_rank * total_heads // tp_size
+    end = max(first + 1, (tp_rank + 1) * total_heads // tp_size)
+    return [ShardId(group, layers, (head, head + 1)) for head in range(first, end)]

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the parts of the extension offer each other, and what it notes for the tests.
+#pragma once
+
+#include <string>
+
+#include "scheduler.h"
+
+namespace simulator {
+
+// What may be done with an operator on a device.
+enum class Allowed { kNo = 0, kLater = 1, kWaits = 2 };
+Allowed allowed(const World& world, const std::string& op);
+
+// A thread is about to wait for the device: say so to the test, with what it does.
+void note_synchronization(const World& world, const char* what);
+
+// Work of this shape was issued. Throws if that is a new one above the test's limit.
+void note_shape(const World& world, const std::string& shape);
+
+// Start what is recorded (lazy mode), which is a graph of its own.
+void flush(World& world);
+
+void register_guards();
+
+}  // namespace simulator

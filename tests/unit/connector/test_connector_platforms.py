@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's platforms do not do for a connector: Gaudi's runner above all."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the connector is vLLM's")
+
+from kvhaven.errors import IncompatibleEngineError, UnreportedLoadError
+from kvhaven.integrations.vllm.compat import attention_backend, kv_form, never_raises
+from kvhaven.integrations.vllm.metadata import LoadJob
+from kvhaven.integrations.vllm.platforms import platform_of, require_supported_platform
+from kvhaven.integrations.vllm.stats import KVHavenStats
+from kvhaven.integrations.vllm.worker_loads import RankLoads
+from tests.simulation.connector_kit import Bench, make_request, run_new, scheduled
+
+pytestmark = pytest.mark.slow
+
+
+def config_of(
+    device: str,
+    *,
+    prefix_caching: bool = True,
+    cache_dtype: str = "auto",
+    layers: Mapping[str, Any] | None = None,
+) -> Any:
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching, cache_dtype=cache_dtype),
+        compilation_config=SimpleNamespace(static_forward_context=layers or {}),
+    )
+
+
+def test_gaudi_without_prefix_caching_is_refused() -> None:
+    with pytest.raises(
+        IncompatibleEngineError, match=r"enable_prefix_caching is off.*switch it on"
+    ):
+        require_supported_platform(config_of("hpu", prefix_caching=False))
+    require_supported_platform(config_of("hpu"))
+    require_supported_platform(config_of("cpu", prefix_caching=False))
+
+
+def test_gaudi_with_dynamic_kv_quantisation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised = config_of("hpu", cache_dtype="fp8_inc")
+    require_supported_platform(quantised)
+    monkeypatch.setenv("QUANT_CONFIG", "quant.json")
+    monkeypatch.setenv("VLLM_DYNAMIC_KV_QUANT", "1")
+    with pytest.raises(IncompatibleEngineError, match="VLLM_DYNAMIC_KV_QUANT is set"):
+        require_supported_platform(quantised)
+    require_supported_platform(config_of("hpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "between_steps", "hears"),
+    [("cpu", False, True), ("hpu", False, False), ("cuda", True, True), ("xpu", True, True)],
+)
+def test_loads_and_reports_are_as_the_runner_has_them(
+    device: str, *, between_steps: bool, hears: bool
+) -> None:
+    platform = platform_of(config_of(device))
+    assert (platform.loads_between_steps, platform.hears_workers) == (between_steps, hears)
+
+
+def test_without_reports_a_save_is_over_with_its_step(bench: Bench) -> None:
+    side = bench.side(hears_workers=False)
+    assert len(run_new(side, make_request(32), 32).saves) == 1
+    assert side.plan_step(scheduled()).fence == []
+    assert side._saves.under_way == 0
+    again = run_new(side, make_request(40, "again"), 40, blocks=range(10))
+    assert again.fence == [], "its blocks are free: the copy ended within the step"
+
+
+def test_a_load_that_fails_unheard_ends_the_engine() -> None:
+    loads = RankLoads(
+        None,  # type: ignore[arg-type]  # nothing is acknowledged for a job without a service
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        0,
+        KVHavenStats(),
+        heard=False,
+    )
+    job = LoadJob("r", 1, "", (), (), (((1,),),), False)
+    with pytest.raises(UnreportedLoadError, match=r"request r: a load failed .why., and on this"):
+        loads._fail(job, "why")
+
+
+def test_that_error_alone_passes_the_hooks() -> None:
+    class Hooks:
+        def __init__(self) -> None:
+            self.reported_errors: set[str] = set()
+
+        def count_error(self) -> None:
+            """Count nothing."""
+
+        @never_raises(lambda: "default")
+        def hook(self, error: Exception) -> str:
+            raise error
+
+    assert Hooks().hook(ValueError("any")) == "default"
+    with pytest.raises(UnreportedLoadError):
+        Hooks().hook(UnreportedLoadError("wrong KV"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [
+        (lambda b, n, h, d: (2, b, n, h, d), "2BNHD"),
+        (lambda b, n, h, d: (b, 2, n, h, d), "B2NHD"),
+        (lambda b, n, h, d: (2, b, h, n, d), "2BHND"),
+        (lambda b, n, h, d: (b, h, n, 2 * d), None),
+        (lambda b, n, h, d, more: (b, n, h, d, more), None),
+    ],
+)
+def test_the_form_of_kv_tensors_is_seen_in_the_shape_that_a_backend_asks_for(
+    shape: Any, form: str | None
+) -> None:
+    assert kv_form(type("Backend", (), {"get_kv_cache_shape": staticmethod(shape)})) == form
+
+
+def test_layers_of_several_backends_are_refused() -> None:
+    one, two = type("One", (), {}), type("Two", (), {})
+    layers = {
+        name: SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
+        for name, backend in (("a", one), ("b", one), ("c", two))
+    }
+    config = config_of("cuda", layers=layers)
+    assert attention_backend(config, ["a", "b"]) is one
+    assert attention_backend(config, ["unknown"]) is None
+    with pytest.raises(IncompatibleEngineError, match=r"several attention backends .One, Two."):
+        attention_backend(config, ["a", "c"])

@@ -25,14 +25,8 @@ from kvhaven.integrations.vllm.connector import KVHavenConnector
 from kvhaven.integrations.vllm.scheduler import SchedulerSide
 from tests.simulation.connector_kit import make_request, wait_until
 from tests.simulation.engine_model import Model
-from tests.simulation.engine_world import (
-    BLOCK,
-    Engine,
-    Node,
-    Setup,
-    make_config,
-    make_kv_cache_config,
-)
+from tests.simulation.engine_world import BLOCK, Engine, Setup, make_config, make_kv_cache_config
+from tests.simulation.node import Node
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from tests.simulation.connector_kit import (
     scheduled,
     wait_until,
 )
-from tests.simulation.engine_world import Node, running_node
+from tests.simulation.node import Node, running_node
 
 pytestmark = pytest.mark.slow
 

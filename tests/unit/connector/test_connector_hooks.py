@@ -92,7 +92,7 @@ def test_the_answers_that_do_not_depend_on_requests(engine: Engine) -> None:
 
 
 def test_hit_sources_are_vllms_and_add_up(engine: Engine, node: Node) -> None:
-    CacheHitSource = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
+    kinds = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
 
     run(engine, "first", PROMPT)
     wait_until(lambda: node.status().catalog.resident_chunks >= 4)
@@ -106,7 +106,7 @@ def test_hit_sources_are_vllms_and_add_up(engine: Engine, node: Node) -> None:
 
     engine.connector.get_external_cache_hit_sources = watch
     run(engine, "second", PROMPT)
-    assert seen == {64: {CacheHitSource.HOST: 64}}
+    assert seen == {64: {kinds.HOST: 64}}
 
 
 def test_statistics_go_through_vllms_own_classes_found_by_name(engine: Engine, node: Node) -> None:

@@ -106,7 +106,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bool, switch("Refuse to start where memory does not suffice, not take a smaller arena.")
     ] = False
     cache_policy: Annotated[
-        Literal["LRU"], setting("Which chunks leave the arena first.", "LRU")
+        Literal["LRU", "LFU", "FIFO", "MRU", "S3-FIFO"],
+        setting("Which chunks leave the arena first.", "LRU, LFU, FIFO, MRU or S3-FIFO"),
     ] = "LRU"
     verify_memory: Annotated[
         Literal["off", "sample", "always"],

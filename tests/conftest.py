@@ -28,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     del config
     for name in list(os.environ):
         keep = name in NOT_SETTINGS or name.startswith(NOT_SETTINGS_PREFIXES)
-        if name == "KVHAVEN_CONFIG_FILE" or (name.startswith("KVHAVEN_") and not keep):
+        ours = name.startswith(("KVHAVEN_", "LMCACHE_"))
+        if name == "KVHAVEN_CONFIG_FILE" or (ours and not keep):
             del os.environ[name]
 
 

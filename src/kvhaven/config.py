@@ -2,10 +2,10 @@
 """Settings: one typed model, every source, every check.
 
 `load_settings` merges, first match wins: vLLM's `kv_connector_extra_config`, environment
-variables `KVHAVEN_<NAME>`, a YAML file (`KVHAVEN_CONFIG_FILE`), the defaults below. What is
-unknown, malformed or contradictory is refused at start; nothing is ignored in silence.
-How a value is written (sizes, switches, paths) is `config_values`; where it is found is
-`config_sources`.
+variables `KVHAVEN_<NAME>`, a YAML file (`KVHAVEN_CONFIG_FILE`), LMCache's variables and file, the
+defaults below. What is unknown, malformed or contradictory is refused at start; nothing is ignored
+in silence. How a value is written (sizes, switches, paths) is `config_values`; where it is found is
+`config_sources`, and for LMCache's settings `config_lmcache`.
 """
 
 import os
@@ -15,11 +15,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvhaven.config_lmcache import read_lmcache
 from kvhaven.config_sources import DEFAULT, RawValue, read_sources
 from kvhaven.config_values import (
     GIB,
     MIB,
     SettingInfo,
+    Value,
     duration,
     format_size,
     parse_value,
@@ -31,7 +33,7 @@ from kvhaven.config_values import (
     switch,
 )
 
-__all__ = ["Resolved", "SettingRow", "Settings", "load_settings", "setting_infos"]
+__all__ = ["Resolved", "SettingRow", "Settings", "check_value", "load_settings", "setting_infos"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +108,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bool, switch("Refuse to start where memory does not suffice, not take a smaller arena.")
     ] = False
     cache_policy: Annotated[
-        Literal["LRU"], setting("Which chunks leave the arena first.", "LRU")
+        Literal["LRU", "LFU", "FIFO", "MRU", "S3-FIFO"],
+        setting("Which chunks leave the arena first.", "LRU, LFU, FIFO, MRU or S3-FIFO"),
     ] = "LRU"
     verify_memory: Annotated[
         Literal["off", "sample", "always"],
@@ -258,7 +261,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """Settings and where each came from.
 
     An origin is an environment variable's name, `kv_connector_extra_config`, `<file>:<line>`
-    or `default`. `notes` are sentences about settings that are given but have no effect.
+    (`LMCache's <file>:<line>`) or `default`. `notes` are sentences about settings that are given
+    but have no effect, for the log at start.
     """
 
     settings: Settings
@@ -293,29 +297,40 @@ def load_settings(
 
     Raises `ConfigError`, which names the key, where it came from, its value and what is
     allowed, for anything unknown, malformed, out of range or contradictory, also where a
-    source with precedence hides it.
+    source with precedence hides it. Of LMCache's settings only those that count are checked:
+    what is right there may be wrong here, and setting ours is the way out.
     """
     names = [info.name for info in _INFOS]
-    sources = read_sources(names, extra, os.environ if environ is None else environ, yaml_file)
+    environ = os.environ if environ is None else environ
+    sources = read_sources(names, extra, environ, yaml_file)
     values: dict[str, object] = {}
     raws: dict[str, RawValue] = {}
     for source in sources:
         for name, raw in source.items():
-            value = parse_value(_BY_NAME[name], raw)
-            _refuse_what_comes_later(name, value, raw)
+            value = check_value(name, raw)
             if name not in raws:
                 values[name], raws[name] = value, raw
+    lmcache = read_lmcache(environ)
+    for name, raw in lmcache.taken.items():
+        if name not in raws:
+            values[name], raws[name] = check_value(name, raw), raw
     settings = msgspec.convert(values, Settings)
     _cross_check(settings, raws)
     origins = {name: raws[name].origin if name in raws else DEFAULT for name in names}
-    return Resolved(settings, origins, _notes(settings, raws))
+    notes = [*_notes(settings, raws), lmcache.note]
+    return Resolved(settings, origins, tuple(note for note in notes if note is not None))
 
 
-def _refuse_what_comes_later(name: str, value: object, raw: RawValue) -> None:
-    """Refuse what is a legal value elsewhere but not yet here, and say what to do instead."""
+def check_value(name: str, raw: RawValue) -> Value:
+    """Return a setting's value by itself. Raises `ConfigError` if it is not allowed.
+
+    That is also a legal value elsewhere that cannot be had here yet; it says what to do instead.
+    """
+    value = parse_value(_BY_NAME[name], raw)
     advice = _NOT_YET.get((name, value))
     if advice is not None:
         refuse(_BY_NAME[name], raw, advice)
+    return value
 
 
 def _cross_check(settings: Settings, raws: Mapping[str, RawValue]) -> None:
@@ -331,7 +346,7 @@ def _cross_check(settings: Settings, raws: Mapping[str, RawValue]) -> None:
         )
 
 
-def _notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
+def _notes(settings: Settings, raws: Mapping[str, RawValue]) -> list[str]:
     """Name the settings that are given but have no effect beside the others."""
     notes = []
     if settings.service_address is not None:
@@ -345,7 +360,7 @@ def _notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
         disk = [name for name in _DISK_ONLY if name in raws]
         if disk:
             notes.append(f"{', '.join(disk)} without effect: local_disk is not set")
-    return tuple(notes)
+    return notes
 
 
 _INFOS = settings_of(Settings)

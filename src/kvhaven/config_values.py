@@ -226,11 +226,7 @@ def _parse_choice(info: SettingInfo, value: object) -> str:
     if isinstance(value, bool):  # JSON's true, where "on" is meant
         value = "on" if value else "off"
     by_lower = {choice.lower(): choice for choice in info.choices}
-    try:
-        return by_lower[_known(str(value), by_lower)]
-    except ValueError:
-        later = _COMES_LATER.get((info.name, str(value).lower()))
-        raise ValueError(later or "") from None
+    return by_lower[_known(str(value), by_lower)]
 
 
 def _known(text: str, among: Mapping[str, object]) -> str:
@@ -269,8 +265,4 @@ _PARSERS: dict[Kind, Callable[[SettingInfo, object], Value]] = {
     "size": lambda _info, value: parse_size(value),
     "path": _parse_path,
     "socket": _parse_socket,
-}
-_COMES_LATER = {
-    ("cache_policy", policy): "this policy comes later; use LRU or leave it out"
-    for policy in ("lfu", "fifo", "mru", "s3-fifo", "tinylfu")
 }

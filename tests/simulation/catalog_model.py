@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog, TierSpec
 from kvhaven.catalog.actions import Leased, TierName
-from kvhaven.catalog.policy import LRU
+from kvhaven.catalog.policies import POLICIES
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import (
     PAGE_BYTES,
@@ -187,12 +187,17 @@ class Memory:
 
 
 class World:
-    """What all parts of the simulation share. `choose` decides what is left to chance."""
+    """What all parts of the simulation share. `choose` decides what is left to chance.
 
-    def __init__(self, choose: Choose) -> None:
+    `policy` is the name of the catalog's eviction policy.
+    """
+
+    def __init__(self, choose: Choose, policy: str = "lru") -> None:
         self.choose = choose
         self.allocator = SlabAllocator({0: ARENA_BYTES}, slab_bytes=16 << 10)
-        self.catalog = Catalog(self.allocator, LRU(), tiers=TIERS, write_queue_bytes=64 << 10)
+        self.catalog = Catalog(
+            self.allocator, POLICIES[policy](), tiers=TIERS, write_queue_bytes=64 << 10
+        )
         self.memory = Memory()
         self.counts: Counter[str] = Counter()
         for namespace in BY_DIGEST.values():

@@ -17,8 +17,8 @@ class Node:
     so that the model alone has to find what is wrong.
     """
 
-    def __init__(self, choose: Choose, audit_every: int = 4) -> None:
-        self.world = World(choose)
+    def __init__(self, choose: Choose, audit_every: int = 4, policy: str = "lru") -> None:
+        self.world = World(choose, policy)
         self.engines = Engines(self.world)
         self.tiers = FakeTiers(self.world)
         self.saving = Saving(self.world, self.engines)

@@ -15,6 +15,7 @@ import pytest
 from kvhaven.catalog.actions import Grant, MemberId
 from kvhaven.catalog.entries import Entry, NamespaceState, State
 from kvhaven.catalog.leases import Leases
+from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.sessions import Lease, Member, Session
 from kvhaven.errors import KVHavenError
@@ -25,10 +26,10 @@ EVENTS = int(os.environ.get("KVHAVEN_EVENTS", "60000"))
 SEED = int(os.environ.get("KVHAVEN_SEED") or random.SystemRandom().randrange(1 << 32))
 
 
-def simulate(seed: int, events: int, audit_every: int) -> Counter[str]:
+def simulate(seed: int, events: int, audit_every: int, policy: str = "lru") -> Counter[str]:
     """Run one history and return how often what happened."""
     rng = random.Random(seed)
-    node = Node(lambda n: int(rng.random() * n), audit_every)
+    node = Node(lambda n: int(rng.random() * n), audit_every, policy)
     weights = [weight for weight, _ in node.events]
     methods = [method for _, method in node.events]
     for number, event in enumerate(rng.choices(methods, weights, k=events)):
@@ -53,6 +54,18 @@ def test_no_history_breaks_a_promise() -> None:
             *("twins", "shared"),
         )
         assert not [what for what in wanted if counts[what] < 5], f"seed {SEED}: {counts}"
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"lru"}))
+def test_no_policy_breaks_a_promise(policy: str) -> None:
+    """What is kept is a policy's choice; what is promised is not."""
+    events = max(1, EVENTS // 10)
+    try:
+        counts = simulate(SEED, events, audit_every=4, policy=policy)
+    except BaseException:
+        print(f"replay with KVHAVEN_SEED={SEED} KVHAVEN_EVENTS={EVENTS}")  # noqa: T201
+        raise
+    assert events < 5000 or counts["evictions"] > 5, f"seed {SEED}: {counts}"
 
 
 def simulate_some() -> None:

@@ -216,7 +216,7 @@ class Leases:
             lease.slots.append(entry)
         if touched:
             space.touch(touched)
-            space.touch(lease.slots[:first])
+            space.arrange(lease.slots[:first][::-1])
         return begun
 
     def _plan(self, namespace: NamespaceState, keys: Sequence[ChunkKey], room: int) -> list[_Slot]:

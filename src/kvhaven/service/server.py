@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog, TierSpec
 from kvhaven.catalog.actions import TierName, Update
-from kvhaven.catalog.policy import POLICIES
+from kvhaven.catalog.policies import POLICIES
 from kvhaven.config import Settings
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import (

@@ -65,6 +65,7 @@ class Entry:
         "owner",
         "parent",
         "reading",
+        "reused",
         "stamp",
         "state",
         "writers",
@@ -87,8 +88,9 @@ class Entry:
         self.bitmap = 0  # shards that are written; complete when resident
         self.checksums: list[Checksum | None] | tuple[Checksum, ...] = ()
         self.leases = 0
-        self.writes = 0  # tiers that are writing from it
+        self.writes = 0  # tiers that are writing from it, or will (in the mode "through")
         self.reading = False  # a tier is reading into it
+        self.reused = False  # used since it was computed, or was in a tier
         self.fresh = False  # promoted, and not leased since: its first lease comes from a tier
         self.writers: dict[MemberId, int] | None = None  # who may still write, and which shards
         self.owner: SaveId | None = None  # whose reservation it is

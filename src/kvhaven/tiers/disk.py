@@ -12,8 +12,8 @@ from typing import Final, Literal, TypeVar
 
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard, TierAudit, TierHealth
+from kvhaven.tiers.condition import Condition
 from kvhaven.tiers.disk_audit import audit
-from kvhaven.tiers.disk_condition import Condition
 from kvhaven.tiers.disk_files import Listed, ShardFiles, ShardRejectedError, direct_io_works
 from kvhaven.tiers.disk_index import Index
 from kvhaven.tiers.disk_lock import Directory, DirectoryHeldError
@@ -73,8 +73,9 @@ class DiskTier:
         self._retry_s = retry_s
         self._keep_rejected = keep_rejected
         self._title = f"disk tier {path}"
+        slowest = executor.longest_running_s
         self._condition = Condition(
-            self._title, executor, clock, failures=failures, retry_s=retry_s, stall_s=stall_s
+            self._title, slowest, clock, failures=failures, retry_s=retry_s, stall_s=stall_s
         )
         self._opened: OpenStore | None = None
         self._index = Index()
@@ -378,7 +379,7 @@ class DiskTier:
         if not self._epoch:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         directory = Directory(self.path)
-        direct = self._direct_io != "off" and direct_io_works(directory)
+        direct = self._direct_io != "off" and direct_io_works(directory.fd)
         if self._direct_io == "on" and not direct:
             directory.close()
             raise TierError('its file system takes no direct I/O: set it "auto" or "off"')

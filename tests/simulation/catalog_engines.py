@@ -259,10 +259,14 @@ class Engines:
 
     # What others need of them
 
-    def waiting(self) -> list[Ticket]:
-        """Return the tickets that wait."""
+    def awaited(self) -> list[tuple[set[ChunkKey], ChunkKey | None]]:
+        """Return, for each lease that waits, the chunks it waits for and the one it asks for."""
         sessions = self._world.catalog._sessions.sessions.values()
-        return [t for home in sessions for t, lease in home.leases.items() if not lease.final]
+        waiting = [lease for home in sessions for lease in home.leases.values() if not lease.final]
+        return [
+            (set(lease.waiting), lease.keys[len(lease.slots)] if lease.lookups else None)
+            for lease in waiting
+        ]
 
     def process(self, wanted: Callable[[Process], bool]) -> Process | None:
         """Return one of these processes, if there are any."""

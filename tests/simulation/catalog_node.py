@@ -67,8 +67,8 @@ class Node:
         if self._audit_every and self._count % self._audit_every == 0:
             self.world.catalog.check()
             assert self.world.allocator.used_bytes <= ARENA_BYTES
-        waits = self.engines.waiting()
-        assert not waits or self.tiers.awaited, f"{waits} wait for nothing that is under way"
+        for read, asked in self.engines.awaited():
+            self.tiers.must_answer(read, asked)
 
     def finish(self) -> None:
         """Everybody is gone and the tiers have answered: nothing but resident chunks is left."""

@@ -48,11 +48,13 @@ class FakeTiers:
         """Whether anything is under way."""
         return bool(self._reads or self._writes or self._lookups)
 
-    @property
-    def awaited(self) -> bool:
-        """Whether anything is under way that a lease may wait for."""
-        asked = any(self._world.online[lookup.tier] for lookup, _ in self._lookups)
-        return bool(self._reads) or asked
+    def must_answer(self, read: set[ChunkKey], asked: ChunkKey | None) -> None:
+        """Assert that what a lease waits for is under way, and not in a tier that is offline."""
+        reads = {action.key for action, _ in self._reads}
+        assert read <= reads, "a lease waits for a read that is not under way"
+        online = (action for action, _ in self._lookups if self._world.online[action.tier])
+        told = asked is None or any(asked in action.keys for action in online)
+        assert told, "a lease waits for an answer that does not come"
 
     def begin(self, action: TierLookup | TierRead | TierWrite | TierDelete) -> None:
         """Begin an action of the catalog."""

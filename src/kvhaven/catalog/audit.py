@@ -40,6 +40,8 @@ def check(
     reads = sum(sum(i.reads.values()) for i in tiers.indexes.values())
     reading = sum(e.reading for e in space.held.values())
     assert reads == reading, f"{reads} tier reads are under way, but {reading} extents are filled"
+    filling = sum(i.reading_bytes for i in tiers.indexes.values())
+    assert filling == space.promoting_bytes, f"tiers fill {filling} bytes"
     writes = Counter(e.extent.generation for w in tiers.writes.values() for e in w.writing.values())
     for through in (w for w in tiers.writes.values() if w.pins):
         writes.update(e.extent.generation for e in through.queue)

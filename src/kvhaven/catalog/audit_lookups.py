@@ -19,6 +19,8 @@ def check_lookups(sessions: Sessions, tiers: Tiers, leases: Leases) -> None:
     known = {id(lease) for lease in (*everyone, *leases.prefetches)}
     for presence in tiers.shared.values():
         _check_presence(presence, known)
+        filling = presence.reading_bytes
+        assert filling <= leases.shared_limit, f"tier {presence.spec.name} fills {filling} bytes"
 
 
 def _check_lease(lease: Lease, tiers: Tiers) -> None:

@@ -24,7 +24,7 @@ def collect(
     reservations: Reservations,
 ) -> CatalogStats:
     """Return all figures; the cost grows with namespaces and leases, not with chunks."""
-    usage = {name: index.figures().usage for name, index in tiers.indexes.items()}
+    usage = {name: index.figures().usage for name, index in tiers.own.items()}
     quarantine = {m.id: _quarantined(m, sessions) for m in sessions.lost()}
     held: dict[int, Entry] = {}
     for entries in quarantine.values():

@@ -34,7 +34,9 @@ class Leases:
 
     A promotion is for whoever waits when it ends. Nobody who waits holds up anyone: the
     space for all promotions of an acquire is reserved before the first is asked for, and
-    leased and promoting bytes together stay within `pin_limit`.
+    leased and promoting bytes together stay within `pin_limit`. Promotions from shared tiers
+    stay within half of that, however many there are: when one hangs, so do its reads, and what
+    is resident or on our own disk must still find room.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Leases:
         actions: list[Action],
     ) -> None:
         self.pin_limit = pin_limit
+        self.shared_limit = pin_limit // 2 // max(1, len(tiers.shared))  # for each of them
         self.waiters: dict[ChunkKey, list[Lease]] = {}
         self.prefetches: set[Lease] = set()  # nobody's leases, which wait for lookups
         self.hits = 0
@@ -153,7 +156,7 @@ class Leases:
         if checksums is None:
             self.failed_promotions += 1
             index.forget(key)
-        index.read_ended(key)
+        index.read_ended(key, extent.length)
         if entry.state is State.DOOMED:
             space.read_ended(entry)
             return None
@@ -285,6 +288,7 @@ class Leases:
         seen: set[ChunkKey] = {entry.key for entry in lease.slots}
         size = namespace.extent_bytes
         room = self.pin_limit - self._space.leased_bytes - self._space.promoting_bytes
+        shared = {n: self.shared_limit - t.reading_bytes for n, t in self._tiers.shared.items()}
         for key in keys:
             entry = self._space.entries.get(key)
             tier = self._tiers.source(key, namespace) if entry is None else None
@@ -296,6 +300,10 @@ class Leases:
                 return plan, entry is None and key not in seen
             if entry is None or (entry.state is State.RESIDENT and not entry.leases):
                 room -= size
+            if entry is None and tier is not None and tier.spec.name in shared:
+                shared[tier.spec.name] -= size
+                if shared[tier.spec.name] < 0:
+                    break
             if room < 0:
                 break
             seen.add(key)

@@ -59,6 +59,7 @@ class Presence:
         self.spec = spec
         self.online = True
         self.reads: dict[ChunkKey, int] = {}
+        self.reading_bytes = 0
         self.writing_bytes = 0
         self.now = 0.0
         self.known: OrderedDict[ChunkKey, _Answer] = OrderedDict()  # the oldest answer first
@@ -126,13 +127,15 @@ class Presence:
 
     # Reading and writing
 
-    def read_begins(self, key: ChunkKey) -> None:
-        """Count a read."""
+    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
+        """Count a read, which fills so many bytes of the arena."""
+        self.reading_bytes += bytes_
         self.reads[key] = self.reads.get(key, 0) + 1
 
-    def read_ended(self, key: ChunkKey) -> None:
+    def read_ended(self, key: ChunkKey, bytes_: int) -> None:
         """End a read; raises KeyError when there is none."""
         left = self.reads[key] - 1
+        self.reading_bytes -= bytes_
         if left:
             self.reads[key] = left
         else:

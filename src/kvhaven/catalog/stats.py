@@ -15,7 +15,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class NamespaceStats(msgspec.Struct, frozen=True):
-    """Where a namespace's chunks are. A chunk may be in several places."""
+    """Where a namespace's chunks are, as far as is known. A chunk may be in several places."""
 
     fields: dict[str, str]
     memory: Usage

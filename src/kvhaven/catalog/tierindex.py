@@ -36,6 +36,7 @@ class TierIndex:
         self.online = True
         self.stored: OrderedDict[ChunkKey, Stored] = OrderedDict()
         self.used_bytes = 0
+        self.reading_bytes = 0
         self.writing_bytes = 0  # of writes that are under way
         self.usage: dict[NamespaceDigest, tuple[int, int]] = {}  # chunks, bytes
         self.reads: dict[ChunkKey, int] = {}
@@ -139,13 +140,15 @@ class TierIndex:
         """Return the figures of this moment."""
         return TierFigures(self.used_bytes, len(self.stored), self.evictions, self.usage)
 
-    def read_begins(self, key: ChunkKey) -> None:
-        """Keep a chunk for a read."""
+    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
+        """Keep a chunk for a read, which fills so many bytes of the arena."""
+        self.reading_bytes += bytes_
         self.reads[key] = self.reads.get(key, 0) + 1
 
-    def read_ended(self, key: ChunkKey) -> None:
+    def read_ended(self, key: ChunkKey, bytes_: int) -> None:
         """End a read; raises KeyError when there is none."""
         left = self.reads[key] - 1
+        self.reading_bytes -= bytes_
         if left:
             self.reads[key] = left
             return

@@ -102,7 +102,7 @@ class Tiers:
 
     def read(self, index: TierState, entry: Entry) -> None:
         """Ask for the read that fills a chunk."""
-        index.read_begins(entry.key)
+        index.read_begins(entry.key, entry.extent.length)
         digest = entry.namespace.namespace.digest
         self._actions.append(TierRead(index.spec.name, digest, entry.key, entry.extent))
 

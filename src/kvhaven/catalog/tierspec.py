@@ -57,6 +57,8 @@ class TierState(Protocol):
     online: bool
     reads: dict[ChunkKey, int]
     """Reads under way."""
+    reading_bytes: int
+    """Of the arena, that reads under way fill."""
     writing_bytes: int
     """Of writes that are under way."""
 
@@ -69,10 +71,10 @@ class TierState(Protocol):
     def forget(self, key: ChunkKey) -> int:
         """Note that a chunk is not there; return its bytes, as far as they were counted."""
 
-    def read_begins(self, key: ChunkKey) -> None:
-        """Keep a chunk for a read."""
+    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
+        """Count a read, which fills so many bytes of the arena."""
 
-    def read_ended(self, key: ChunkKey) -> None:
+    def read_ended(self, key: ChunkKey, bytes_: int) -> None:
         """End a read; raises KeyError when there is none."""
 
     def has_room(self, bytes_: int) -> bool:

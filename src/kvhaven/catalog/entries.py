@@ -3,7 +3,7 @@
 
 import enum
 
-from kvhaven.catalog.actions import MemberId, SessionId
+from kvhaven.catalog.actions import MemberId, SessionId, Source
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, Extent, align_up
 
@@ -98,6 +98,13 @@ class Entry:
         self.listed = False  # the eviction policy knows it
         self.stamp = 0  # number of the event that used it last
         self.corrupt = False  # its bytes failed verification after it was leased
+
+    def take_source(self) -> Source:
+        """Return where a chunk that is resident now was when it was wanted, once."""
+        if self.fresh:
+            self.fresh = False
+            return Source.TIER
+        return Source.MEMORY
 
     @property
     def pinned(self) -> bool:

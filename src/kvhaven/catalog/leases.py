@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases: which chunks a ticket may load, what it waits for, and when nobody loads any more."""
 
+import enum
 from collections.abc import Mapping, Sequence
 
 from kvhaven.catalog.actions import (
@@ -25,6 +26,18 @@ from kvhaven.types import Checksum, ChunkKey, Extent
 _Slot = tuple[ChunkKey, Entry | None, TierState | None]
 """A chunk behind the resident prefix: in the arena, or in a tier that holds it."""
 
+
+class _End(enum.Enum):
+    """Why a plan ends where it does."""
+
+    NOWHERE = enum.auto()
+    """The next chunk is not known to be anywhere."""
+    LIMIT = enum.auto()
+    """Too much is being read from its tier."""
+    OTHER = enum.auto()
+    """Nothing is left, or the next chunk cannot be had now."""
+
+
 MOST_PREFETCHES = 1024
 """Prefetches that may wait for tiers' answers; beyond, one takes what is known at once."""
 
@@ -36,7 +49,8 @@ class Leases:
     space for all promotions of an acquire is reserved before the first is asked for, and
     leased and promoting bytes together stay within `pin_limit`. Promotions from shared tiers
     stay within half of that, however many there are: when one hangs, so do its reads, and what
-    is resident or on our own disk must still find room.
+    is resident or on our own disk must still find room. A longer prompt goes on when its first
+    chunks have come.
     """
 
     def __init__(
@@ -229,7 +243,7 @@ class Leases:
             entry.leases += 1
             slots.append(entry)
         space.leased_bytes += before - room
-        lease.sources = [_source(entry) for entry in slots]
+        lease.sources = [entry.take_source() for entry in slots]
         space.touch(slots)
         self._tiers.touch(reversed(keys))
         if len(slots) == len(keys):
@@ -241,7 +255,8 @@ class Leases:
         """Go on behind the chunks that it has; return how many promotions began."""
         space = self._space
         first = len(lease.slots)
-        plan, nowhere = self._plan(lease, namespace, keys[first:])
+        plan, end = self._plan(lease, namespace, keys[first:])
+        lease.limited = end is _End.LIMIT
         # What is in the arena is pinned before anything is evicted for the rest.
         for _, entry, _ in plan:
             if entry is not None and entry.state is State.RESIDENT:
@@ -267,25 +282,22 @@ class Leases:
                 self.waiters.setdefault(key, []).append(lease)
                 lease.sources.append(Source.TIER)
             else:
-                lease.sources.append(_source(entry))
+                lease.sources.append(entry.take_source())
                 touched.append(entry)
             lease.slots.append(entry)
         if touched:
             space.touch(touched)
             space.touch([entry for entry in lease.slots[:first] if entry.listed])
-        if nowhere and len(lease.slots) == first + len(plan) and self._tiers.shared:
+        if end is _End.NOWHERE and len(lease.slots) == first + len(plan) and self._tiers.shared:
             self._lookups.ask(lease, namespace, keys[len(lease.slots) :])
         return begun
 
     def _plan(
         self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey]
-    ) -> tuple[list[_Slot], bool]:
-        """Return the chunks that are in the arena or can be promoted, as far as there is room.
-
-        And whether what ends them is a chunk that is not known to be anywhere.
-        """
+    ) -> tuple[list[_Slot], "_End"]:
+        """Return the chunks that are in the arena or can be promoted, and why it is not more."""
         plan: list[_Slot] = []
-        seen: set[ChunkKey] = {entry.key for entry in lease.slots}
+        seen: set[ChunkKey] = set(lease.waiting)
         size = namespace.extent_bytes
         room = self.pin_limit - self._space.leased_bytes - self._space.promoting_bytes
         shared = {n: self.shared_limit - t.reading_bytes for n, t in self._tiers.shared.items()}
@@ -297,18 +309,18 @@ class Leases:
             else:
                 usable = entry.namespace is namespace and entry.state is not State.RESERVED
             if not usable or key in seen:
-                return plan, entry is None and key not in seen
+                return plan, _End.NOWHERE if entry is None and key not in seen else _End.OTHER
             if entry is None or (entry.state is State.RESIDENT and not entry.leases):
                 room -= size
             if entry is None and tier is not None and tier.spec.name in shared:
                 shared[tier.spec.name] -= size
                 if shared[tier.spec.name] < 0:
-                    break
+                    return plan, _End.LIMIT
             if room < 0:
                 break
             seen.add(key)
             plan.append((key, entry, tier))
-        return plan, False
+        return plan, _End.OTHER
 
     def _give_back(self, plan: Sequence[_Slot]) -> None:
         for _, entry, _ in plan:
@@ -322,7 +334,10 @@ class Leases:
         for lease in waiters:
             del lease.waiting[entry.key]
             self._space.lease(entry)
-            self._tell_if_final(lease)
+            if lease.limited:
+                self._go_on(lease)
+            else:
+                self._tell_if_final(lease)
 
     def _tell_if_final(self, lease: Lease) -> None:
         self._count(lease, len(lease.keys))
@@ -349,7 +364,8 @@ class Leases:
             awaited = sum(index >= lease.counted for index in lease.waiting.values())
             self.hits += new - awaited
             lease.counted = len(lease.slots)
-        if not lease.lookups and lease.counted < asked:
+        more = lease.lookups or (lease.limited and lease.waiting)
+        if not more and lease.counted < asked:
             self.misses += asked - lease.counted
             lease.counted = asked
 
@@ -375,11 +391,3 @@ class Leases:
                 self._space.unlease(entry)
         del lease.slots[index:]
         del lease.sources[index:]
-
-
-def _source(entry: Entry) -> Source:
-    """Return where a chunk that is resident now was when it was wanted, once."""
-    if entry.fresh:
-        entry.fresh = False
-        return Source.TIER
-    return Source.MEMORY

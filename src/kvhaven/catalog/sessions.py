@@ -29,6 +29,7 @@ class Lease:
         "acked",
         "counted",
         "keys",
+        "limited",
         "lookups",
         "namespace",
         "orphaned",
@@ -48,6 +49,7 @@ class Lease:
         self.lookups: list[Lookup] = []
         self.namespace: NamespaceState | None = None
         self.keys: Sequence[ChunkKey] = ()  # what was asked for, as long as it is not final
+        self.limited = False  # it goes on when what it waits for has come: too much at a time
         self.counted = 0  # how many of these are in the figures
         self.acked = 0  # ranks whose copy ended
         self.orphaned = False  # its scheduler is gone: nobody will hand it to other ranks

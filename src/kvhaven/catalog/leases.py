@@ -88,7 +88,7 @@ class Leases:
         if lease is None:
             lease = Lease(session, ticket)
             self._begin(lease, namespace, keys)
-            self._tiers.used(entry for entry in lease.slots if entry.state is State.RESIDENT)
+            self._tiers.used(lease.slots)
             self._count(lease, len(keys))
             if lease.slots or lease.lookups:
                 home.leases[ticket] = lease
@@ -243,7 +243,8 @@ class Leases:
             entry.leases += 1
             slots.append(entry)
         space.leased_bytes += before - room
-        lease.sources = [entry.take_source() for entry in slots]
+        memory = Source.MEMORY
+        lease.sources = [entry.take_source() if entry.fresh else memory for entry in slots]
         space.touch(slots)
         self._tiers.touch(reversed(keys))
         if len(slots) == len(keys):

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvhaven.catalog.actions import Action, TierName, TierRead
-from kvhaven.catalog.entries import Entry, NamespaceState
+from kvhaven.catalog.entries import Entry, NamespaceState, State
 from kvhaven.catalog.presence import Presence
 from kvhaven.catalog.tierindex import TierIndex
 from kvhaven.catalog.tierspec import StoreOn, TierSpec, TierState, WriteMode
@@ -114,11 +114,14 @@ class Tiers:
                 writes.offer(entry)
 
     def used(self, entries: Iterable[Entry]) -> None:
-        """Have resident chunks that are used again written to the tiers that waited for that."""
+        """Have chunks that are used again written to the tiers that waited for that.
+
+        Those that are not resident yet are being promoted: they are not new.
+        """
         if not self._patient:
             return
-        for entry in entries:
-            if not entry.reused:
+        for entry in [entry for entry in entries if not entry.reused]:
+            if entry.state is State.RESIDENT:
                 entry.reused = True
                 for writes in self._patient:
                     writes.offer(entry)

@@ -102,8 +102,7 @@ class TierRunner:
         """Wait for running tasks, `deadline_s` at most, then close the tiers."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=deadline_s)
-        for tier in self._tiers.values():
-            await tier.close(deadline_s)
+        await asyncio.gather(*(tier.close(deadline_s) for tier in self._tiers.values()))
 
     async def _scan(self, name: TierName, tier: Tier) -> None:
         """Tell the catalog what a tier holds from earlier lives, in the background."""

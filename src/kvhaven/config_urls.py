@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from kvhaven.config_sources import MASK
 
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*(?=@)")
+_CREDENTIALS = re.compile(r"(?<=://)\S*(?=@)")
 _SECRETS = re.compile(
     r"(?<=[?&])([\w-]*(?:password|secret|token|key)[\w-]*=)[^&\s]*", re.IGNORECASE
 )
@@ -20,8 +20,6 @@ def parse_urls(value: object) -> str:
     """
     if not isinstance(value, str):
         raise ValueError("not a text")
-    if not all(character.isprintable() for character in value):
-        raise ValueError("a URL has no such characters")
     return " ".join(_parse_url(url) for url in value.split())
 
 
@@ -31,6 +29,8 @@ def redacted(text: str) -> str:
 
 
 def _parse_url(url: str) -> str:
+    if not url.isprintable():
+        raise ValueError("a URL has no such characters")
     if url.startswith(("/", "~")):
         return f"file://{os.path.abspath(os.path.expanduser(url))}"  # noqa: PTH100, PTH111  a string that travels as JSON
     parts = urlsplit(url)

@@ -292,3 +292,19 @@ def test_an_unexpected_failure_of_a_tier_is_a_miss(short_dir: Path, filled: Slow
             assert engine.load(KEYS) == 0
         settled(node.address, members=0)
     assert issubclass(TierError, KVHavenError)
+
+
+def test_a_chunk_that_lacks_a_shard_is_not_even_read(short_dir: Path) -> None:
+    store = SlowStore()
+    with Node(short_dir / "other.sock", store) as other, Engine(other.address, 3) as engine:
+        engine.save(KEYS)
+        flush(other.address)
+    (name,) = [name for name in store.blobs if KEYS[5].hex() in name and "h1.2" in name]
+    del store.blobs[name]
+    with Node(short_dir / "s.sock", store) as node, Engine(node.address, 3) as engine:
+        assert engine.load(KEYS) == 5
+        status = node.status().catalog
+        assert (status.failed_promotions, status.tiers[MEMORY_TIER].found) == (0, 7)
+        engine.save(KEYS[5:], KEYS[4])
+        flush(node.address)
+    assert name in store.blobs, "what is missing is written"

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvhaven.config_checks import cross_check, notes, refuse_what_comes_later
 from kvhaven.config_lmcache import read_lmcache
 from kvhaven.config_sources import DEFAULT, RawValue, read_sources
 from kvhaven.config_values import (
@@ -23,9 +24,7 @@ from kvhaven.config_values import (
     SettingInfo,
     Value,
     duration,
-    format_size,
     parse_value,
-    refuse,
     setting,
     settings_of,
     shown_value,
@@ -144,10 +143,61 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "auto, on or off",
         ),
     ] = "auto"
+    disk_write: Annotated[
+        Literal["behind", "through"],
+        setting(
+            "Whether what waits to be written to the disk may be evicted before (behind), or "
+            "stays in memory until then (through).",
+            "behind or through",
+        ),
+    ] = "behind"
+    disk_store_on: Annotated[
+        Literal["first", "second"],
+        setting(
+            "Whether chunks go to the disk when they were computed, or when they are used again.",
+            "first or second",
+        ),
+    ] = "first"
+    remote_url: Annotated[
+        str | None,
+        setting(
+            "Tiers that several nodes share, the fastest first; none: none.",
+            "one or more URLs separated by spaces, such as file:///mnt/kv, s3://bucket/prefix or "
+            "redis://host:6379, or none",
+            kind="urls",
+        ),
+    ] = None
+    remote_write: Annotated[
+        Literal["behind", "through", "off"],
+        setting(
+            "The same as disk_write for shared tiers; off: only read.", "behind, through or off"
+        ),
+    ] = "behind"
+    remote_store_on: Annotated[
+        Literal["first", "second"],
+        setting("The same as disk_store_on for shared tiers.", "first or second"),
+    ] = "first"
+    remote_believe_s: Annotated[
+        float,
+        duration(
+            "How long it is believed what a shared tier said: that it has a chunk, or has not.",
+            "seconds",
+            most=3600,
+            least=0.1,
+        ),
+    ] = 5.0
+    fill_faster_tiers: Annotated[
+        bool,
+        setting(
+            "Write what was read from a tier to the faster ones as well: from a shared one to "
+            "the disk.",
+            "true or false",
+        ),
+    ] = True
     write_queue_size: Annotated[
         int | None,
         size(
-            "Bytes that may wait for the disk, the oldest are dropped beyond; "
+            "Bytes that may wait for each tier, the oldest are dropped beyond; "
             "none: an eighth of the arena, at least 64MiB, at most half the arena.",
             "half of max_local_cpu_size",
         ),
@@ -239,7 +289,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def write_queue_bytes(self) -> int:
-        """Bytes that may wait for the disk, whether set or not."""
+        """Bytes that may wait for each tier, whether set or not."""
         if self.write_queue_size is not None:
             return self.write_queue_size
         half = self.max_local_cpu_size // 2
@@ -315,10 +365,10 @@ def load_settings(
         if name not in raws:
             values[name], raws[name] = check_value(name, raw), raw
     settings = msgspec.convert(values, Settings)
-    _cross_check(settings, raws)
+    cross_check(settings, raws, _BY_NAME)
     origins = {name: raws[name].origin if name in raws else DEFAULT for name in names}
-    notes = [*_notes(settings, raws), lmcache.note]
-    return Resolved(settings, origins, tuple(note for note in notes if note is not None))
+    found = [*notes(settings, raws), lmcache.note]
+    return Resolved(settings, origins, tuple(note for note in found if note is not None))
 
 
 def check_value(name: str, raw: RawValue) -> Value:
@@ -326,64 +376,11 @@ def check_value(name: str, raw: RawValue) -> Value:
 
     That is also a legal value elsewhere that cannot be had here yet; it says what to do instead.
     """
-    value = parse_value(_BY_NAME[name], raw)
-    advice = _NOT_YET.get((name, value))
-    if advice is not None:
-        refuse(_BY_NAME[name], raw, advice)
+    info = _BY_NAME[name]
+    value = parse_value(info, raw)
+    refuse_what_comes_later(info, value, raw)
     return value
-
-
-def _cross_check(settings: Settings, raws: Mapping[str, RawValue]) -> None:
-    """Refuse settings that contradict each other."""
-    queue, arena = settings.write_queue_size, settings.max_local_cpu_size
-    if queue is not None and 2 * queue > arena:
-        where = raws["max_local_cpu_size"].origin if "max_local_cpu_size" in raws else DEFAULT
-        refuse(
-            _BY_NAME["write_queue_size"],
-            raws["write_queue_size"],
-            f"waiting writes hold memory of the arena, and max_local_cpu_size is "
-            f"{format_size(arena)} ({where}); make the one smaller or the other larger",
-        )
-
-
-def _notes(settings: Settings, raws: Mapping[str, RawValue]) -> list[str]:
-    """Name the settings that are given but have no effect beside the others."""
-    notes = []
-    if settings.service_address is not None:
-        own = [name for name in _SERVICE_ONLY if name in raws]
-        if own:
-            notes.append(
-                f"service_address is set, so the service's own settings count and not "
-                f"{', '.join(own)} of this engine"
-            )
-    if settings.local_disk is None:
-        disk = [name for name in _DISK_ONLY if name in raws]
-        if disk:
-            notes.append(f"{', '.join(disk)} without effect: local_disk is not set")
-    return notes
 
 
 _INFOS = settings_of(Settings)
 _BY_NAME = {info.name: info for info in _INFOS}
-_DISK_ONLY = ("max_local_disk_size", "disk_direct_io", "write_queue_size")
-_SERVICE_ONLY = (
-    "max_local_cpu_size",
-    "arena_strict",
-    "cache_policy",
-    "verify_memory",
-    "local_disk",
-    *_DISK_ONLY,
-    "breaker_pause_s",
-    "embedded_linger_s",
-    "stop_deadline_s",
-)
-_NOT_YET: dict[tuple[str, object], str] = {
-    ("discard_partial_chunks", False): (
-        "incomplete chunks cannot be kept yet; leave it out, and take a smaller chunk_size to "
-        "lose fewer tokens at a prompt's end"
-    ),
-    ("local_cpu", False): (
-        "every chunk passes through host memory, so it cannot be off; to use little of it set "
-        "max_local_cpu_size (for example 512MiB), to save nothing set force_skip_save"
-    ),
-}

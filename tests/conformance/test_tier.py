@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of `Tier`. A new tier joins by a line in `TIERS`."""
+"""The contract of `Tier`. A new tier joins by a line in `KITS` of `tests/tier_kits.py`."""
 
 import asyncio
 import random
@@ -7,16 +7,19 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import StoredShard, Tier
 from kvhaven.types import Checksum
+from tests.tier_damage import DAMAGE
+from tests.tier_kits import KITS, Kit
 from tests.tiers import (
     CAPACITY,
+    PAYLOAD,
     Piece,
     content,
-    disk_tier,
     fetch,
     make_namespace,
     make_piece,
@@ -27,19 +30,19 @@ from tests.tiers import (
 
 Open = Callable[[], AbstractAsyncContextManager[Tier]]
 
-TIERS: dict[str, Callable[[Path], AbstractAsyncContextManager[Tier]]] = {
-    "disk": disk_tier,
-    "disk-buffered": lambda path: disk_tier(path, direct_io="off"),
-}
-"""Each opens a tier of `CAPACITY` bytes over the store in a directory, again and again."""
-
 SPACE = make_namespace("model", (10_000, 4096, 1))
 OTHER = make_namespace("other model", (10_000,))
 
 
-@pytest.fixture(params=TIERS)
+@pytest.fixture(params=KITS)
 def open_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    return lambda: TIERS[request.param](tmp_path / "tier")
+    """Return what opens a tier of `CAPACITY` bytes over one store, again and again."""
+    return KITS[request.param](request, tmp_path).open
+
+
+@pytest.fixture(params=KITS)
+def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Kit:
+    return KITS[request.param](request, tmp_path)
 
 
 async def test_what_was_written_is_read(open_tier: Open) -> None:
@@ -61,6 +64,24 @@ async def test_what_was_not_written_is_a_miss(open_tier: Open) -> None:
             await fetch(tier, make_piece(SPACE).shard)
         assert tier.health().misses == 1
         assert tier.health().errors == 0
+
+
+async def test_a_batch_is_asked_for_at_once_and_answered_in_its_order(open_tier: Open) -> None:
+    pieces = [make_piece(SPACE, number, at) for number in range(20) for at in range(3)]
+    unknown = make_piece(OTHER).shard
+    other_size = msgspec.structs.replace(pieces[0].shard, payload_bytes=PAYLOAD + 4096)
+    async with open_tier() as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, *pieces[::2])
+        asked = [piece.shard for piece in pieces]
+        assert list(await tier.contains(asked)) == [at % 2 == 0 for at in range(len(asked))]
+        asked = [unknown, pieces[0].shard, other_size, pieces[1].shard, pieces[0].shard]
+        assert list(await tier.contains(asked)) == [False, True, False, False, True]
+        assert list(await tier.contains([])) == []
+        await tier.delete([pieces[0].shard])
+        assert list(await tier.contains([pieces[0].shard, pieces[2].shard])) == [False, True]
+        await store(tier, pieces[0])
+        assert list(await tier.contains([pieces[0].shard])) == [True]
 
 
 async def test_a_namespace_that_was_not_added_is_a_miss_and_takes_no_writes(
@@ -202,6 +223,9 @@ async def test_a_buffer_of_another_length_is_refused(open_tier: Open) -> None:
 async def test_capacity_is_not_exceeded_by_more_than_a_margin(open_tier: Open) -> None:
     big = make_namespace("big", (CAPACITY // 8,))
     async with open_tier() as tier:
+        if tier.shared:
+            assert tier.health().capacity_bytes is None
+            return
         await tier.add_namespace(big)
         results = await asyncio.gather(
             *(store(tier, make_piece(big, number)) for number in range(12)),
@@ -226,6 +250,8 @@ async def test_a_closed_tier_fails_and_says_so(open_tier: Open) -> None:
         await fetch(tier, make_piece(SPACE).shard)
     with pytest.raises(TierError):
         await store(tier, make_piece(SPACE, 1))
+    with pytest.raises(TierError):
+        await tier.contains([make_piece(SPACE).shard])
     with pytest.raises(TierError):
         await tier.delete([make_piece(SPACE).shard])
 
@@ -289,3 +315,52 @@ async def test_any_history_ends_clean_and_serves_no_wrong_byte(open_tier: Open, 
             assert (await tier.check()).problems == ()
             assert tier.health().rejected == 0
             assert tier.health().queued_reads == tier.health().queued_writes == 0
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+async def test_what_is_damaged_in_the_store_is_a_miss_and_goes(kit: Kit, damage: str) -> None:
+    piece = make_piece(SPACE)
+    async with kit.open() as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, piece, make_piece(SPACE, 1))
+        kit.change(piece.shard, lambda raw: DAMAGE[damage](raw, piece))
+        assert len((await tier.check()).problems) >= 1
+        with pytest.raises(TierMissError):
+            await fetch(tier, piece.shard)
+        health = tier.health()
+        assert (health.rejected, health.errors) == (1, 0)
+        assert (health.online, health.writable) == (True, True)
+        assert (await tier.check()).problems == ()
+        await store(tier, piece)
+        assert await fetch(tier, piece.shard) == content(piece)
+        assert (await tier.check()).shards == 2
+
+
+async def test_two_services_share_a_store_or_one_of_them_waits(kit: Kit) -> None:
+    mine, both, others = (make_piece(SPACE, number) for number in range(3))
+    async with kit.open() as here, kit.open() as there:
+        if not here.shared:
+            assert not there.health().online
+            return
+        await asyncio.gather(here.add_namespace(SPACE), there.add_namespace(SPACE))
+        await asyncio.gather(store(here, mine, both), store(there, both), store(there, others))
+        for piece in (mine, both, others):
+            assert await fetch(here, piece.shard) == content(piece)
+            assert await fetch(there, piece.shard) == content(piece)
+        assert list(await there.contains([mine.shard, others.shard])) == [True, True]
+        await here.delete([both.shard, others.shard])
+        for piece in (both, others):
+            with pytest.raises(TierMissError):
+                await fetch(there, piece.shard)
+        assert (await there.check()).problems == ()
+        assert (await here.check()).shards == 1
+        with pytest.raises(TierError):
+            await there.add_namespace(make_namespace("model", (5000,)))
+
+
+async def test_a_namespace_with_another_table_in_the_store_is_refused(kit: Kit) -> None:
+    async with kit.open() as tier:
+        await tier.add_namespace(SPACE)
+    async with kit.open() as tier:
+        with pytest.raises(TierError, match="cannot be kept there"):
+            await tier.add_namespace(make_namespace("model", (5000,)))

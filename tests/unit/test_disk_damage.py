@@ -3,21 +3,18 @@
 
 import asyncio
 import os
-import random
-import struct
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhaven.errors import TierMissError
 from kvhaven.tiers.disk import DiskTier
-from kvhaven.tiers.header import HEADER_BYTES, pack_header, stored_bytes
+from kvhaven.tiers.header import HEADER_BYTES, stored_bytes
+from tests.tier_damage import DAMAGE
 from tests.tiers import (
     PAYLOAD,
     content,
@@ -44,61 +41,10 @@ async def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         yield tier
 
 
-def flip(at: int) -> Callable[[bytes], bytes]:
-    return lambda raw: raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :]
-
-
-def patch_header(at: int, value: bytes) -> Callable[[bytes], bytes]:
-    """Change a header's field and make its own checksum right again."""
-
-    def change(raw: bytes) -> bytes:
-        body = raw[:at] + value + raw[at + len(value) : 4080]
-        return body + xxhash.xxh3_128_digest(body) + raw[HEADER_BYTES:]
-
-    return change
-
-
-def swap_header(**changes: object) -> Callable[[bytes], bytes]:
-    """Put the right header of another shard before this payload."""
-    other = msgspec.structs.replace(PIECE.shard, **changes)
-    return lambda raw: pack_header(other, PIECE.checksum) + raw[HEADER_BYTES:]
-
-
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "zero length": lambda _: b"",
-    "cut in the header": lambda raw: raw[:100],
-    "header only": lambda raw: raw[:HEADER_BYTES],
-    "cut in the payload": lambda raw: raw[: HEADER_BYTES + 4096],
-    "cut in the padding": lambda raw: raw[:-1],
-    "longer": lambda raw: raw + bytes(4096),
-    "garbage header": lambda raw: random.Random(1).randbytes(HEADER_BYTES) + raw[HEADER_BYTES:],
-    "zero header": lambda raw: bytes(HEADER_BYTES) + raw[HEADER_BYTES:],
-    "all zero": lambda raw: bytes(len(raw)),
-    "4 KiB overwritten": lambda raw: raw[:8192] + bytes(4096) + raw[12288:],
-    "bit in the magic": flip(0),
-    "bit in the version": flip(8),
-    "bit in the key": flip(20),
-    "bit in the namespace": flip(50),
-    "bit in the shard": flip(84),
-    "bit in the length": flip(104),
-    "bit in the payload's checksum": flip(112),
-    "bit in the header's zeros": flip(2000),
-    "bit in the header's checksum": flip(4090),
-    "first bit of the payload": flip(HEADER_BYTES),
-    "last bit of the payload": flip(HEADER_BYTES + PAYLOAD - 1),
-    "a newer version": patch_header(8, struct.pack("<I", 2)),
-    "another header size": patch_header(12, struct.pack("<I", 8192)),
-    "another model's file": swap_header(namespace=make_namespace("other model").digest),
-    "another chunk's file": swap_header(key=make_piece(SPACE, 1).shard.key),
-    "another shard's file": swap_header(shard=make_piece(SPACE, 0, 1).shard.shard),
-    "another length": swap_header(payload_bytes=PAYLOAD + 1),
-}
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
 async def test_a_damaged_file_is_a_miss_and_set_aside(tier: DiskTier, damage: str) -> None:
     file = file_of(tier.path, PIECE.shard)
-    file.write_bytes(DAMAGE[damage](file.read_bytes()))
+    file.write_bytes(DAMAGE[damage](file.read_bytes(), PIECE))
     assert not (await tier.check()).clean
     with pytest.raises(TierMissError):
         await fetch(tier, PIECE.shard)
@@ -115,7 +61,7 @@ async def test_a_damaged_file_is_a_miss_and_set_aside(tier: DiskTier, damage: st
 
 async def test_the_reason_is_told(tier: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
     file = file_of(tier.path, PIECE.shard)
-    file.write_bytes(DAMAGE["another chunk's file"](file.read_bytes()))
+    file.write_bytes(DAMAGE["another chunk's file"](file.read_bytes(), PIECE))
     with pytest.raises(TierMissError, match=r"key .* instead of"):
         await fetch(tier, PIECE.shard)
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]

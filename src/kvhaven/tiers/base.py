@@ -35,10 +35,13 @@ class TierHealth(msgspec.Struct, frozen=True):
 
     online: bool
     """Reads are served. Offline, every operation fails at once with `TierError`."""
-    capacity_bytes: int
-    """What it can hold now: what was set, or less where the store itself is smaller."""
+    capacity_bytes: int | None
+    """What it can hold now: what was set, or less where the store itself is smaller.
+
+    None: unbounded, or not ours to keep to (a shared tier): nothing is evicted from it by us.
+    """
     used_bytes: int
-    """Bytes of the shards it knows, headers and padding included."""
+    """Bytes of the shards it knows, headers and padding included; 0 for a shared tier."""
     writable: bool = False
     """Writes are accepted too: a full or read-only store still serves reads."""
     epoch: int = 0
@@ -73,23 +76,37 @@ class Tier(Protocol):
     """Keeps shards by name. All methods run on the service's event loop and never block it.
 
     What is *not* promised: that a shard which was written is still there (a tier may lose
-    anything, a loss is a miss), and any order between operations on different shards.
+    anything, a loss is a miss), and any order between operations on different shards. On a
+    **shared** tier other services write and delete too: nobody tells of it, two services may
+    write the same shard at once (both are right), and of a write and a delete at once either
+    may win.
     What is promised: `read` returns bytes that carry the checksum they were written with,
     or raises; a shard that is being written is not seen before it is whole.
+
+    **Deadlines**: a shared tier ends every operation within its own `deadline_s`, with
+    `TierError` if need be; shorter ones are the caller's (`asyncio.timeout`). What waited for
+    its turn until then is taken back, and does not count as a failure of the store.
 
     **Buffers** start on a 4096-byte boundary and are `payload_bytes` rounded up to 4096
     long; another length is a `ValueError`. A tier touches a buffer only until the call that
     got it ends. This holds for cancelled calls (`asyncio.timeout`) too: one that has not
     begun is taken back and ends at once; one that has begun **ends only when its thread is
-    done with the buffer**, however often it is cancelled, which on a stuck disk may be
-    never. So a buffer stays reserved until the call really ends, and whoever must answer by
-    a deadline answers without waiting for it. The one exception: calls that outlive the
+    done with the buffer**, however often it is cancelled and whatever the deadline is, which
+    on a stuck disk or mount may be never (over a network, in S3 and Redis: at once). So a
+    buffer stays reserved until the call really ends, and whoever must answer by a deadline
+    answers without waiting for it. The one exception: calls that outlive the
     deadline of `close` end with `TierError` while a thread may still hold their buffer; the
     process is to exit then, without using these buffers again.
     """
 
     name: str
     """The word for it in status, metrics and settings: `disk`, `fs`, `s3`, `redis`."""
+
+    shared: bool
+    """Other services use the store too: ask `contains` for each lookup, `scan` only in tools.
+
+    What a tier that is not shared holds is known from `scan`, `write` and `delete` alone.
+    """
 
     async def start(self) -> None:
         """Open the tier. Never raises for a store that is broken or held by another.
@@ -111,9 +128,22 @@ class Tier(Protocol):
     def scan(self) -> AsyncIterator[tuple[Namespace, Sequence[StoredShard]]]:
         """Yield what the tier holds, in batches, while other operations go on.
 
-        Removes debris on its way. A namespace without shards yields one empty batch; its
-        `add_namespace` is not needed any more. A shard written or deleted meanwhile may be
-        missing or present. Ends early when the tier goes offline. Raises `TierError`.
+        Removes debris on its way (shared: what is surely nobody's any more, and nothing
+        else). A namespace without shards yields one empty batch; its `add_namespace` is not
+        needed any more. A shard written or deleted meanwhile may be missing or present. Ends
+        early when the tier goes offline. Raises `TierError`.
+
+        For a shared tier this takes minutes and, in an object store, money; what it tells is
+        old at once. It has no deadline but the caller's.
+        """
+
+    async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
+        """Return, in the order of `shards`, whether each is there with its size. One batch.
+
+        A hint: no byte is looked at. True may be gone, or fail its checks, when it is read.
+        False may have been written since, within the tier's memory for absence (S3: seconds),
+        or not have been found by a `scan` yet. Unknown namespaces are asked for too. Raises
+        `TierError` when the store did not tell of all of them.
         """
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
@@ -130,11 +160,12 @@ class Tier(Protocol):
         `payload` is `payload_bytes` rounded up to 4096 long and stays unchanged until this
         returns. Storing what is there already is not an error. Raises `TierError`: the
         store failed, has no room (capacity is the catalog's business, this is only its
-        safety net), is offline, or does not know the namespace or a shard of that size.
+        safety net) or takes no shards of that size, is offline, or does not know the namespace
+        or a shard of that size.
         """
 
     async def delete(self, shards: Sequence[StoredShard]) -> None:
-        """Remove shards; absent ones are no error.
+        """Remove shards in one batch; absent ones are no error.
 
         Raises `TierError`; while the store stays open, the tier then tries again by itself.
         """

@@ -12,16 +12,16 @@ from typing import Final, Literal, TypeVar
 
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard, TierAudit, TierHealth
+from kvhaven.tiers.condition import Condition
 from kvhaven.tiers.disk_audit import audit
-from kvhaven.tiers.disk_condition import Condition
 from kvhaven.tiers.disk_files import Listed, ShardFiles, ShardRejectedError, direct_io_works
 from kvhaven.tiers.disk_index import Index
 from kvhaven.tiers.disk_lock import Directory, DirectoryHeldError
 from kvhaven.tiers.disk_manifest import folder_name
 from kvhaven.tiers.disk_store import OpenStore
 from kvhaven.tiers.executor import Lane, TierExecutor
-from kvhaven.tiers.header import stored_bytes
-from kvhaven.types import Checksum, align_up
+from kvhaven.tiers.header import require_length, stored_bytes
+from kvhaven.types import Checksum
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class DiskTier:
     """
 
     name = "disk"
+    shared = False
 
     def __init__(
         self,
@@ -72,8 +73,9 @@ class DiskTier:
         self._retry_s = retry_s
         self._keep_rejected = keep_rejected
         self._title = f"disk tier {path}"
+        slowest = executor.longest_running_s
         self._condition = Condition(
-            self._title, executor, clock, failures=failures, retry_s=retry_s, stall_s=stall_s
+            self._title, slowest, clock, failures=failures, retry_s=retry_s, stall_s=stall_s
         )
         self._opened: OpenStore | None = None
         self._index = Index()
@@ -128,9 +130,14 @@ class DiskTier:
                 yield namespace, kept
         opened.scanned = True
 
+    async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
+        """Return what the index knows; no file is looked at."""
+        index = self._require(Lane.READ).index
+        return [shard in index for shard in shards]
+
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read and verify a shard into `into`."""
-        _require_length(shard, into)
+        require_length(shard, into)
         opened = self._require(Lane.READ)
         try:
             work = functools.partial(opened.files.read, shard, into)
@@ -148,7 +155,7 @@ class DiskTier:
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
         """Write a shard unless it is there."""
-        _require_length(shard, payload)
+        require_length(shard, payload)
         opened = self._require(Lane.WRITE)
         namespace = opened.index.namespace(shard.namespace)
         if namespace is None or not opened.index.fits(shard):
@@ -372,7 +379,7 @@ class DiskTier:
         if not self._epoch:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         directory = Directory(self.path)
-        direct = self._direct_io != "off" and direct_io_works(directory)
+        direct = self._direct_io != "off" and direct_io_works(directory.fd)
         if self._direct_io == "on" and not direct:
             directory.close()
             raise TierError('its file system takes no direct I/O: set it "auto" or "off"')
@@ -388,12 +395,3 @@ class DiskTier:
         self._epoch += 1
         self._condition.opened()
         _log.info("%s: open, direct I/O %s", self._title, "on" if files.direct else "off")
-
-
-def _require_length(shard: StoredShard, buffer: memoryview) -> None:
-    wanted = align_up(shard.payload_bytes)
-    if buffer.nbytes != wanted or buffer.itemsize != 1 or not buffer.contiguous:
-        raise ValueError(
-            f"a buffer of {buffer.nbytes} bytes was given for a shard of {shard.payload_bytes}; "
-            f"{wanted} contiguous bytes are needed"
-        )

@@ -95,7 +95,7 @@ class ShardFiles:
             file = os.open(temporary, flags, 0o600, dir_fd=self._fd)
         try:
             try:
-                _write_whole(file, [page, payload])
+                write_whole(file, [page, payload])
             finally:
                 os.close(file)
             os.rename(temporary, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
@@ -365,13 +365,13 @@ def shard_path(shard: StoredShard) -> str:
     return f"{shard_folder(shard)}/{shard_name(shard)}"
 
 
-def direct_io_works(directory: Directory) -> bool:
-    """Find out whether the file system takes direct I/O, by writing and reading a page."""
+def direct_io_works(folder: int) -> bool:
+    """Find out whether an open folder's file system takes direct I/O: write and read a page."""
     name = f".{secrets.token_hex(6)}.0.tmp"
     page = mmap.mmap(-1, HEADER_BYTES)
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
-        file = os.open(name, flags, 0o600, dir_fd=directory.fd)
+        file = os.open(name, flags, 0o600, dir_fd=folder)
         try:
             os.pwrite(file, page, 0)
             return os.preadv(file, [page], 0) == HEADER_BYTES
@@ -381,10 +381,10 @@ def direct_io_works(directory: Directory) -> bool:
         return error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=directory.fd)
+            os.unlink(name, dir_fd=folder)
 
 
-def _write_whole(file: int, buffers: list[mmap.mmap | memoryview]) -> None:
+def write_whole(file: int, buffers: list[mmap.mmap | memoryview]) -> None:
     """Write all of it at the file's start in one call; less than all means that it is full."""
     wanted = sum(len(buffer) for buffer in buffers)
     written = os.pwritev(file, buffers, 0)

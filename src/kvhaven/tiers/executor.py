@@ -111,7 +111,7 @@ class TierExecutor:
         try:
             result = await asyncio.shield(job.future)
         except asyncio.CancelledError:
-            if not self._take_back(job) and await _outlast(job.future) and then is not None:
+            if not self._take_back(job) and await outlast(job.future) and then is not None:
                 then(job.future.result())
             raise
         finally:
@@ -205,11 +205,12 @@ class TierExecutor:
             self._running.pop(job, None)
             job.progress = _Progress.SETTLED
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting
-            job.loop.call_soon_threadsafe(_settle, job.future, result, error)
+            job.loop.call_soon_threadsafe(settle, job.future, result, error)
         del job, error  # the error's traceback holds this frame: no cycle
 
 
-def _settle(future: "asyncio.Future[T]", result: T, error: BaseException | None) -> None:
+def settle(future: "asyncio.Future[T]", result: T, error: BaseException | None) -> None:
+    """Give a future its outcome, on its own loop, unless it has one."""
     if future.done():
         return
     if error is None:
@@ -219,7 +220,7 @@ def _settle(future: "asyncio.Future[T]", result: T, error: BaseException | None)
         future.exception()  # the caller may have been cancelled: no complaint about that
 
 
-async def _outlast(future: "asyncio.Future[Any]") -> bool:
+async def outlast(future: "asyncio.Future[Any]") -> bool:
     """Wait for `future`, whatever cancels the wait; return whether it has a result."""
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):

@@ -53,6 +53,16 @@ def stored_bytes(payload_bytes: int) -> int:
     return HEADER_BYTES + align_up(payload_bytes)
 
 
+def require_length(stored: StoredShard, buffer: memoryview) -> None:
+    """Raise `ValueError` unless a buffer is as long as `Tier` wants it for this shard."""
+    wanted = align_up(stored.payload_bytes)
+    if buffer.nbytes != wanted or buffer.itemsize != 1 or not buffer.contiguous:
+        raise ValueError(
+            f"a buffer of {buffer.nbytes} bytes was given for a shard of {stored.payload_bytes}; "
+            f"{wanted} contiguous bytes are needed"
+        )
+
+
 def pack_header(stored: StoredShard, checksum: Checksum) -> bytes:
     """Return the 4096 bytes to write before a payload. Raises `ValueError` for bad fields."""
     shard = stored.shard

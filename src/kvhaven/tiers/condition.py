@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a disk tier works: what failed, what is switched off for it, one log line a change."""
+"""Whether a tier works: what failed, what is switched off for it, one log line a change."""
 
 import logging
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Final
 
 from kvhaven.errors import TierError
 from kvhaven.tiers.breaker import Breaker
-from kvhaven.tiers.executor import Lane, TierExecutor
+from kvhaven.tiers.executor import Lane
 
 _log = logging.getLogger(__name__)
 
@@ -18,14 +18,15 @@ _LONGEST_PAUSE_S: Final = 60.0
 class Condition:
     """The state of one tier, called `title` in messages; used on the event loop only.
 
-    A breaker each for reads and writes: a full or read-only disk still serves reads. A system
-    call that takes longer than `stall_s` seconds turns all off until it returns.
+    A breaker each for reads and writes: a full or read-only store still serves reads. When
+    `longest_running_s` tells of an operation that takes longer than `stall_s` seconds (a system
+    call that hangs), all is off until it returns.
     """
 
     def __init__(
         self,
         title: str,
-        executor: TierExecutor,
+        longest_running_s: Callable[[], float],
         clock: Callable[[], float],
         *,
         failures: int,
@@ -33,7 +34,7 @@ class Condition:
         stall_s: float,
     ) -> None:
         self._title = title
-        self._executor = executor
+        self._longest_running_s = longest_running_s
         self._stall_s = stall_s
         self._stalled = False
         self._breakers = {
@@ -46,7 +47,7 @@ class Condition:
             for lane in (Lane.READ, Lane.WRITE)
         }
         self.offline = NOT_STARTED
-        """Why there is no open directory; empty when there is one."""
+        """Why there is no open store; empty when there is one."""
         self.holder = ""
         self.errors = 0
         self.last_error = ""
@@ -65,12 +66,12 @@ class Condition:
         raise TierError(f"{self._title} has {lane.name.lower()}s off: {self.last_error}")
 
     def succeeded(self, lane: Lane) -> None:
-        """Note that the file system did what it was asked."""
+        """Note that the store did what it was asked."""
         if lane in self._breakers:
             self._breakers[lane].succeeded()
 
-    def failed(self, lane: Lane, error: OSError) -> TierError:
-        """Note what the file system complained of; return what to raise."""
+    def failed(self, lane: Lane, error: Exception) -> TierError:
+        """Note what the store complained of; return what to raise."""
         self.errors += 1
         self.last_error = str(error)
         breaker = self._breakers.get(lane)
@@ -95,20 +96,20 @@ class Condition:
             _log.warning("%s: %ss are on again", self._title, lane.name.lower())
 
     def opened(self) -> None:
-        """Note that the directory is open and ours."""
+        """Note that the store is open (and ours, where it has an owner)."""
         if self.offline != NOT_STARTED:
             _log.warning("%s is online", self._title)
         self.offline = self.holder = ""
 
     def closed(self, reason: str, holder: str = "") -> None:
-        """Note that there is no directory to work with."""
+        """Note that there is no store to work with."""
         if reason != self.offline:
             _log.warning("%s is offline: %s", self._title, reason)
         self.offline = self.last_error = reason
         self.holder = holder
 
     def _note_stall(self) -> None:
-        stalled = self._executor.longest_running_s() > self._stall_s
+        stalled = self._longest_running_s() > self._stall_s
         if stalled == self._stalled:
             return
         self._stalled = stalled

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The filesystem tier: a directory on NFS, CephFS, VAST, ... that many nodes write."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from kvhaven.errors import TierError
+from kvhaven.tiers.base import StoredShard
+from kvhaven.tiers.disk import DirectIO
+from kvhaven.tiers.disk_files import direct_io_works
+from kvhaven.tiers.executor import Lane, TierExecutor
+from kvhaven.tiers.filesystem_files import SharedFiles
+from kvhaven.tiers.shared import SharedTier
+from kvhaven.tiers.shared_store import StoreFailedError
+from kvhaven.types import Checksum
+
+T = TypeVar("T")
+
+_BATCH: Final = 64
+"""Names that one thread asks the server for in turn: several threads share a large batch."""
+
+
+def filesystem_tier(
+    path: Path,
+    *,
+    executor: TierExecutor,
+    direct_io: DirectIO = "auto",
+    mode: int = 0o600,
+    deadline_s: float = 10.0,
+    **watching: Any,  # SharedTier's own settings, passed on
+) -> SharedTier:
+    """Return a tier over the directory `path`, which must exist; see `FilesystemStore`."""
+    store = FilesystemStore(
+        path, executor=executor, direct_io=direct_io, mode=mode, deadline_s=deadline_s
+    )
+    return SharedTier(store, **watching)
+
+
+class FilesystemStore:
+    """The directory `path` as a `SharedStore`. See there for the methods.
+
+    `executor` is the store's own; `close` closes it. `direct_io` "auto" uses direct I/O where
+    the file system takes it, "on" stays offline where it does not. Files get `mode` (the
+    process's umask applies), folders the same and search rights. What waits for a thread for
+    `deadline_s` is given up; what a thread has begun ends when the system call does.
+    """
+
+    name = "fs"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        executor: TierExecutor,
+        direct_io: DirectIO,
+        mode: int,
+        deadline_s: float,
+    ) -> None:
+        self.title = f"filesystem tier {path}"
+        self._path = path
+        self._executor = executor
+        self._direct_io = direct_io
+        self._mode = mode
+        self._deadline_s = deadline_s
+        self._files: _Users | None = None
+        self._known = False
+
+    async def open(self) -> None:
+        """Open the directory; a mount that vanished must be there again."""
+        if self._files is not None:
+            self._files.retire()
+            self._files = None
+        try:
+            self._files = _Users(await self._executor.run(Lane.BACKGROUND, self._open))
+        except OSError as error:
+            raise TierError(str(error)) from error
+        self._known = True
+
+    async def still_open(self) -> bool:
+        """Return whether the path still leads there."""
+        return await self._run(Lane.BACKGROUND, SharedFiles.still_there)
+
+    async def close(self, deadline_s: float) -> None:
+        """Finish, end the threads and close the directory."""
+        await self._executor.close(deadline_s)
+        if self._files is not None:
+            self._files.retire()
+            self._files = None
+
+    async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
+        """Read and verify in a thread."""
+        return await self._run(Lane.READ, lambda files: files.read(shard, into))
+
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+        """Write in a thread."""
+        await self._run(Lane.WRITE, lambda files: files.write(shard, payload, checksum))
+
+    async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
+        """Ask for the batch in as many threads as there are."""
+
+        def ask(files: SharedFiles, part: Sequence[StoredShard]) -> list[bool]:
+            return files.contains(part)
+
+        parts = [shards[at : at + _BATCH] for at in range(0, len(shards), _BATCH)]
+        answers = await asyncio.gather(
+            *(self._run(Lane.READ, functools.partial(ask, part=part)) for part in parts)
+        )
+        return [there for answer in answers for there in answer]
+
+    async def delete(self, shards: Sequence[StoredShard]) -> None:
+        """Remove the batch, a part at a time, so that writes get their turn."""
+        for at in range(0, len(shards), _BATCH):
+            part = shards[at : at + _BATCH]
+            await self._run(Lane.WRITE, functools.partial(SharedFiles.delete, shards=part))
+
+    async def load_manifest(self, folder: str) -> bytes | None:
+        """Read a manifest."""
+        return await self._run(Lane.WRITE, lambda files: files.load_manifest(folder))
+
+    async def save_manifest(self, folder: str, content: bytes) -> None:
+        """Write a manifest."""
+        await self._run(Lane.WRITE, lambda files: files.save_manifest(folder, content))
+
+    async def folders(self) -> Sequence[str]:
+        """List the namespaces' folders."""
+        return await self._run(Lane.BACKGROUND, SharedFiles.folders)
+
+    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[tuple[str, int]]]:
+        """List a folder; the threads are free between its subfolders."""
+        with self._require().used() as files:  # the listing uses it from one page to the next
+            listing = files.list_blobs(folder)
+            while True:
+                page = await self._run(Lane.BACKGROUND, lambda _: next(listing, None))
+                if page is None:
+                    return
+                yield page
+
+    async def probe(self, lane: Lane) -> None:
+        """List the directory, or write a file in it."""
+        reads = lane is Lane.READ
+        await self._run(
+            Lane.BACKGROUND, lambda files: files.folders() if reads else files.probe_write()
+        )
+
+    def queued(self, lane: Lane) -> int:
+        """Return how many calls wait for a thread."""
+        return self._executor.queued(lane)
+
+    def longest_running_s(self) -> float:
+        """Return for how long the oldest system call has been going on."""
+        return self._executor.longest_running_s()
+
+    async def _run(self, lane: Lane, work: Callable[[SharedFiles], T]) -> T:
+        """Call `work` in a thread; what the file system complains of becomes an error of ours."""
+        limit = asyncio.timeout(self._deadline_s)
+        with self._require().used() as files:
+            try:
+                async with limit:
+                    return await self._executor.run(lane, lambda: work(files))
+            except OSError as error:  # a TimeoutError may be the file system's own
+                if limit.expired():
+                    reason = f"{self.title}: nothing within {self._deadline_s} s"
+                    raise TierError(reason) from None
+                raise StoreFailedError(str(error)) from error
+
+    def _require(self) -> "_Users":
+        if self._files is None:
+            raise TierError(f"{self.title} is not open")
+        return self._files
+
+    def _open(self) -> SharedFiles:
+        files = SharedFiles(self._path, mode=self._mode, known=self._known)
+        with contextlib.ExitStack() as undo:
+            undo.callback(files.close)
+            files.direct = self._direct_io != "off" and direct_io_works(files.fd)
+            if self._direct_io == "on" and not files.direct:
+                raise TierError('its file system takes no direct I/O: set it "auto" or "off"')
+            undo.pop_all()
+        return files
+
+
+class _Users:
+    """Keeps an opened directory's descriptor while calls use it. Used on the event loop only."""
+
+    def __init__(self, files: SharedFiles) -> None:
+        self._files = files
+        self._count = 0
+        self._retired = False
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[SharedFiles]:
+        """Enclose a call."""
+        self._count += 1
+        try:
+            yield self._files
+        finally:
+            self._count -= 1
+            self._close_when_idle()
+
+    def retire(self) -> None:
+        """Close the directory as soon as no call uses it."""
+        self._retired = True
+        self._close_when_idle()
+
+    def _close_when_idle(self) -> None:
+        if self._retired and not self._count:
+            self._retired = False
+            self._files.close()

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocking half of the filesystem tier: files that many nodes write. Runs in its threads."""
+
+import contextlib
+import errno
+import itertools
+import logging
+import mmap
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from kvhaven.errors import TierError, TierMissError
+from kvhaven.tiers.base import StoredShard
+from kvhaven.tiers.disk_files import write_whole
+from kvhaven.tiers.disk_manifest import MOST_BYTES
+from kvhaven.tiers.header import HEADER_BYTES, pack_header, stored_bytes
+from kvhaven.tiers.shared_store import (
+    FOLDER,
+    DamagedError,
+    blob_name,
+    manifest_name,
+    require_size,
+    verify,
+)
+from kvhaven.types import Checksum
+
+_log = logging.getLogger(__name__)
+
+MARKER: Final = "kvhaven.store"
+"""Tells the store from the empty directory that is left when its mount vanishes."""
+
+DEBRIS_S: Final = 3600.0
+"""A temporary file this old, by the server's clock, is nobody's any more."""
+
+_MARKER_TEXT: Final = b"KVHaven keeps KV-cache shards here. See docs/tiers.md.\n"
+_SUBFOLDER: Final = re.compile(r"[0-9a-f]{2}")
+_TEMPORARY: Final = re.compile(r"\.[0-9a-f]+\.[0-9]+\.tmp")
+_GONE: Final = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+"""Another node removed it: before it was opened, or (NFS: a stale handle) since."""
+
+
+class SharedFiles:
+    """Reads, writes and lists the files of one opened directory that others use too.
+
+    Thread-safe. It relies on nothing that NFS lacks: no locks, no links; a file appears by
+    rename, whole and checked, and is never changed. All raise `OSError` for what the file
+    system says, besides what each method names.
+    """
+
+    def __init__(self, path: Path, *, mode: int, known: bool) -> None:
+        """Open `path`; `known`: it was opened before, and must be the same store.
+
+        Raises `TierError` when it is not there.
+        """
+        self.path = path
+        self.direct = False
+        self._mode = mode
+        self._folder_mode = mode | (mode & 0o444) >> 2
+        self._nonce = secrets.token_hex(8)
+        self._numbers = itertools.count()  # its next() is atomic
+        self._local = threading.local()
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            raise TierError(f"{path} does not exist: mount it, or make the directory") from None
+        try:
+            self._mark(known=known)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        """Give the descriptor up."""
+        os.close(self.fd)
+
+    def still_there(self) -> bool:
+        """Return whether the path still leads to the directory that was opened, marker and all."""
+        try:
+            there = os.path.samestat(self.path.stat(), os.fstat(self.fd))
+            os.stat(MARKER, dir_fd=self.fd)
+        except OSError:
+            return False
+        return there
+
+    def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+        """Write a temporary file, see it on the server's disk, and give it its name."""
+        path = blob_name(shard)
+        if self.contains([shard])[0]:
+            return
+        page = self._header_page()
+        page[:] = pack_header(shard, checksum)
+        self._put(path, [page, payload], os.O_DIRECT if self.direct else 0)
+
+    def read(self, shard: StoredShard, into: memoryview) -> Checksum:
+        """Read and verify. Raises `DamagedError` or `TierMissError`."""
+        path = blob_name(shard)
+        page = self._header_page()
+        wanted = stored_bytes(shard.payload_bytes)
+        try:
+            size, got = self._read_whole(path, wanted, [page, into])
+        except OSError as error:
+            if error.errno in _GONE:
+                raise TierMissError(f"{path} is not stored") from None
+            if error.errno == errno.ELOOP:
+                raise DamagedError(f"{path} is a link", b"link") from None
+            raise
+        require_size(size, shard, path)
+        if got != wanted:
+            raise OSError(errno.EIO, f"{got} of {wanted} bytes of {path} could be read")
+        return verify(page[:], into, shard, path)
+
+    def contains(self, shards: Sequence[StoredShard]) -> list[bool]:
+        """Return whether each is there with its size."""
+        return [
+            self._size(blob_name(shard)) == stored_bytes(shard.payload_bytes) for shard in shards
+        ]
+
+    def delete(self, shards: Sequence[StoredShard]) -> None:
+        """Remove files in turn."""
+        for shard in shards:
+            self._remove(blob_name(shard))
+
+    def load_manifest(self, folder: str) -> bytes | None:
+        """Return a manifest's content; None when it is not there."""
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            with os.fdopen(os.open(manifest_name(folder), flags, dir_fd=self.fd), "rb") as file:
+                return file.read(MOST_BYTES)
+        except OSError as error:
+            if error.errno in _GONE:
+                return None
+            raise
+
+    def save_manifest(self, folder: str, content: bytes) -> None:
+        """Write a manifest over an older one."""
+        self._put(manifest_name(folder), [memoryview(content)], 0)
+
+    def folders(self) -> list[str]:
+        """Return the names of namespaces' folders."""
+        names = self._remove_old_temporaries("", self._names(""))
+        return sorted(name for name in names if FOLDER.fullmatch(name))
+
+    def list_blobs(self, folder: str) -> Iterator[list[tuple[str, int]]]:
+        """Yield the names and sizes of files, a subfolder at a time; remove old temporaries."""
+        self._remove_old_temporaries(folder, self._names(folder))
+        for subfolder in self._names(folder):
+            if not _SUBFOLDER.fullmatch(subfolder):
+                continue
+            names = self._names(f"{folder}/{subfolder}")
+            names = self._remove_old_temporaries(f"{folder}/{subfolder}", names)
+            paths = (f"{folder}/{subfolder}/{name}" for name in names)
+            yield [(path, size) for path in paths if (size := self._size(path)) is not None]
+
+    def probe_write(self) -> None:
+        """Show that a file can be written and removed."""
+        name = self._temporary("")
+        self._write_new(name, [self._header_page()], 0)
+        self._remove(name)
+
+    def server_time(self) -> float:
+        """Return the server's time in seconds: that of a file which is made now."""
+        name = self._temporary("")
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode, dir_fd=self.fd)
+        try:
+            return os.fstat(file).st_mtime
+        finally:
+            os.close(file)
+            self._remove(name)
+
+    def _mark(self, *, known: bool) -> None:
+        try:
+            os.stat(MARKER, dir_fd=self.fd)
+        except FileNotFoundError:
+            if known:
+                raise TierError(
+                    f"{self.path} has no {MARKER} any more: mount the store again, or restart "
+                    f"this service to begin with what is there"
+                ) from None
+        else:
+            return
+        file = os.open(MARKER, os.O_WRONLY | os.O_CREAT, self._mode, dir_fd=self.fd)
+        try:
+            os.write(file, _MARKER_TEXT)
+        finally:
+            os.close(file)
+
+    def _put(self, path: str, buffers: list[mmap.mmap | memoryview], flag: int) -> None:
+        """Write a new file and give it its name in one step; make its folder if need be."""
+        folder = path.rpartition("/")[0]
+        temporary = self._temporary(folder)
+        try:
+            self._write_new(temporary, buffers, flag)
+        except FileNotFoundError:
+            for parent in (folder.partition("/")[0], folder):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(parent, self._folder_mode, dir_fd=self.fd)
+            self._write_new(temporary, buffers, flag)
+        try:
+            os.rename(temporary, path, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except OSError:
+            self._try_remove(temporary)
+            raise
+
+    def _write_new(self, name: str, buffers: list[mmap.mmap | memoryview], flag: int) -> None:
+        """Write a file that is not there yet, or leave none.
+
+        NFS tells of a full or failing server only when data are flushed: at fsync or close.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | flag
+        file = os.open(name, flags, self._mode, dir_fd=self.fd)
+        try:
+            try:
+                write_whole(file, buffers)
+                os.fsync(file)
+            finally:
+                os.close(file)
+        except OSError:
+            self._try_remove(name)
+            raise
+
+    def _read_whole(
+        self, path: str, wanted: int, buffers: list[mmap.mmap | memoryview]
+    ) -> tuple[int, int]:
+        """Return a file's size and, if that is what is wanted, how many bytes were read."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECT if self.direct else 0)
+        file = os.open(path, flags, dir_fd=self.fd)
+        try:
+            status = os.fstat(file)
+            size = status.st_size if stat.S_ISREG(status.st_mode) else -1
+            return size, os.preadv(file, buffers, 0) if size == wanted else 0
+        finally:
+            os.close(file)
+
+    def _size(self, path: str) -> int | None:
+        """Return a file's size; None when there is no file."""
+        try:
+            status = os.stat(path, dir_fd=self.fd, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in _GONE:
+                return None
+            raise
+        return status.st_size if stat.S_ISREG(status.st_mode) else -1
+
+    def _names(self, folder: str) -> list[str]:
+        """Return the names in a folder; none when there is no such folder."""
+        try:
+            fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno in _GONE:
+                return []
+            raise
+        try:
+            with os.scandir(fd) as entries:
+                return [entry.name for entry in entries]
+        finally:
+            os.close(fd)
+
+    def _remove_old_temporaries(self, folder: str, names: list[str]) -> list[str]:
+        """Return the names that are no temporaries; remove those that nobody writes any more."""
+        temporaries = [name for name in names if _TEMPORARY.fullmatch(name)]
+        if not temporaries:
+            return names
+        now = self.server_time()
+        for name in temporaries:
+            path = f"{folder}/{name}".lstrip("/")
+            with contextlib.suppress(FileNotFoundError):
+                written = os.stat(path, dir_fd=self.fd, follow_symlinks=False).st_mtime
+                if now - written > DEBRIS_S:
+                    self._try_remove(path)
+        return [name for name in names if not _TEMPORARY.fullmatch(name)]
+
+    def _temporary(self, folder: str) -> str:
+        name = f".{self._nonce}.{next(self._numbers)}.tmp"
+        return f"{folder}/{name}" if folder else name
+
+    def _remove(self, path: str) -> None:
+        """Remove a file, whoever else does so too."""
+        try:
+            os.unlink(path, dir_fd=self.fd)
+        except IsADirectoryError:
+            os.rmdir(path, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+
+    def _try_remove(self, path: str) -> None:
+        try:
+            self._remove(path)
+        except OSError as error:
+            _log.info("could not remove %s: %s", self.path / path, error)
+
+    def _header_page(self) -> mmap.mmap:
+        """Return this thread's page-aligned 4096 bytes for headers."""
+        page: mmap.mmap | None = getattr(self._local, "page", None)
+        if page is None:
+            page = self._local.page = mmap.mmap(-1, HEADER_BYTES)
+        return page

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a shared tier needs of its store, the names in it, and what can go wrong there."""
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from typing import Final, Protocol
+
+import xxhash
+
+from kvhaven.errors import TierError, TierMissError
+from kvhaven.tiers.base import Namespace, StoredShard
+from kvhaven.tiers.disk_manifest import MANIFEST_NAME, unpack_manifest
+from kvhaven.tiers.executor import Lane
+from kvhaven.tiers.header import stored_bytes, verify_payload
+from kvhaven.types import Checksum, ChunkKey
+
+FOLDER: Final = re.compile(r"[0-9a-f]{16}")
+"""A namespace's folder: the first 16 hex digits of its digest."""
+
+_BLOB: Final = re.compile(r"([0-9a-f]{16})/([0-9a-f]{2})/([0-9a-f]{64})\.(g[^/]*)\.kv")
+
+
+class StoreFailedError(TierError):
+    """The store itself failed, or did not answer in time: counted by the tier's breakers."""
+
+
+class DamagedError(TierMissError):
+    """What is stored under a shard's name failed a check; `evidence` tells two damages apart."""
+
+    def __init__(self, message: str, evidence: bytes) -> None:
+        super().__init__(message)
+        self.evidence = evidence
+
+
+class SharedStore(Protocol):
+    """Blobs under names that others read and write too. Used by `SharedTier` alone.
+
+    Called on the service's event loop, which no call blocks. All raise `StoreFailedError` when
+    the store fails, and `TierError` when nobody can say that (a full queue). Buffers, deadlines
+    and cancellation are as `Tier` says.
+    """
+
+    name: str
+    """As `Tier.name`."""
+    title: str
+    """What people call this store in messages; no secret is in it."""
+
+    async def open(self) -> None:
+        """Find out whether the store can be used, also again after it could not.
+
+        Raises `TierError` with what is wrong (a path, a bucket, credentials) and what to do.
+        """
+
+    async def still_open(self) -> bool:
+        """Return whether it is the store that was opened (a mount may have vanished)."""
+
+    async def close(self, deadline_s: float) -> None:
+        """Finish what goes on within `deadline_s` seconds, and give all up, for good."""
+
+    async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
+        """Read and verify. Raises `TierMissError` when absent, `DamagedError` when wrong."""
+
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+        """Write; what is there with the right size already stays."""
+
+    async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
+        """Return whether each is there with its size."""
+
+    async def delete(self, shards: Sequence[StoredShard]) -> None:
+        """Remove; absent ones are no error."""
+
+    async def load_manifest(self, folder: str) -> bytes | None:
+        """Return the content of a folder's manifest; None when there is none."""
+
+    async def save_manifest(self, folder: str, content: bytes) -> None:
+        """Write a folder's manifest, in one step, over an older one."""
+
+    async def folders(self) -> Sequence[str]:
+        """Return the names of namespaces' folders."""
+
+    def list_blobs(self, folder: str) -> AsyncIterator[Sequence[tuple[str, int]]]:
+        """Yield names (from the store's root) and sizes in bytes of what is in a folder."""
+
+    async def probe(self, lane: Lane) -> None:
+        """Show that reads, or writes, work."""
+
+    def queued(self, lane: Lane) -> int:
+        """Return how many operations wait for their turn."""
+
+    def longest_running_s(self) -> float:
+        """Return for how long the oldest operation has been going on that nothing can end."""
+
+
+def blob_name(shard: StoredShard) -> str:
+    """Return a shard's name in any shared store.
+
+    256 folders a namespace: a million chunks of one shard each are 4000 files in each.
+    """
+    key = shard.key.hex()
+    return f"{shard.namespace.hex()[:16]}/{key[:2]}/{key}.{shard.shard}.kv"
+
+
+def manifest_name(folder: str) -> str:
+    """Return the name of a folder's manifest."""
+    return f"{folder}/{MANIFEST_NAME}"
+
+
+class Names:
+    """Tells which shard of one namespace a name is of."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        self._shards = {str(shard.id): shard for shard in namespace.table.shards}
+
+    def shard(self, name: str) -> StoredShard | None:
+        """Return the shard that should be under this name; None when none should."""
+        parts = _BLOB.fullmatch(name)
+        shard = self._shards.get(parts[4]) if parts else None
+        if parts is None or shard is None or parts[2] != parts[3][:2]:
+            return None
+        key = ChunkKey(bytes.fromhex(parts[3]))
+        return StoredShard(self._namespace.digest, key, shard.id, shard.payload_bytes)
+
+
+async def read_manifest(store: SharedStore, folder: str) -> Namespace:
+    """Return a folder's namespace. Raises `TierMissError` when its manifest tells of none."""
+    raw = await store.load_manifest(folder)
+    if raw is None:
+        raise TierMissError(f"{manifest_name(folder)} is not there")
+    return unpack_manifest(raw, folder)
+
+
+def require_size(size: int, shard: StoredShard, where: str) -> None:
+    """Raise `DamagedError` when what is stored for a shard cannot be it, by its size in bytes."""
+    wanted = stored_bytes(shard.payload_bytes)
+    if size != wanted:
+        raise DamagedError(f"{where} has {size} bytes instead of {wanted}", str(size).encode())
+
+
+def verify(
+    head: bytes | memoryview, payload: memoryview, shard: StoredShard, where: str
+) -> Checksum:
+    """Return the checksum of what was read. Raises `DamagedError`, naming `where` it is from."""
+    try:
+        return verify_payload(head, payload, shard)
+    except TierMissError as error:
+        evidence = xxhash.xxh3_128(head)
+        evidence.update(payload[: shard.payload_bytes])
+        raise DamagedError(f"{where}: {error}", evidence.digest()) from error

@@ -162,8 +162,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str | None,
         setting(
             "Tiers that several nodes share, the fastest first; none: none.",
-            "one or more URLs separated by spaces, such as file:///mnt/kv, s3://bucket/prefix or "
-            "redis://host:6379, or none",
+            "one or more URLs separated by spaces, such as file:///mnt/kv, or none",
             kind="urls",
         ),
     ] = None

@@ -71,8 +71,8 @@ NOT_TAKEN = (
             *("remote_*", "s3_*", "external_*", "storage_plugins", "audit_actual_remote_url"),
             *("retrieve_locations", "store_location"),
         ),
-        "remote stores are not supported yet: the cache stays on its node, in host memory and, "
-        "with local_disk, on disk",
+        "LMCache's remote stores are not taken over: their data could not be read; a directory "
+        "that nodes share is set by remote_url",
     ),
     Left(
         ("enable_pd", "enable_xpyd", "pd_*", "transfer_channel", "enable_nixl", "nixl_*"),

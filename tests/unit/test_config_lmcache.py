@@ -229,7 +229,9 @@ def test_a_service_says_it_once_at_start(short_dir: Path) -> None:
     warnings = [line for line in said.splitlines() if "LMCache" in line]
     assert len(warnings) == 1, said
     assert "WARNING" in warnings[0]
-    assert "remote_url (LMCACHE_REMOTE_URL): remote stores are not supported yet" in warnings[0]
+    assert (
+        "remote_url (LMCACHE_REMOTE_URL): LMCache's remote stores are not taken over" in warnings[0]
+    )
 
 
 RECIPE = """\
@@ -267,7 +269,7 @@ def test_an_imported_file_says_what_is_different(theirs: Path) -> None:
     assert "chunk_size: 512" in result.output.splitlines()
     assert "Not taken over: local_cpu (line 3): host memory is always used" in told
     assert "enable_pd (line 9), pd_role (line 10): prefill and decode on different" in told
-    assert "remote_url (line 11): remote stores are not supported yet" in told
+    assert "remote_url (line 11): LMCache's remote stores are not taken over" in told
     assert "hunter2" not in told
     assert all(len(line) <= 100 for line in result.output.splitlines())
 

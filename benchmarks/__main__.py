@@ -18,6 +18,7 @@ from examples.demo.processes import ProcessError
 
 _SUBJECTS = {
     "hash": "hashing",
+    "policies": "policies",
     "copy": "copies",
     "disk": "disks",
     "acquire": "acquires",

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: their order, their time limits, a clean environment."""
 
+import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,17 +29,26 @@ def pytest_configure(config: pytest.Config) -> None:
     del config
     for name in list(os.environ):
         keep = name in NOT_SETTINGS or name.startswith(NOT_SETTINGS_PREFIXES)
-        if name == "KVHAVEN_CONFIG_FILE" or (name.startswith("KVHAVEN_") and not keep):
+        ours = name.startswith(("KVHAVEN_", "LMCACHE_"))
+        if name == "KVHAVEN_CONFIG_FILE" or (ours and not keep):
             del os.environ[name]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give marked tests the time they need, and run them last."""
-    for item in items:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give marked tests the time they need (`-o timeout=0`: all they want), and run them last."""
+    for item in items if float(config.getini("timeout")) else ():
         limits = [s for marker, s in _SECONDS_BY_MARKER.items() if item.get_closest_marker(marker)]
         if limits and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(max(limits)))
     items.sort(key=_rank)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the simulated accelerators before tests that may need them: no test has the time."""
+    build = sys.modules.get("tests.simulators.build")  # a test module imports it
+    if build is not None and session.items and not session.config.option.collectonly:
+        with contextlib.suppress(RuntimeError):  # the tests themselves say it, or skip
+            build.library()
 
 
 def _rank(item: pytest.Item) -> int:

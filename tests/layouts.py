@@ -221,11 +221,20 @@ def engine(name: str, sizes: Sizes = Sizes()) -> Engine:  # noqa: B008 - it cann
     kind = KINDS[name]
     sizes = sizes._replace(heads=1) if kind.latent else sizes
     caches = kind.build(sizes)
-    token_bytes = sum(plane.shape[-1] for plane in caches.planes[0]) * sizes.dtype.itemsize
-    layers = [f"layers.{index}" for index in range(sizes.layers)]
+    paged, portable = described(kind, sizes, caches, caches.registered)
+    return Engine(kind, sizes, caches, paged, portable)
+
+
+def described(
+    kind: Kind, sizes: Sizes, caches: Caches, registered: Sequence[Registered]
+) -> tuple[PagedLayout, PortableLayout]:
+    """Return both layouts of tensors that are the registered ones of `caches`, or equal them."""
+    head_dims = [plane.shape[-1] for plane in caches.planes[0]]
+    page_bytes = sizes.tokens * sizes.heads * sum(head_dims) * sizes.dtype.itemsize
+    tensors = {f"layers.{index}": layer for index, layer in enumerate(registered)}
     paged = describe_kv_caches(
-        dict(zip(layers, caches.registered, strict=True)),
-        layer_specs=dict.fromkeys(layers, (sizes.tokens * sizes.heads * token_bytes, sizes.tokens)),
+        tensors,
+        layer_specs=dict.fromkeys(tensors, (page_bytes, sizes.tokens)),
         num_blocks=sizes.blocks,
         kernel_tag=kind.kernel_tag,
         form=kind.form,
@@ -235,9 +244,9 @@ def engine(name: str, sizes: Sizes = Sizes()) -> Engine:  # noqa: B008 - it cann
         backend=kind.backend,
         kernel_tag=kind.kernel_tag,
         heads=sizes.heads,
-        head_dims=[plane.shape[-1] for plane in caches.planes[0]],
+        head_dims=head_dims,
     )
-    return Engine(kind, sizes, caches, paged, PortableLayout(paged, geometry))
+    return paged, PortableLayout(paged, geometry)
 
 
 def contents(caches: Caches, blocks: Sequence[int]) -> list[list[torch.Tensor]]:

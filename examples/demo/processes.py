@@ -232,7 +232,8 @@ def engine_cores() -> str:
 
 def clean_environment() -> dict[str, str]:
     """Return our environment without settings of KVHaven, which could change what is measured."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("KVHAVEN_")}
+    settings = ("KVHAVEN_", "LMCACHE_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(settings)}
 
 
 def _start(

@@ -2,10 +2,10 @@
 """Settings: one typed model, every source, every check.
 
 `load_settings` merges, first match wins: vLLM's `kv_connector_extra_config`, environment
-variables `KVHAVEN_<NAME>`, a YAML file (`KVHAVEN_CONFIG_FILE`), the defaults below. What is
-unknown, malformed or contradictory is refused at start; nothing is ignored in silence.
-How a value is written (sizes, switches, paths) is `config_values`; where it is found is
-`config_sources`.
+variables `KVHAVEN_<NAME>`, a YAML file (`KVHAVEN_CONFIG_FILE`), LMCache's variables and file, the
+defaults below. What is unknown, malformed or contradictory is refused at start; nothing is ignored
+in silence. How a value is written (sizes, switches, paths) is `config_values`; where it is found is
+`config_sources`, and for LMCache's settings `config_lmcache`.
 """
 
 import os
@@ -15,15 +15,16 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvhaven.config_checks import cross_check, notes, refuse_what_comes_later
+from kvhaven.config_lmcache import read_lmcache
 from kvhaven.config_sources import DEFAULT, RawValue, read_sources
 from kvhaven.config_values import (
     GIB,
     MIB,
     SettingInfo,
+    Value,
     duration,
-    format_size,
     parse_value,
-    refuse,
     setting,
     settings_of,
     shown_value,
@@ -31,7 +32,7 @@ from kvhaven.config_values import (
     switch,
 )
 
-__all__ = ["Resolved", "SettingRow", "Settings", "load_settings", "setting_infos"]
+__all__ = ["Resolved", "SettingRow", "Settings", "check_value", "load_settings", "setting_infos"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +107,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bool, switch("Refuse to start where memory does not suffice, not take a smaller arena.")
     ] = False
     cache_policy: Annotated[
-        Literal["LRU"], setting("Which chunks leave the arena first.", "LRU")
+        Literal["LRU", "LFU", "FIFO", "MRU", "S3-FIFO"],
+        setting("Which chunks leave the arena first.", "LRU, LFU, FIFO, MRU or S3-FIFO"),
     ] = "LRU"
     verify_memory: Annotated[
         Literal["off", "sample", "always"],
@@ -141,10 +143,60 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "auto, on or off",
         ),
     ] = "auto"
+    disk_write: Annotated[
+        Literal["behind", "through"],
+        setting(
+            "Whether what waits to be written to the disk may be evicted before (behind), or "
+            "stays in memory until then (through).",
+            "behind or through",
+        ),
+    ] = "behind"
+    disk_store_on: Annotated[
+        Literal["first", "second"],
+        setting(
+            "Whether chunks go to the disk when they were computed, or when they are used again.",
+            "first or second",
+        ),
+    ] = "first"
+    remote_url: Annotated[
+        str | None,
+        setting(
+            "Tiers that several nodes share, the fastest first; none: none.",
+            "one or more URLs separated by spaces, such as file:///mnt/kv, or none",
+            kind="urls",
+        ),
+    ] = None
+    remote_write: Annotated[
+        Literal["behind", "through", "off"],
+        setting(
+            "The same as disk_write for shared tiers; off: only read.", "behind, through or off"
+        ),
+    ] = "behind"
+    remote_store_on: Annotated[
+        Literal["first", "second"],
+        setting("The same as disk_store_on for shared tiers.", "first or second"),
+    ] = "first"
+    remote_believe_s: Annotated[
+        float,
+        duration(
+            "How long it is believed what a shared tier said: that it has a chunk, or has not.",
+            "seconds",
+            most=3600,
+            least=0.1,
+        ),
+    ] = 5.0
+    fill_faster_tiers: Annotated[
+        bool,
+        setting(
+            "Write what was read from a tier to the faster ones as well: from a shared one to "
+            "the disk.",
+            "true or false",
+        ),
+    ] = True
     write_queue_size: Annotated[
         int | None,
         size(
-            "Bytes that may wait for the disk, the oldest are dropped beyond; "
+            "Bytes that may wait for each tier, the oldest are dropped beyond; "
             "none: an eighth of the arena, at least 64MiB, at most half the arena.",
             "half of max_local_cpu_size",
         ),
@@ -236,7 +288,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def write_queue_bytes(self) -> int:
-        """Bytes that may wait for the disk, whether set or not."""
+        """Bytes that may wait for each tier, whether set or not."""
         if self.write_queue_size is not None:
             return self.write_queue_size
         half = self.max_local_cpu_size // 2
@@ -258,7 +310,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """Settings and where each came from.
 
     An origin is an environment variable's name, `kv_connector_extra_config`, `<file>:<line>`
-    or `default`. `notes` are sentences about settings that are given but have no effect.
+    (`LMCache's <file>:<line>`) or `default`. `notes` are sentences about settings that are given
+    but have no effect, for the log at start.
     """
 
     settings: Settings
@@ -293,82 +346,40 @@ def load_settings(
 
     Raises `ConfigError`, which names the key, where it came from, its value and what is
     allowed, for anything unknown, malformed, out of range or contradictory, also where a
-    source with precedence hides it.
+    source with precedence hides it. Of LMCache's settings only those that count are checked:
+    what is right there may be wrong here, and setting ours is the way out.
     """
     names = [info.name for info in _INFOS]
-    sources = read_sources(names, extra, os.environ if environ is None else environ, yaml_file)
+    environ = os.environ if environ is None else environ
+    sources = read_sources(names, extra, environ, yaml_file)
     values: dict[str, object] = {}
     raws: dict[str, RawValue] = {}
     for source in sources:
         for name, raw in source.items():
-            value = parse_value(_BY_NAME[name], raw)
-            _refuse_what_comes_later(name, value, raw)
+            value = check_value(name, raw)
             if name not in raws:
                 values[name], raws[name] = value, raw
+    lmcache = read_lmcache(environ)
+    for name, raw in lmcache.taken.items():
+        if name not in raws:
+            values[name], raws[name] = check_value(name, raw), raw
     settings = msgspec.convert(values, Settings)
-    _cross_check(settings, raws)
+    cross_check(settings, raws, _BY_NAME)
     origins = {name: raws[name].origin if name in raws else DEFAULT for name in names}
-    return Resolved(settings, origins, _notes(settings, raws))
+    found = [*notes(settings, raws), lmcache.note]
+    return Resolved(settings, origins, tuple(note for note in found if note is not None))
 
 
-def _refuse_what_comes_later(name: str, value: object, raw: RawValue) -> None:
-    """Refuse what is a legal value elsewhere but not yet here, and say what to do instead."""
-    advice = _NOT_YET.get((name, value))
-    if advice is not None:
-        refuse(_BY_NAME[name], raw, advice)
+def check_value(name: str, raw: RawValue) -> Value:
+    """Return a setting's value by itself. Raises `ConfigError` if it is not allowed.
 
-
-def _cross_check(settings: Settings, raws: Mapping[str, RawValue]) -> None:
-    """Refuse settings that contradict each other."""
-    queue, arena = settings.write_queue_size, settings.max_local_cpu_size
-    if queue is not None and 2 * queue > arena:
-        where = raws["max_local_cpu_size"].origin if "max_local_cpu_size" in raws else DEFAULT
-        refuse(
-            _BY_NAME["write_queue_size"],
-            raws["write_queue_size"],
-            f"waiting writes hold memory of the arena, and max_local_cpu_size is "
-            f"{format_size(arena)} ({where}); make the one smaller or the other larger",
-        )
-
-
-def _notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
-    """Name the settings that are given but have no effect beside the others."""
-    notes = []
-    if settings.service_address is not None:
-        own = [name for name in _SERVICE_ONLY if name in raws]
-        if own:
-            notes.append(
-                f"service_address is set, so the service's own settings count and not "
-                f"{', '.join(own)} of this engine"
-            )
-    if settings.local_disk is None:
-        disk = [name for name in _DISK_ONLY if name in raws]
-        if disk:
-            notes.append(f"{', '.join(disk)} without effect: local_disk is not set")
-    return tuple(notes)
+    That is also a legal value elsewhere that cannot be had here yet; it says what to do instead.
+    """
+    info = _BY_NAME[name]
+    value = parse_value(info, raw)
+    refuse_what_comes_later(info, value, raw)
+    return value
 
 
 _INFOS = settings_of(Settings)
 _BY_NAME = {info.name: info for info in _INFOS}
-_DISK_ONLY = ("max_local_disk_size", "disk_direct_io", "write_queue_size")
-_SERVICE_ONLY = (
-    "max_local_cpu_size",
-    "arena_strict",
-    "cache_policy",
-    "verify_memory",
-    "local_disk",
-    *_DISK_ONLY,
-    "breaker_pause_s",
-    "embedded_linger_s",
-    "stop_deadline_s",
-)
-_NOT_YET: dict[tuple[str, object], str] = {
-    ("discard_partial_chunks", False): (
-        "incomplete chunks cannot be kept yet; leave it out, and take a smaller chunk_size to "
-        "lose fewer tokens at a prompt's end"
-    ),
-    ("local_cpu", False): (
-        "every chunk passes through host memory, so it cannot be off; to use little of it set "
-        "max_local_cpu_size (for example 512MiB), to save nothing set force_skip_save"
-    ),
-}

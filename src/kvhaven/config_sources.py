@@ -33,8 +33,8 @@ NOT_SETTINGS_PREFIXES = ("KVHAVEN_TEST_", "KVHAVEN_BENCH_", "KVHAVEN_DEMO_")
 """Variables for our own tests, benchmarks and demo."""
 
 _SECRET_LIKE = re.compile(r"password|secret|token|credential|key$", re.IGNORECASE)
-_SERVICE_LINK = re.compile(r"KVHAVEN_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?)")
-_SERVICE_LINK_URL = re.compile(r"KVHAVEN_(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)?")
+_SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?)")
+_SERVICE_LINK_URL = re.compile(r"(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)?")
 _SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)(://.*)?|\d+|[\d.]+|[\da-fA-F:]+")
 
 
@@ -91,20 +91,36 @@ def _read_environ(names: Collection[str], environ: Mapping[str, str]) -> dict[st
 
 
 def _is_no_setting(variable: str, value: str) -> bool:
-    """Whether the variable is known to be for something else.
-
-    Kubernetes sets variables for each service in a pod's namespace, and one may well be called
-    kvhaven: https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
-    """
+    """Whether the variable is known to be for something else."""
     if variable in NOT_SETTINGS or variable.startswith(NOT_SETTINGS_PREFIXES):
         return True
-    if _SERVICE_LINK.fullmatch(variable):
+    return is_service_link(variable.removeprefix(ENV_PREFIX), value)
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes made a variable; `name` is without the prefix that is like ours.
+
+    It sets variables for each service in a pod's namespace, and one may well be called kvhaven:
+    https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+    """
+    if _SERVICE_LINK.fullmatch(name):
         return True
-    return bool(_SERVICE_LINK_URL.fullmatch(variable) and _SERVICE_LINK_VALUE.fullmatch(value))
+    return bool(_SERVICE_LINK_URL.fullmatch(name) and _SERVICE_LINK_VALUE.fullmatch(value))
 
 
 def _read_yaml(names: Collection[str], path: Path, named_by: str) -> dict[str, RawValue]:
-    """Read a flat mapping; scalars stay text, so that `off` is no truth value and `1e3` no trap."""
+    found = read_yaml(path, named_by)
+    for name, raw in found.items():
+        _check_known(names, name, name, raw.value, raw.origin)
+    return found
+
+
+def read_yaml(path: Path, named_by: str) -> dict[str, RawValue]:
+    """Read a flat mapping; scalars stay text, so that `off` is no truth value and `1e3` no trap.
+
+    `named_by` is who named the file. Raises `ConfigError` if it cannot be read, is no such
+    mapping, or has a key twice.
+    """
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -125,7 +141,6 @@ def _read_yaml(names: Collection[str], path: Path, named_by: str) -> dict[str, R
     for key_node, value_node in root.value:
         origin = f"{path}:{key_node.start_mark.line + 1}"
         name, value = str(key_node.value), _yaml_value(value_node)
-        _check_known(names, name, name, value, origin)
         if name in found:
             raise ConfigError(
                 f"setting {name} is given twice, at {found[name].origin} and {origin}; keep one"

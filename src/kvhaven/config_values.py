@@ -11,6 +11,7 @@ from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 import msgspec
 
 from kvhaven.config_sources import MASK, RawValue
+from kvhaven.config_urls import parse_urls, redacted
 from kvhaven.errors import ConfigError
 
 MIB = 1 << 20
@@ -29,7 +30,7 @@ _SWITCH = {
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
 
-Kind = Literal["bool", "int", "float", "text", "choice", "size", "path", "socket"]
+Kind = Literal["bool", "int", "float", "text", "choice", "size", "path", "socket", "urls"]
 Value = str | int | float | bool | None
 
 
@@ -150,6 +151,8 @@ def _check_limits(info: SettingInfo, value: Value) -> None:
 def refuse(info: SettingInfo, raw: RawValue, reason: str = "") -> NoReturn:
     """Raise the `ConfigError` that names the key, its source, its value and what is allowed."""
     shown = MASK if info.secret else repr(raw.value)
+    if info.kind == "urls":
+        shown = redacted(shown)
     because = f" ({reason})" if reason else ""
     raise ConfigError(
         f"setting {info.name} = {shown}, from {raw.origin}, is refused{because}; "
@@ -163,6 +166,8 @@ def shown_value(info: SettingInfo, value: Value) -> tuple[Value, str]:
         return MASK, MASK
     if value is None:
         return None, "none"
+    if info.kind == "urls":
+        return redacted(str(value)), redacted(str(value))
     if isinstance(value, bool):
         return value, str(value).lower()
     if info.kind == "size" and isinstance(value, int):
@@ -226,11 +231,7 @@ def _parse_choice(info: SettingInfo, value: object) -> str:
     if isinstance(value, bool):  # JSON's true, where "on" is meant
         value = "on" if value else "off"
     by_lower = {choice.lower(): choice for choice in info.choices}
-    try:
-        return by_lower[_known(str(value), by_lower)]
-    except ValueError:
-        later = _COMES_LATER.get((info.name, str(value).lower()))
-        raise ValueError(later or "") from None
+    return by_lower[_known(str(value), by_lower)]
 
 
 def _known(text: str, among: Mapping[str, object]) -> str:
@@ -269,8 +270,5 @@ _PARSERS: dict[Kind, Callable[[SettingInfo, object], Value]] = {
     "size": lambda _info, value: parse_size(value),
     "path": _parse_path,
     "socket": _parse_socket,
-}
-_COMES_LATER = {
-    ("cache_policy", policy): "this policy comes later; use LRU or leave it out"
-    for policy in ("lfu", "fifo", "mru", "s3-fifo", "tinylfu")
+    "urls": lambda _info, value: parse_urls(value),
 }

@@ -14,17 +14,16 @@ import pytest
 import torch
 import xxhash
 
-from kvhaven.devices import cpu, cuda
+from kvhaven.devices import cpu
 from kvhaven.devices.base import SKIP, CopyJob, Device
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.cuda import split_at
-from kvhaven.devices.detect import KINDS, open_device
+from kvhaven.devices.detect import KINDS
 from kvhaven.devices.plan import plan_moves
 from kvhaven.devices.selftest import self_test
 from kvhaven.errors import IncompatibleEngineError, LayoutError
 from kvhaven.layouts import PagedLayout, PageRun, describe_kv_caches
 from tests.devices import WORDS, opened
-from tests.simulators import simulated
 
 WAIT_S = 30.0
 # Blocks, heads, tokens, content; layers; how they lie: one allocation with the layers outside or
@@ -329,35 +328,6 @@ def test_the_self_test_names_a_layout_that_is_wrong(device: Device, arena: Arena
 def test_the_self_test_needs_room(device: Device, layout: PagedLayout) -> None:
     with pytest.raises(LayoutError, match="bytes of scratch, got 10"):
         self_test(device, layout, memoryview(bytearray(10)))
-
-
-def test_detection_finds_the_cpu_and_lists_what_it_looked_for() -> None:
-    assert open_device("cpu", copy_threads=2).name == "cpu"
-    with pytest.raises(IncompatibleEngineError, match="'tpu': this is none of auto, hpu, cuda"):
-        open_device("tpu")
-    with pytest.raises(IncompatibleEngineError, match="cpu: the engine's KV tensors are on xpu"):
-        open_device("cpu", torch_type="xpu")
-    if cuda.cuda_unavailable():
-        assert open_device().name == "cpu"
-        with pytest.raises(IncompatibleEngineError, match=r"cuda: torch .* is built without CUDA"):
-            open_device("cuda")
-
-
-def test_detection_says_of_each_kind_why_it_was_refused() -> None:
-    with pytest.raises(IncompatibleEngineError) as refusal:
-        open_device(torch_type="mtia")
-    for name in KINDS:
-        assert f"{name}: the engine's KV tensors are on mtia" in str(refusal.value)
-
-
-def test_gaudi_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PT_HPU_GPU_MIGRATION=1 lets `torch.cuda.is_available()` be true on Gaudi."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", "12.9")
-    with simulated("hpu"):
-        device = open_device()
-        assert device.name == "hpu"
-        device.close()
 
 
 def test_copy_threads_run_on_the_cores_they_are_given() -> None:

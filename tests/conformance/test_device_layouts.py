@@ -16,9 +16,18 @@ import torch
 
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.plan import bytes_at
-from kvhaven.layouts import Layout, PortableLayout, describe_kv_caches, head_geometry, head_shards
+from kvhaven.layouts import Layout, head_shards
 from tests.devices import SIMULATED, WORDS, Opened, opened
-from tests.layouts import KINDS, Engine, Registered, Sizes, contents, engine, reference_shards
+from tests.layouts import (
+    KINDS,
+    Engine,
+    Registered,
+    Sizes,
+    contents,
+    described,
+    engine,
+    reference_shards,
+)
 
 BLOCKS: Final = [3, 1, 2]
 HEADS: Final = 4
@@ -33,31 +42,9 @@ class OnDevice:
     def __init__(self, host: Engine, found: Opened) -> None:
         self.host = host
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        caches = {
-            f"layers.{index}": self._moved(registered, found)
-            for index, registered in enumerate(host.caches.registered)
-        }
-        kind, sizes = host.kind, host.sizes
-        dims = [plane.shape[-1] for plane in host.caches.planes[0]]
-        page = sizes.tokens * sizes.heads * sum(dims) * sizes.dtype.itemsize
-        paged = describe_kv_caches(
-            caches,
-            layer_specs=dict.fromkeys(caches, (page, sizes.tokens)),
-            num_blocks=sizes.blocks,
-            kernel_tag=kind.kernel_tag,
-            form=kind.form,
-        )
-        geometry = head_geometry(
-            paged,
-            backend=kind.backend,
-            kernel_tag=kind.kernel_tag,
-            heads=sizes.heads,
-            head_dims=dims,
-        )
-        self.layouts: dict[str, Layout] = {
-            "paged": paged,
-            "portable": PortableLayout(paged, geometry),
-        }
+        registered = [self._moved(layer, found) for layer in host.caches.registered]
+        paged, portable = described(host.kind, host.sizes, host.caches, registered)
+        self.layouts: dict[str, Layout] = {"paged": paged, "portable": portable}
 
     def pull(self) -> None:
         """Copy everything on the device to the twins on the host."""

@@ -15,15 +15,15 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
 from kvhaven.service.arena import Arena
 from kvhaven.service.connection import Listener
+from kvhaven.service.ladder import make_tiers
 from kvhaven.service.server import Service
 from kvhaven.service.status import ServiceStatus
-from kvhaven.tiers.base import Tier, TierAudit
+from kvhaven.tiers.base import TierAudit
 from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import TierExecutor
 
@@ -94,6 +94,9 @@ def settled(address: str | Path, *, members: int | None = None, seconds: float =
 class NodeThread:
     """A real service on a real socket, in a thread of this process, so that it can be audited."""
 
+    make_tiers = staticmethod(make_tiers)
+    """A test may put other tiers here."""
+
     def __init__(self, socket: Path, **settings: Any) -> None:
         self.address = str(socket)
         self.settings = Settings(**({"max_local_cpu_size": 16 * MIB} | settings))
@@ -141,14 +144,7 @@ class NodeThread:
     async def _run(self) -> None:
         self.arena = arena = Arena(self.settings.max_local_cpu_size, strict=False)
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        tiers: dict[TierName, Tier] = {}
-        if self.settings.local_disk:
-            tiers[TierName("disk")] = DiskTier(
-                Path(self.settings.local_disk),
-                self.settings.max_local_disk_size,
-                executor=TierExecutor(),
-            )
-        self.service = Service(self.settings, arena, tiers)
+        self.service = Service(self.settings, arena, self.make_tiers(self.settings))
         listener = Listener(self.address)
         self._ready.set()
         await self.service.run(listener, self._stop)

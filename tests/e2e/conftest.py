@@ -32,7 +32,7 @@ def control(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     """Answers of an engine without KVHaven and without a prefix cache, computed once each."""
     known: dict[str, list[dict[str, Any]]] = {}
     log = tmp_path_factory.mktemp("control") / "engine.log"
-    with engine(model, log, None, enable_prefix_caching=False) as started:
+    with engine(model, log, None, in_process=True, enable_prefix_caching=False) as started:
 
         def answers(prompts: list[list[int]], **arguments: Any) -> list[dict[str, Any]]:
             key = repr((prompts, sorted(arguments.items())))

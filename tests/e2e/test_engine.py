@@ -66,6 +66,7 @@ def test_preemption_aborts_and_no_prefix_cache_change_nothing(
             model,
             tmp_path / "log",
             settings,
+            in_process=True,
             enable_prefix_caching=False,
             num_gpu_blocks_override=56,
             max_num_seqs=8,
@@ -128,7 +129,7 @@ def test_two_engines_and_another_model_on_one_small_service(
     try:
         with (
             engine(model, tmp_path / "a.log", settings) as one,
-            engine(model, tmp_path / "b.log", settings) as two,
+            engine(model, tmp_path / "b.log", settings, in_process=True) as two,
         ):
             order = [index * 7 % 20 for index in range(200)]
             for begin in range(0, 200, 20):
@@ -140,7 +141,7 @@ def test_two_engines_and_another_model_on_one_small_service(
             assert_nothing_held(service.settled())
             hits = [started.ask("metrics")["vllm:kvhaven_hit_tokens"] for started in (one, two)]
             assert min(hits) > 0
-        with engine(other_model, tmp_path / "c.log", settings) as third:
+        with engine(other_model, tmp_path / "c.log", settings, in_process=True) as third:
             assert third.generate(asked[:1])[0]["cached"] == 0
         assert len(service.settled().namespaces) == 2
     finally:

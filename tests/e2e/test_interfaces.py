@@ -25,7 +25,10 @@ pytestmark = pytest.mark.vllm
 def test_vllm_serve_with_nothing_but_the_connector_hits_and_shows_it(
     model: Path, tmp_path: Path, short_dir: Path
 ) -> None:
-    """The README's command: module path, embedded service, metrics on vLLM's own endpoint."""
+    """The README's command: module path, embedded service, metrics on vLLM's own endpoint.
+
+    With the variables of somebody who comes from LMCache.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -44,7 +47,9 @@ def test_vllm_serve_with_nothing_but_the_connector_hits_and_shows_it(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "HF_HUB_OFFLINE": "1",
-        "KVHAVEN_MAX_LOCAL_CPU_SIZE": "128MiB",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.125",
+        "LMCACHE_CACHE_POLICY": "LFU",
+        "LMCACHE_REMOTE_URL": "lm://127.0.0.1:65432",
         "KVHAVEN_RUNTIME_DIR": str(short_dir),
         "KVHAVEN_LOOKUP_DEADLINE_MS": str(PATIENT["lookup_deadline_ms"]),
         "KVHAVEN_SAVE_DEADLINE_MS": str(PATIENT["save_deadline_ms"]),
@@ -73,6 +78,7 @@ def test_vllm_serve_with_nothing_but_the_connector_hits_and_shows_it(
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGKILL)
     wait_until_empty(short_dir)
+    assert log.read_text().count("settings of LMCache without effect here: remote_url") == 1
 
 
 def test_under_multiconnector_another_connector_may_win(
@@ -103,7 +109,12 @@ def test_under_multiconnector_another_connector_may_win(
         "kv_connector_extra_config": {"connectors": [ours, example]},
     }
     with engine(
-        model, tmp_path / "log", None, kv_transfer_config=both, enable_prefix_caching=False
+        model,
+        tmp_path / "log",
+        None,
+        in_process=True,
+        kv_transfer_config=both,
+        enable_prefix_caching=False,
     ) as started:
         for _ in range(3):
             found = started.generate(asked, max_tokens=4)
@@ -117,7 +128,12 @@ def test_pooling_gives_the_same_embeddings(model: Path, tmp_path: Path, short_di
     asked = prompts(8, 4)
     settings = {"max_local_cpu_size": "128MiB", "runtime_dir": str(short_dir)}
     with engine(
-        model, tmp_path / "log", settings, runner="pooling", skip_tokenizer_init=False
+        model,
+        tmp_path / "log",
+        settings,
+        in_process=True,
+        runner="pooling",
+        skip_tokenizer_init=False,
     ) as started:
         first = started.ask("embed", prompts=asked)
         for _ in range(2):

@@ -41,7 +41,7 @@ def test_kills_at_random_moments(
     )
     service.start()
     settings = {"service_address": str(service.socket)}
-    left, counts = events_of_this_run(4), Counter[str]()
+    left, counts = events_of_this_run(3), Counter[str]()
     with contextlib.ExitStack() as stack:
         stack.callback(service.stop, signal.SIGKILL)
         while left:

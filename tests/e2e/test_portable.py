@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 CHUNK = 128
 SETTINGS = {"format": "portable", "chunk_size": CHUNK}
-PREFILL: dict[str, Any] = {"block_size": 32}
+PREFILL: dict[str, Any] = {"block_size": 32, "in_process": True}
 DECODE: dict[str, Any] = {
     "block_size": 64,
     "tensor_parallel_size": 2,

@@ -36,7 +36,7 @@ def test_a_new_engine_and_a_killed_service_find_everything(
         wait_for_members(service, 0)
         service.stop(signal.SIGKILL)
         service.start()
-        with engine(model, tmp_path / "b.log", settings) as started:
+        with engine(model, tmp_path / "b.log", settings, in_process=True) as started:
             found = started.generate(asked, max_tokens=4)
             assert_same(found, expected)
             for prompt, one in zip(asked, found, strict=True):
@@ -65,9 +65,9 @@ def test_serving_goes_on_while_the_service_is_away_or_stuck_and_recovers(
     expected = control(asked, max_tokens=4)
     service = NodeService(short_dir / "s", tmp_path / "service.log", max_local_cpu_size="128MiB")
     deadlines = {"lookup_deadline_ms": 100, "save_deadline_ms": 50}  # a stuck service is met here
-    with engine(
-        model, tmp_path / "log", {"service_address": str(service.socket)} | deadlines
-    ) as started:  # no service at start
+    settings = {"service_address": str(service.socket)} | deadlines
+    log = tmp_path / "log"
+    with engine(model, log, settings, in_process=True) as started:  # no service at start
         try:
             assert_same(started.generate(asked, max_tokens=4), expected)
             service.start()

@@ -179,9 +179,13 @@ class Engines:
             resident += 1
         stats = catalog.stats()
         most = len(keys) * engine.namespace.table.extent_bytes
+        # What was in the arena may be evicted by the acquire itself.
+        busy = {key for key in keys if key in catalog._space.entries}
         roomy = stats.leased_bytes + stats.promoting_bytes + most <= stats.pin_limit_bytes
         answer = catalog.acquire(engine.id, load.ticket, digest, keys)
         assert len(answer.chunks) >= resident or not roomy, "a resident prefix was not offered"
+        if roomy and not answer.promoting and len(answer.chunks) < len(keys):
+            self._expect_gap(engine, keys[len(answer.chunks)], busy)
         if answer.chunks or answer.promoting:
             assert catalog.acquire(engine.id, load.ticket, digest, keys) == answer
             engine.loads[load.ticket] = load
@@ -255,6 +259,15 @@ class Engines:
 
     # What others need of them
 
+    def awaited(self) -> list[tuple[set[ChunkKey], ChunkKey | None]]:
+        """Return, for each lease that waits, the chunks it waits for and the one it asks for."""
+        sessions = self._world.catalog._sessions.sessions.values()
+        waiting = [lease for home in sessions for lease in home.leases.values() if not lease.final]
+        return [
+            (set(lease.waiting), lease.keys[len(lease.slots)] if lease.lookups else None)
+            for lease in waiting
+        ]
+
     def process(self, wanted: Callable[[Process], bool]) -> Process | None:
         """Return one of these processes, if there are any."""
         found = [p for e in self.all for p in e.processes if wanted(p)]
@@ -268,6 +281,14 @@ class Engines:
             process.unsent.append(message)
 
     # What these are made of
+
+    def _expect_gap(self, engine: Engine, key: ChunkKey, busy: set[ChunkKey]) -> None:
+        """Assert that a lease has ended before a chunk for a reason."""
+        catalog = self._world.catalog
+        namespace = catalog._namespaces[engine.namespace.digest]
+        if key not in busy and catalog._tiers.source(key, namespace) is None:
+            assert self._world.may_be_missed(key), f"no tier was asked for {key.hex()}"
+            self._world.counts["missed"] += 1
 
     def _load(self, wanted: Callable[[Process, Load], bool]) -> tuple[Engine, Load] | None:
         """Return a lease of a scheduler that lives."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvhaven.arena.allocator import SlabAllocator
-from kvhaven.catalog import Catalog, TierSpec
+from kvhaven.catalog import Catalog, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import Leased, TierName
-from kvhaven.catalog.policy import LRU
+from kvhaven.catalog.policies import POLICIES
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import (
     PAGE_BYTES,
@@ -42,8 +42,17 @@ CHAIN_CHUNKS = 6
 CHAINS = 4
 TIERS = (
     TierSpec(TierName("disk"), 768 << 10, 0.8),
-    TierSpec(TierName("remote"), 384 << 10),
+    TierSpec(TierName("fs"), shared=True, believe_s=4.0),
+    TierSpec(
+        TierName("s3"),
+        shared=True,
+        believe_s=8.0,
+        write=WriteMode.THROUGH,
+        store_on=StoreOn.SECOND,
+    ),
 )
+SHARED = {spec.name: spec for spec in TIERS if spec.shared}
+OWN = [spec.name for spec in TIERS if not spec.shared]
 
 
 def namespace_of(name: str, shards: int, payload_bytes: int) -> Namespace:
@@ -186,21 +195,59 @@ class Memory:
                 assert found == (chunk.key, bit), f"{chunk} is offered, but there is {found}"
 
 
-class World:
-    """What all parts of the simulation share. `choose` decides what is left to chance."""
+@dataclass
+class Heard:
+    """When the catalog was last told what of a shared tier, by answers, reads and writes."""
 
-    def __init__(self, choose: Choose) -> None:
+    whole: dict[tuple[TierName, ChunkKey], float] = field(default_factory=dict)
+    absent: dict[tuple[TierName, ChunkKey], float] = field(default_factory=dict)
+
+    def tell(self, tier: TierName, key: ChunkKey, now: float, *, whole: bool) -> None:
+        """Note that the catalog is being told that a chunk is there, or is not."""
+        (self.whole if whole else self.absent)[tier, key] = now
+
+    def miss(self, tier: TierName, key: ChunkKey, now: float) -> None:
+        """Note that a read has missed a chunk, whatever was said before."""
+        self.whole.pop((tier, key), None)
+        self.absent[tier, key] = now
+
+
+class World:
+    """What all parts of the simulation share. `choose` decides what is left to chance.
+
+    `policy` is the name of the catalog's eviction policy.
+    """
+
+    def __init__(self, choose: Choose, policy: str = "lru") -> None:
         self.choose = choose
         self.allocator = SlabAllocator({0: ARENA_BYTES}, slab_bytes=16 << 10)
-        self.catalog = Catalog(self.allocator, LRU(), tiers=TIERS, write_queue_bytes=64 << 10)
+        self.catalog = Catalog(
+            self.allocator, POLICIES[policy](), tiers=TIERS, write_queue_bytes=64 << 10
+        )
         self.memory = Memory()
         self.counts: Counter[str] = Counter()
+        self.now = 0.0
+        self.heard = Heard()
+        self.online = {spec.name: True for spec in TIERS}
         for namespace in BY_DIGEST.values():
             self.catalog.add_namespace(namespace)
 
     def pick(self, items: Sequence[T]) -> T:
         """Return one of these."""
         return items[self.choose(len(items))]
+
+    def may_be_read(self, tier: TierName, key: ChunkKey) -> bool:
+        """Whether the catalog was told, not too long ago, that a shared tier has a chunk whole."""
+        heard = self.heard.whole.get((tier, key))
+        return heard is not None and self.now - heard < SHARED[tier].believe_s
+
+    def may_be_missed(self, key: ChunkKey) -> bool:
+        """Whether every shared tier said, not too long ago, that it has not got a chunk."""
+        return all(
+            self.now - self.heard.absent.get((tier, key), -1e9) < spec.believe_s
+            for tier, spec in SHARED.items()
+            if self.online[tier]
+        )
 
     def one_in(self, n: int) -> bool:
         """Whether something that happens once in n times happens now."""

@@ -17,8 +17,8 @@ class Node:
     so that the model alone has to find what is wrong.
     """
 
-    def __init__(self, choose: Choose, audit_every: int = 4) -> None:
-        self.world = World(choose)
+    def __init__(self, choose: Choose, audit_every: int = 4, policy: str = "lru") -> None:
+        self.world = World(choose, policy)
         self.engines = Engines(self.world)
         self.tiers = FakeTiers(self.world)
         self.saving = Saving(self.world, self.engines)
@@ -28,6 +28,7 @@ class Node:
             (60, saving.reserve),
             (60, engines.load),
             (60, tiers.read),
+            (50, tiers.look_up),
             (60, tiers.write),
             (40, engines.acquire),
             (40, engines.dispatch),
@@ -38,6 +39,8 @@ class Node:
             (8, engines.settle),
             (8, engines.release),
             (8, engines.prefetch),
+            (8, tiers.others_write),
+            (8, tiers.pass_time),
             (4, engines.disconnect),
             (4, saving.abort),
             (4, tiers.find),
@@ -64,6 +67,8 @@ class Node:
         if self._audit_every and self._count % self._audit_every == 0:
             self.world.catalog.check()
             assert self.world.allocator.used_bytes <= ARENA_BYTES
+        for read, asked in self.engines.awaited():
+            self.tiers.must_answer(read, asked)
 
     def finish(self) -> None:
         """Everybody is gone and the tiers have answered: nothing but resident chunks is left."""
@@ -71,6 +76,7 @@ class Node:
         while self.tiers.busy:
             self.step(self.tiers.read)
             self.step(self.tiers.write)
+            self.step(self.tiers.look_up)
         stats = self.world.catalog.stats()
         resident = sum(n.memory.bytes for n in stats.namespaces.values())
         assert stats.used_bytes == resident, "bytes leaked"

@@ -1,16 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated tiers: slow, forgetful, damaged, and offline at times."""
+"""Simulated tiers: slow, forgetful, damaged, offline at times; the shared ones others change."""
 
-from kvhaven.catalog.actions import TierDelete, TierName, TierRead, TierWrite
+from dataclasses import dataclass
+
+from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.types import ChunkKey, NamespaceDigest
 from tests.simulation.catalog_model import (
     BY_DIGEST,
     CHAIN_KEYS,
+    OWN,
+    SHARED,
     TIERS,
     Copy,
     World,
     checksum_of,
 )
+
+Found = dict[ChunkKey, int]
+
+
+@dataclass
+class Stored:
+    """A chunk in a tier: which of its shards are there, and whether their bytes are right."""
+
+    namespace: NamespaceDigest
+    shards: int
+    good: bool = True
+
+    @property
+    def readable(self) -> bool:
+        """Whether a read of it can succeed."""
+        return self.good and self.shards == BY_DIGEST[self.namespace].table.complete
 
 
 class FakeTiers:
@@ -20,26 +40,37 @@ class FakeTiers:
         self._world = world
         self._reads: list[tuple[TierRead, Copy]] = []
         self._writes: list[tuple[TierWrite, Copy]] = []
-        self._stores: dict[TierName, dict[ChunkKey, tuple[NamespaceDigest, bool]]] = {
-            spec.name: {} for spec in TIERS
-        }  # whether the bytes there are good
-        self._online = {spec.name: True for spec in TIERS}
+        self._lookups: list[tuple[TierLookup, Found]] = []  # with what was there when asked
+        self._stores: dict[TierName, dict[ChunkKey, Stored]] = {spec.name: {} for spec in TIERS}
 
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._reads or self._writes)
+        return bool(self._reads or self._writes or self._lookups)
 
-    def begin(self, action: TierRead | TierWrite | TierDelete) -> None:
+    def must_answer(self, read: set[ChunkKey], asked: ChunkKey | None) -> None:
+        """Assert that what a lease waits for is under way, and not in a tier that is offline."""
+        reads = {action.key for action, _ in self._reads}
+        assert read <= reads, "a lease waits for a read that is not under way"
+        online = (action for action, _ in self._lookups if self._world.online[action.tier])
+        told = asked is None or any(asked in action.keys for action in online)
+        assert told, "a lease waits for an answer that does not come"
+
+    def begin(self, action: TierLookup | TierRead | TierWrite | TierDelete) -> None:
         """Begin an action of the catalog."""
-        memory = self._world.memory
+        world, memory = self._world, self._world.memory
         if isinstance(action, TierDelete):
             for read, _ in self._reads:
                 being_read = (read.tier, read.key) == (action.tier, action.key)
-                assert not being_read, f"{action} while it is read"
+                assert action.tier in SHARED or not being_read, f"{action} while it is read"
             self._stores[action.tier].pop(action.key, None)
+            world.heard.miss(action.tier, action.key, world.now)
             return
-        assert self._online[action.tier], f"{action} of a tier that is offline"
+        assert world.online[action.tier], f"{action} of a tier that is offline"
+        if isinstance(action, TierLookup):
+            assert action.tier in SHARED, f"{action}: the catalog knows what is there"
+            self._lookups.append((action, self._see(action)))
+            return
         namespace = BY_DIGEST[action.namespace]
         bits = range(len(namespace.table.shards))
         claim = (type(action).__name__, action.tier, action.extent.generation)
@@ -47,11 +78,35 @@ class FakeTiers:
         memory.claim(copy)
         if isinstance(action, TierRead):
             assert action.extent.generation not in memory.committed, f"{action} over written bytes"
+            told = action.tier in OWN or world.may_be_read(action.tier, action.key)
+            assert told, f"{action}, though nobody said that it is there"
             self._reads.append((action, copy))
         else:
             assert memory.is_whole(namespace, action.extent), f"{action} of half a chunk"
             assert action.checksums == tuple(checksum_of(action.key, b) for b in bits)
             self._writes.append((action, copy))
+
+    def look_up(self) -> None:
+        """Answer a lookup: with what is there, or was when it was asked; or fail."""
+        if not self._lookups:
+            return
+        world = self._world
+        action, before = pair = world.pick(self._lookups)
+        self._lookups.remove(pair)
+        complete = BY_DIGEST[action.namespace].table.complete
+        failed = not world.online[action.tier] or world.one_in(8)
+        found = before if world.one_in(3) else self._see(action)
+        for key in action.keys:
+            whole = not failed and found.get(key) == complete
+            world.heard.tell(action.tier, key, world.now, whole=whole)
+            world.counts["found"] += whole
+        world.counts["lookup failed" if failed else "looked up"] += 1
+        world.catalog.tier_looked_up(action.tier, action.number, None if failed else found)
+
+    def pass_time(self) -> None:
+        """Some seconds go by."""
+        self._world.now += self._world.choose(4)
+        self._world.catalog.tick(self._world.now)
 
     def read(self) -> None:
         """Go on with a read; verify at its end, and say how it went."""
@@ -59,8 +114,9 @@ class FakeTiers:
             return
         world, memory = self._world, self._world.memory
         action, copy = pair = world.pick(self._reads)
-        good = self._stores[action.tier].get(action.key, (b"", False))[1]
-        good = good and self._online[action.tier] and not world.one_in(12)
+        stored = self._stores[action.tier].get(action.key)
+        good = stored is not None and stored.readable
+        good = good and world.online[action.tier] and not world.one_in(12)
         while not copy.ended:
             memory.write(copy, good=good)
             if not good or world.one_in(4):
@@ -74,7 +130,10 @@ class FakeTiers:
         if good and all(memory.content[page] == (copy.key, bit) for page, bit in copy.pages):
             checksums = tuple(checksum_of(action.key, bit) for bit in copy.bits)
             memory.committed[action.extent.generation] = set(copy.bits)
-        world.counts["promoted" if checksums else "promotion failed"] += 1
+        else:
+            world.heard.miss(action.tier, action.key, world.now)
+        kind = "shared promotion" if action.tier in SHARED else "promotion"
+        world.counts[f"{kind} {'done' if checksums else 'failed'}"] += 1
         world.catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
 
     def write(self) -> None:
@@ -83,7 +142,7 @@ class FakeTiers:
             return
         world, memory = self._world, self._world.memory
         action, copy = pair = world.pick(self._writes)
-        ok = self._online[action.tier] and not world.one_in(12)
+        ok = world.online[action.tier] and not world.one_in(12)
         while ok and not copy.ended:
             memory.read(copy)
             if world.one_in(4):
@@ -92,45 +151,62 @@ class FakeTiers:
         memory.drop(copy)
         if ok:
             intact = action.extent.generation not in memory.damaged
-            self._stores[action.tier][action.key] = action.namespace, intact
+            complete = BY_DIGEST[action.namespace].table.complete
+            self._stores[action.tier][action.key] = Stored(action.namespace, complete, intact)
+            world.heard.tell(action.tier, action.key, world.now, whole=True)
         world.counts["written" if ok else "write failed"] += 1
+        world.counts[f"written to {action.tier}"] += ok
         world.catalog.tier_write_done(action.tier, action.key, ok)
 
     def lose(self) -> None:
         """A tier loses a chunk, and may notice, or keeps it damaged."""
-        tier = self._world.pick(TIERS).name
+        world = self._world
+        tier = world.pick(TIERS).name
         store = self._stores[tier]
         if not store:
             return
-        key = self._world.pick(tuple(store))
-        how = self._world.choose(3)
+        key = world.pick(tuple(store))
+        how = world.choose(3)
         if how == 0:
-            store[key] = store[key][0], False
+            store[key].good = False
             return
         del store[key]
         if how == 1:
-            self._world.catalog.tier_forgot(tier, key)
+            world.heard.miss(tier, key, world.now)
+            world.catalog.tier_forgot(tier, key)
 
     def find(self) -> None:
         """A scan comes upon a chunk, or upon a part of one."""
-        tier = self._world.pick(TIERS).name
+        tier = self._world.pick(OWN)
         store = self._stores[tier]
         if store:
             key = self._world.pick(tuple(store))
-            namespace = BY_DIGEST[store[key][0]]
+            namespace = BY_DIGEST[store[key].namespace]
             shards = namespace.table.shards
             for bit in range(1 + self._world.choose(len(shards))):
                 self._world.catalog.tier_found(
                     tier, namespace.digest, key, bit, shards[bit].payload_bytes
                 )
 
+    def others_write(self) -> None:
+        """Another node writes a part of a chain to a shared tier, and maybe not all shards."""
+        world = self._world
+        store = self._stores[world.pick(tuple(SHARED))]
+        digest = world.pick(tuple(BY_DIGEST))
+        complete = BY_DIGEST[digest].table.complete
+        keys = world.pick(CHAIN_KEYS[digest])
+        for key in keys[: 1 + world.choose(len(keys))]:
+            shards = complete & ~(1 << world.choose(4)) if world.one_in(8) else complete
+            if key not in store or not store[key].readable:
+                store[key] = Stored(digest, shards)
+
     def switch(self) -> None:
         """A tier goes offline, or comes back."""
-        tier = self._world.pick(TIERS).name
-        if self._online[tier] and not self._world.one_in(4):
+        online, tier = self._world.online, self._world.pick(TIERS).name
+        if online[tier] and not self._world.one_in(4):
             return
-        self._online[tier] = not self._online[tier]
-        self._world.catalog.tier_online(tier, self._online[tier])
+        online[tier] = not online[tier]
+        self._world.catalog.tier_online(tier, online[tier])
 
     def damage_memory(self) -> None:
         """A bit flips in a resident chunk, and verification finds it."""
@@ -148,9 +224,18 @@ class FakeTiers:
             world.counts["discarded"] += 1
 
     def clear(self) -> None:
-        """Somebody clears a namespace, or a tier, or all."""
+        """Somebody clears a namespace, or a tier, or all; a shared store only by its name."""
         world = self._world
         namespace = (None, *BY_DIGEST)[world.choose(1 + len(BY_DIGEST))]
         tier = (None, TierName("memory"), *(t.name for t in TIERS))[world.choose(2 + len(TIERS))]
         world.catalog.clear(namespace, tier)
+        if tier in SHARED:
+            store = self._stores[tier]
+            for key in [k for k, s in store.items() if namespace in (None, s.namespace)]:
+                del store[key]
         world.counts["cleared"] += 1
+
+    def _see(self, action: TierLookup) -> Found:
+        """Return what a tier has of what is asked, now."""
+        store = self._stores[action.tier]
+        return {key: store[key].shards for key in action.keys if key in store}

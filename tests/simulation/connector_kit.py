@@ -23,7 +23,7 @@ from kvhaven.integrations.vllm.tracker import extras_of
 from kvhaven.keys import KeyChain
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, Shard, ShardId
-from tests.simulation.engine_world import Node
+from tests.simulation.node import Node
 
 BLOCK = 4
 CHUNK = 16

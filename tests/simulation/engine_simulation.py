@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.engine_model import VOCABULARY, Model
-from tests.simulation.engine_world import CHUNK, MODEL_LENGTH, PATIENT, Engine, Node, Setup
+from tests.simulation.engine_world import CHUNK, MODEL_LENGTH, PATIENT, Engine, Setup
+from tests.simulation.node import Node
 from tests.simulators.simulation import Simulation as Simulated
 
 _DRAIN_S = 30.0

@@ -15,7 +15,8 @@ import pytest
 pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
 from tests.simulation.engine_simulation import Simulation
-from tests.simulation.engine_world import PATIENT, Node, Setup, running_node
+from tests.simulation.engine_world import PATIENT, Setup
+from tests.simulation.node import Node, running_node
 from tests.simulation.test_scheduler_simulator import EVENTS, SEED
 from tests.simulators import simulated
 

@@ -24,7 +24,8 @@ from kvhaven.keys import Extras
 from kvhaven.types import Checksum
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_simulation import Simulation
-from tests.simulation.engine_world import Node, Setup, running_node
+from tests.simulation.engine_world import Setup
+from tests.simulation.node import Node, running_node
 
 pytestmark = pytest.mark.slow
 

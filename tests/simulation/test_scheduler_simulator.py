@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
 from tests.simulation.engine_simulation import Simulation, random_setup
-from tests.simulation.engine_world import Node, running_node
+from tests.simulation.node import Node, running_node
 
 pytestmark = pytest.mark.slow
 

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import shutil
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,25 +54,23 @@ def _build(compiler: str, target: Path) -> None:
     """Compile each source and link them; the library appears whole or not at all."""
     torch_folder = Path(torch.__file__).parent
     abi = int(torch.compiled_with_cxx11_abi())
-    work = target.with_suffix(".tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-
-    def compile_one(source: Path) -> Path:
-        compiled = work / f"{source.stem}.o"
-        includes = torch_folder / "include"  # not ours to keep free of warnings
-        flags = [*_FLAGS, "-Werror", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(includes)]
-        _run([compiler, *flags, "-c", str(source), "-o", str(compiled)])
-        return compiled
-
-    with ThreadPoolExecutor(_JOBS) as pool:
-        compiled = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+    includes = torch_folder / "include"  # not ours to keep free of warnings
+    flags = [*_FLAGS, "-Werror", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(includes)]
     libraries = torch_folder / "lib"
-    linked = work / target.name
     needed = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-pthread"]
-    _run([compiler, "-shared", *map(str, compiled), "-o", str(linked), *needed])
-    linked.rename(target)
-    shutil.rmtree(work)
+
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+
+        def compile_one(source: Path) -> str:
+            compiled = str(Path(work, f"{source.stem}.o"))
+            _run([compiler, *flags, "-c", str(source), "-o", compiled])
+            return compiled
+
+        with ThreadPoolExecutor(_JOBS) as pool:
+            compiled = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+        linked = Path(work, target.name)
+        _run([compiler, "-shared", *compiled, "-o", str(linked), *needed])
+        linked.rename(target)
 
 
 def _run(command: list[str]) -> None:

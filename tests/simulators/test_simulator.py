@@ -15,7 +15,6 @@ from tests.simulators.plays import PLAYS, SEEDS, Play, host, is_all, is_poison, 
 from tests.simulators.simulation import Kind
 
 KINDS: tuple[Kind, ...] = ("hpu", "xpu")
-pytestmark = pytest.mark.timeout(180)  # the first test may have to build the extension
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,8 +22,6 @@ from tests.simulators.plays import (
 )
 from tests.simulators.simulation import Mode, Simulation
 
-pytestmark = pytest.mark.timeout(180)  # the first test may have to build the extension
-
 
 def mark_step() -> None:
     importlib.import_module("habana_frameworks.torch.core").mark_step()
@@ -123,7 +121,20 @@ def marked_side_work(sim: Simulation, waits: bool) -> bool:
     return is_all(target, 7)
 
 
-@pytest.mark.parametrize("play", [marked, marked_side_work])
+def marked_memory_of_another_stream(sim: Simulation, waits: bool) -> bool:
+    """As `memory_of_another_stream`, all of it recorded before anything starts."""
+    side, target, block = sim.module.Stream(), host(sim), on(sim, 1)
+    with sim.module.stream(side):
+        target.copy_(block, non_blocking=True)
+    if waits:
+        block.record_stream(side)
+    del block
+    mark_step()
+    sim.module.synchronize()
+    return is_all(target, 1)
+
+
+@pytest.mark.parametrize("play", [marked, marked_side_work, marked_memory_of_another_stream])
 def test_a_missing_mark_step_shows_and_with_it_all_is_right(play: Play) -> None:
     assert all(outcomes(play, "hpu", waits=True, mode="lazy"))
     assert not all(outcomes(play, "hpu", waits=False, mode="lazy"))

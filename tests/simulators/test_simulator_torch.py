@@ -17,7 +17,6 @@ from tests.simulators.plays import host, is_all, is_poison
 from tests.simulators.simulation import Kind
 
 KINDS: tuple[Kind, ...] = ("hpu", "xpu")
-pytestmark = pytest.mark.timeout(180)  # the first test may have to build the extension
 
 PROGRAMS: dict[str, Callable[[torch.device], torch.Tensor]] = {
     "zeros": lambda on: torch.zeros(2, 3, dtype=torch.bfloat16, device=on),

@@ -18,7 +18,8 @@ from kvhaven.catalog.actions import (
     TierRead,
     TierWrite,
 )
-from kvhaven.catalog.policy import LRU
+from kvhaven.catalog.policies import POLICIES
+from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import (
     Checksum,
@@ -69,14 +70,18 @@ class Node:
         pin_limit: int | None = None,
         write_queue: int | None = None,
         split: Sequence[int] = (),
+        *,
+        policy: str | EvictionPolicy = "lru",
+        fill_faster: bool = True,
     ) -> None:
         self.allocator = SlabAllocator({0: pages * PAGE}, slab_bytes=PAGE)
         self.catalog = Catalog(
             self.allocator,
-            LRU(),
+            POLICIES[policy]() if isinstance(policy, str) else policy,
             pin_limit_bytes=None if pin_limit is None else pin_limit * PAGE,
             tiers=tiers,
             write_queue_bytes=None if write_queue is None else write_queue * PAGE,
+            fill_faster=fill_faster,
         )
         self.world = len(split) or world
         self.shards = max(split).bit_length() if split else world

@@ -3,7 +3,8 @@
 
 import gc
 
-from kvhaven.catalog.actions import MemberId, Ticket, TierName
+from kvhaven.catalog import StoreOn, TierSpec
+from kvhaven.catalog.actions import MemberId, Ticket, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.types import ChunkKey
 from tests.unit.catalog_kit import Node, keys_of, spec
 
@@ -28,16 +29,26 @@ def test_an_acquire_looks_each_chunk_up_once() -> None:
 
 
 def test_no_garbage_is_left_for_a_collector_that_is_off() -> None:
-    node = Node(pages=16, tiers=[spec(), spec(TierName("remote"), chunks=20)])
+    shared = TierSpec(TierName("fs"), shared=True, store_on=StoreOn.SECOND)
+    node = Node(pages=16, tiers=[spec(), spec(TierName("remote"), chunks=20), shared])
     gc.collect()
     gc.disable()
     try:
         for number in range(30):
             keys = keys_of(f"c{number % 7}", 5)
             node.attach(f"t{number}")
+            node.catalog.tick(number)
+            node.catalog.prefetch(node.namespace.digest, keys_of(f"d{number}", 5))
             answer = node.acquire(keys)
-            for read in node.reads():
-                node.finish(read, ok=number % 3 != 0)
+            while actions := node.catalog.take_actions():
+                for action in actions:
+                    if isinstance(action, TierRead):
+                        node.finish(action, ok=number % 3 != 0)
+                    elif isinstance(action, TierWrite):
+                        node.catalog.tier_write_done(action.tier, action.key, ok=number % 4 != 0)
+                    elif isinstance(action, TierLookup):
+                        found = None if number % 5 == 0 else dict.fromkeys(action.keys[:3], 1)
+                        node.catalog.tier_looked_up(action.tier, action.number, found)
             node.catalog.release(node.session, answer.ticket)
             node.save(keys)
             for write in node.writes():

@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulated node again, with hypothesis choosing: what it breaks, it makes short."""
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from kvhaven.catalog.policies import POLICIES
 from tests.simulation.catalog_node import Node
 
 
 class CatalogMachine(RuleBasedStateMachine):
     """Any event at any time; the catalog audits itself after each, and the model watches."""
 
+    policy = "lru"
+
     def __init__(self) -> None:
         super().__init__()
         self.data: st.DataObject | None = None
-        self.node = Node(self.choose, audit_every=1)
+        self.node = Node(self.choose, audit_every=1, policy=self.policy)
         self.events = [event for _, event in self.node.events] + self.node.rare
 
     def choose(self, n: int) -> int:
         """Leave a choice to hypothesis; the end of a history has nothing left to choose."""
         return self.data.draw(st.integers(0, n - 1)) if self.data is not None else 0
 
-    @rule(data=st.data(), number=st.integers(0, 24))
+    @rule(data=st.data(), number=st.integers(0, 27))
     def happen(self, data: st.DataObject, number: int) -> None:
         self.data = data
         self.node.step(self.events[number % len(self.events)])
@@ -43,9 +47,13 @@ class CatalogMachine(RuleBasedStateMachine):
         self.node.finish()
 
 
-TestCatalogMachine = CatalogMachine.TestCase
-TestCatalogMachine.settings = settings(
-    max_examples=30,
-    stateful_step_count=40,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_whatever_happens_nothing_is_wrong(policy: str) -> None:
+    run_state_machine_as_test(
+        type(policy, (CatalogMachine,), {"policy": policy}),
+        settings=settings(
+            max_examples=30 if policy == "lru" else 8,
+            stateful_step_count=40,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )

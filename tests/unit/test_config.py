@@ -94,8 +94,7 @@ def test_the_value_of_an_unknown_key_that_may_be_a_secret_is_not_shown() -> None
         ("chunk_size", 256.5, "a positive multiple of 16 tokens"),
         ("discard_partial_chunks", False, "smaller chunk_size"),
         ("local_cpu", "off", "max_local_cpu_size"),
-        ("cache_policy", "LFU", "comes later; use LRU"),
-        ("cache_policy", "random", "LRU"),
+        ("cache_policy", "random", "LRU, LFU, FIFO, MRU or S3-FIFO"),
         ("save_decode_cache", "maybe", "true or false"),
         ("max_local_cpu_size", "4 gigs", "unknown unit gigs"),
         ("max_local_cpu_size", 4 * GIB, "plain number of GiB"),
@@ -112,6 +111,15 @@ def test_the_value_of_an_unknown_key_that_may_be_a_secret_is_not_shown() -> None
         ("model_fingerprint", {"a": 1}, "1 to 256 characters"),
         ("log_level", "LOUD", "DEBUG, INFO, WARNING or ERROR"),
         ("write_queue_size", "20GiB", "max_local_cpu_size is 4GiB"),
+        ("remote_url", "mnt/kv", "no URL, nor an absolute path"),
+        ("remote_url", "file://mnt/kv", "write file:///path"),
+        ("remote_url", "s3://bucket fs:///", "write fs:///path"),
+        ("remote_url", 5, "one or more URLs separated by spaces"),
+        ("remote_url", "s3://b\x00", "a URL has no such characters"),
+        ("remote_write", "never", "behind, through or off"),
+        ("disk_write", "off", "behind or through"),
+        ("remote_store_on", 2, "first or second"),
+        ("remote_believe_s", 0, "seconds from 0.1 to 3600"),
     ],
 )
 def test_a_refusal_names_key_source_value_and_what_is_allowed(
@@ -223,6 +231,39 @@ def test_settings_without_effect_are_noted() -> None:
     assert "max_local_cpu_size" in attached.notes[0]
     no_disk = load_settings({"max_local_disk_size": 1}, {})
     assert "local_disk is not set" in no_disk.notes[0]
+    no_remote = load_settings({"remote_write": "off", "write_queue_size": "64MiB"}, {})
+    assert [note.split(":")[0] for note in no_remote.notes] == [
+        "remote_write without effect",
+        "write_queue_size without effect",
+    ]
+    assert load_settings({"remote_url": "/mnt/kv", "write_queue_size": "64MiB"}, {}).notes == ()
+
+
+def test_urls_are_kept_in_order_and_paths_become_urls() -> None:
+    urls = "  /mnt//kv/ s3://bucket/prefix\tredis://host:6379/0 "
+    settings = load_settings({"remote_url": urls}, {}).settings
+    assert settings.remote_url == "file:///mnt/kv s3://bucket/prefix redis://host:6379/0"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hunter2@host:1/0",
+        "rediss://me:hunter2@host",
+        "redis://me:hun/hunter2@ter2@host/0",
+        "redis://host?password=hunter2&db=1",
+        "s3://bucket/x?aws_secret_access_key=hunter2",
+    ],
+)
+def test_what_is_secret_in_a_url_is_shown_nowhere(url: str) -> None:
+    resolved = load_settings({"remote_url": url}, {})
+    assert resolved.settings.remote_url == url
+    (row,) = [row for row in resolved.rows() if row.name == "remote_url"]
+    assert "hunter2" not in f"{row.value} {row.text}"
+    assert "********" in row.text
+    with pytest.raises(ConfigError) as error:
+        load_settings({"remote_url": f"{url} nonsense"}, {})
+    assert "hunter2" not in str(error.value)
 
 
 def test_every_setting_is_documented_and_its_default_is_allowed() -> None:

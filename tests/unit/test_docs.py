@@ -14,6 +14,7 @@ import yaml
 from kvhaven import protocol
 from kvhaven.cli import _COMMANDS
 from kvhaven.config import load_settings, setting_infos
+from kvhaven.config_lmcache import NOT_TAKEN, TAKEN
 from kvhaven.config_values import shown_value
 from kvhaven.protocol import Message
 from kvhaven.service.status import ServiceStatus
@@ -174,6 +175,22 @@ def settings_table() -> str:
 def test_every_setting_is_in_the_table_as_it_is() -> None:
     text = section("settings.md", "All settings")
     wanted = settings_table()
+    assert wanted in text, f"docs/settings.md should have this table:\n{wanted}"
+
+
+def lmcache_tables() -> tuple[str, str]:
+    """Return the two tables on LMCache's settings as the code wants them."""
+    taken = ["| LMCache | here | what is different |", "| --- | --- | --- |"]
+    taken += [f"| `{name}` | `{t.ours}` | {t.change} |" for name, t in TAKEN.items()]
+    left = ["| LMCache | what to do |", "| --- | --- |"]
+    left += [f"| {', '.join(f'`{n}`' for n in e.names)} | {e.advice} |" for e in NOT_TAKEN[:-1]]
+    return "\n".join(taken), "\n".join(left)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_every_setting_of_lmcache_is_in_the_tables_as_it_is(number: int) -> None:
+    wanted = lmcache_tables()[number]
+    text = section("settings.md", "LMCache's settings")
     assert wanted in text, f"docs/settings.md should have this table:\n{wanted}"
 
 

@@ -1,53 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction: the contract of the policies, and what the catalog makes of their proposals."""
+"""Eviction: what the catalog makes of the policies' proposals."""
 
-import random
+from collections.abc import Iterator
 
 import pytest
 
 from kvhaven.catalog.actions import MemberId
-from kvhaven.catalog.policy import LRU, POLICIES
+from kvhaven.catalog.policies import LRU, POLICIES
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import ChunkKey
 from tests.unit.catalog_kit import PAGE, Node, keys_of, namespace_of
 
-EVERY_POLICY = pytest.mark.parametrize("name", POLICIES)
-
-
-@EVERY_POLICY
-def test_a_policy_proposes_exactly_what_it_was_given(name: str) -> None:
-    policy, rng = POLICIES[name](), random.Random(1)
-    keys, known = keys_of("k", 20), set[ChunkKey]()
-    for _ in range(500):
-        key = rng.choice(keys)
-        if key not in known:
-            policy.added(key)
-            known.add(key)
-        elif rng.random() < 0.6:
-            policy.touched([key, *(known - {key})][: rng.randrange(1, 4)])
-        else:
-            rng.choice([policy.evicted, policy.removed])(key)
-            known.discard(key)
-        proposed = list(policy.candidates())
-        assert len(proposed) == len(known)
-        assert set(proposed) == known
-
-
-@EVERY_POLICY
-def test_a_fresh_policy_is_empty_and_of_the_same_kind(name: str) -> None:
-    policy = POLICIES[name]()
-    policy.added(keys_of("k", 1)[0])
-    fresh = policy.fresh()
-    assert fresh.name == policy.name == name
-    assert list(fresh.candidates()) == []
-
-
-def test_lru_proposes_what_was_not_used_for_longest() -> None:
-    policy, (one, two, three) = LRU(), keys_of("k", 3)
-    for key in (one, two, three):
-        policy.added(key)
-    policy.touched([two, one])
-    assert list(policy.candidates()) == [three, two, one]
+EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
 
 
 def test_the_tail_of_the_oldest_chain_goes_first() -> None:
@@ -77,6 +41,46 @@ def test_a_parent_stays_while_its_child_is_here() -> None:
     node.catalog.prefetch(node.namespace.digest, keys[3:])  # the child is younger than the parent
     node.save(keys_of("c", 12))
     assert node.resident(keys) == 4
+
+
+@EVERY_POLICY
+def test_with_any_policy_the_head_of_a_chain_stays_while_more_of_it_is_here(policy: str) -> None:
+    node = Node(pages=16, policy=policy)
+    chains = [keys_of(f"c{n}", 4) for n in range(12)]
+    for chain in chains:
+        node.save(chain)
+        node.catalog.prefetch(node.namespace.digest, chains[0])
+        resident = [[node.resident([key]) for key in c] for c in chains]
+        assert all(r == sorted(r, reverse=True) for r in resident)
+    assert node.catalog.stats().evictions == 32
+
+
+class CountingLRU(LRU):
+    """Counts its proposals."""
+
+    proposals = 0
+
+    def fresh(self) -> "CountingLRU":
+        return CountingLRU()
+
+    def candidates(self) -> Iterator[ChunkKey]:
+        for key in super().candidates():
+            type(self).proposals += 1
+            yield key
+
+
+def test_what_is_held_for_long_is_not_gone_over_at_each_eviction() -> None:
+    """An engine that was stopped keeps its leases, and they grow old."""
+    node = Node(pages=1024, policy=CountingLRU())
+    held = [keys_of(f"h{n}", 1) for n in range(500)]
+    for keys in held:
+        node.save(keys)
+        node.acquire(keys)
+    CountingLRU.proposals = 0
+    for number in range(1500):
+        node.commit(node.grant(keys_of(f"x{number}", 1)[0], save=number))
+    assert node.catalog.stats().evictions > 900
+    assert CountingLRU.proposals < 6000
 
 
 class TwoClasses:

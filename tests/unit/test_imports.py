@@ -10,7 +10,10 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 
 _LEVELS = (
-    {"errors", "types", "config", "config_sources", "config_values", "keys", "protocol"},
+    {
+        *("errors", "types", "keys", "protocol", "config"),
+        *("config_checks", "config_lmcache", "config_sources", "config_urls", "config_values"),
+    },
     {"arena", "catalog", "devices", "layouts", "tiers"},
     {"client", "service"},
     {"cli", "integrations"},

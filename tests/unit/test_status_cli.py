@@ -51,6 +51,31 @@ def test_status_as_a_table_names_what_there_is(node: NodeThread) -> None:
     assert "lost" not in table
 
 
+def test_status_and_clear_know_shared_tiers(short_dir: Path) -> None:
+    shared = short_dir / "shared"
+    shared.mkdir()
+    url = f"file://{shared}"
+    with (
+        NodeThread(short_dir / "s.sock", remote_url=url) as node,
+        Engine(node.address) as engine,
+    ):
+        engine.save(KEYS)
+        flush(node.address)
+        engine.load(prompt("other", 3))
+        (row,) = [
+            line
+            for line in kvhaven("status", "--socket", node.address).splitlines()
+            if " fs " in line
+        ]
+        assert "shared" in row
+        assert "online" in row
+        assert kvhaven("clear", "--all", "--socket", node.address).startswith("cleared 5 chunks")
+        assert len(list(shared.rglob("*.kv"))) == len(KEYS)
+        answer = kvhaven("clear", "--tier", "fs", "--socket", node.address)
+        assert answer.startswith("cleared 5 chunks")
+        assert list(shared.rglob("*.kv")) == []
+
+
 def test_status_as_json_has_every_figure(node: NodeThread) -> None:
     with Engine(node.address) as engine:
         engine.save(KEYS)

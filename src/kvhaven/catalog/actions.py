@@ -39,7 +39,8 @@ class Acquisition(msgspec.Struct, frozen=True):
     """The state of a lease: `chunks` is the prefix leased so far.
 
     `promoting` counts the chunks behind that prefix whose promotion this ticket still waits
-    for; 0 means the answer is final.
+    for, and one more while it waits to hear whether a tier has the next; 0 means the answer is
+    final.
     """
 
     ticket: Ticket
@@ -71,6 +72,18 @@ class CommitResult(enum.Enum):
     of checksums: the reservation is given up."""
     DISCARDED = "discarded"
     """The reservation was given up meanwhile; the space is free once all writers are done."""
+
+
+class TierLookup(msgspec.Struct, frozen=True):
+    """Action: ask `tier`, in one batch, which shards of these chunks it has.
+
+    Answer with `tier_looked_up` exactly once, and in time, whatever the tier does.
+    """
+
+    tier: TierName
+    number: int
+    namespace: NamespaceDigest
+    keys: tuple[ChunkKey, ...]
 
 
 class TierRead(msgspec.Struct, frozen=True):
@@ -107,10 +120,10 @@ class TierDelete(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """Action: a lease that waited for promotions is final now; tell its session."""
+    """Action: a lease that waited is final now; tell its session."""
 
     session: SessionId
     acquisition: Acquisition
 
 
-Action = TierRead | TierWrite | TierDelete | Update
+Action = TierLookup | TierRead | TierWrite | TierDelete | Update

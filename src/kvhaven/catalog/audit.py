@@ -5,12 +5,14 @@ from collections import Counter
 from itertools import pairwise
 
 from kvhaven.catalog.allocation import S
+from kvhaven.catalog.audit_lookups import check_lookups
 from kvhaven.catalog.entries import Entry, NamespaceState, State
 from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.sessions import Lease, Member, Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.tierindex import TierIndex
 from kvhaven.catalog.tiering import Tiers
+from kvhaven.catalog.tierspec import WriteMode
 from kvhaven.catalog.writebehind import OUTSTANDING_BYTES, OUTSTANDING_CHUNKS, WriteBehind
 from kvhaven.types import ChunkKey, NamespaceDigest
 
@@ -30,13 +32,19 @@ def check(
     _check_aging(namespaces, space)
     _check_writers(space, sessions)
     _check_leases(space, sessions, leases)
-    for name, index in tiers.indexes.items():
-        _check_index(index)
-        _check_writes(tiers.writes[name], space)
+    for own in tiers.own.values():
+        _check_index(own)
+    for writes_to in tiers.writes.values():
+        _check_writes(writes_to, space)
+    check_lookups(sessions, tiers, leases)
     reads = sum(sum(i.reads.values()) for i in tiers.indexes.values())
     reading = sum(e.reading for e in space.held.values())
     assert reads == reading, f"{reads} tier reads are under way, but {reading} extents are filled"
+    filling = sum(i.reading_bytes for i in tiers.indexes.values())
+    assert filling == space.promoting_bytes, f"tiers fill {filling} bytes"
     writes = Counter(e.extent.generation for w in tiers.writes.values() for e in w.writing.values())
+    for through in (w for w in tiers.writes.values() if w.pins):
+        writes.update(e.extent.generation for e in through.queue)
     for entry in space.held.values():
         wanted = writes.get(entry.extent.generation, 0)
         assert entry.writes == wanted, f"{_name(entry)} counts {entry.writes} writes, not {wanted}"
@@ -151,11 +159,11 @@ def _check_leases(space: Space[S], sessions: Sessions, leases: Leases) -> None:
         for ticket, lease in session.leases.items():
             name = f"lease {ticket} of session {session.id}"
             assert (lease.session, lease.ticket) == (session.id, ticket), f"{name} is misfiled"
-            assert lease.slots, f"{name} is empty but remembered"
+            assert lease.slots or lease.lookups, f"{name} is empty but remembered"
             assert len(lease.slots) == len(lease.sources), f"{name} has lost a source"
             begun = lease.orphaned or lease.acked
             assert not (begun and session.ended(lease)), f"{name} leaks: nobody can be using it"
-            assert not (lease.orphaned and lease.waiting), f"{name} waits for nobody"
+            assert lease.final or not lease.orphaned, f"{name} waits for nobody"
             for index, entry in enumerate(lease.slots):
                 if entry.key in lease.waiting:
                     assert lease.waiting[entry.key] == index, f"{name} waits at the wrong place"
@@ -199,6 +207,8 @@ def _check_writes(writes: WriteBehind, space: Space[S]) -> None:
     queued = sum(e.extent.length for e in writes.queue)
     assert queued == writes.queued_bytes, f"tier {name}: {queued} bytes wait to be written"
     assert queued <= writes.limit_bytes, f"tier {name}: more waits to be written than may"
+    off = writes.index.spec.write is WriteMode.OFF
+    assert not (off and (writes.queue or writes.writing)), f"tier {name} is written to"
     outstanding = [e.extent.length for e in writes.writing.values()]
     assert sum(outstanding) == writes.outstanding_bytes, f"tier {name}: writes are miscounted"
     within = len(outstanding) <= OUTSTANDING_CHUNKS or sum(outstanding) <= OUTSTANDING_BYTES

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The catalog's face: every event that can happen to it, and what it wants done."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvhaven.catalog import audit, figures
 from kvhaven.catalog.actions import (
@@ -22,8 +22,8 @@ from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.sessions import Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.stats import CatalogStats
-from kvhaven.catalog.tierindex import TierSpec
 from kvhaven.catalog.tiering import Tiers
+from kvhaven.catalog.tierspec import TierSpec
 from kvhaven.errors import KVHavenError
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest
@@ -41,7 +41,8 @@ class Catalog:
 
     `policy` is the pattern for one policy a size class. `pin_limit_bytes` bounds leased and
     promoting bytes together (default: half of the arena); `write_queue_bytes` bounds what
-    waits to be written to each tier (default: a quarter). `tiers` are asked in this order.
+    waits to be written to each tier (default: a quarter). `tiers` are asked in this order, the
+    fastest first; with `fill_faster`, what was read from one is written to those before it.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Catalog:
         pin_limit_bytes: int | None = None,
         tiers: Sequence[TierSpec] = (),
         write_queue_bytes: int | None = None,
+        fill_faster: bool = True,
     ) -> None:
         capacity = allocator.capacity_bytes
         if any(spec.name == MEMORY for spec in tiers):
@@ -61,7 +63,11 @@ class Catalog:
         self._space = Space(allocator, policy)
         self._sessions = Sessions()
         self._tiers = Tiers(
-            tiers, capacity // 4 if write_queue_bytes is None else write_queue_bytes, self._actions
+            tiers,
+            capacity // 4 if write_queue_bytes is None else write_queue_bytes,
+            self._actions,
+            self._space.free_if_idle,
+            fill_faster=fill_faster,
         )
         self._leases = Leases(
             self._space,
@@ -124,8 +130,8 @@ class Catalog:
     def lost(self, member: MemberId) -> None:
         """Note that a connection closed, which proves nothing about the process.
 
-        What the member was writing is doomed and quarantined; leases that await its
-        acknowledgement stay, and so do all leases when it is the scheduler.
+        What it was writing is doomed and quarantined; leases that await its acknowledgement
+        stay, and so do all leases when it is the scheduler.
         """
         known = self._sessions.members.get(member)
         if known is not None:
@@ -167,22 +173,23 @@ class Catalog:
 
         `keys` begins at the chain's head. Consecutive chunks behind the prefix that an online
         tier holds are promoted, as far as space and the pin limit go, and the ticket waits
-        for them, and for those that are being promoted for others; when it waits no more an
-        `Update` says so. The same ticket again gets the present state. A ticket that got
-        nothing, and waits for nothing, is not remembered. Raises KVHavenError for an unknown
-        session or namespace.
+        for them, and for those that are being promoted for others. Behind what is known to be
+        anywhere, shared tiers are asked, and the ticket waits for their answers and for what
+        comes of them. When it waits no more an `Update` says so. The same ticket again gets the
+        present state. A ticket that got nothing, and waits for nothing, is not remembered.
+        Raises KVHavenError for an unknown session or namespace.
         """
         return self._leases.acquire(session, ticket, self._namespace(namespace), keys)
 
     def settle(self, session: SessionId, ticket: Ticket) -> Acquisition:
         """Stop waiting: return the final answer, the prefix that is ready now.
 
-        Promotions go on and end up resident. No `Update` follows.
+        Promotions go on and end up resident; no new ones follow for it. No `Update` follows.
         """
         return self._leases.settle(session, ticket)
 
     def prefetch(self, namespace: NamespaceDigest, keys: Sequence[ChunkKey]) -> int:
-        """Touch and promote as `acquire` does, without a lease; return the promotions begun."""
+        """Touch, ask and promote as `acquire`, without a lease; return promotions begun at once."""
         return self._leases.prefetch(self._namespace(namespace), keys)
 
     def release(self, session: SessionId, ticket: Ticket) -> None:
@@ -242,7 +249,7 @@ class Catalog:
         """
         result, entry = self._reservations.commit(member, key, generation, checksums)
         if entry is not None:
-            self._tiers.write_behind(entry)
+            self._tiers.computed(entry)
         return result
 
     def abort(self, member: MemberId, key: ChunkKey, generation: int) -> None:
@@ -254,24 +261,37 @@ class Catalog:
 
     # Tiers
 
+    def tick(self, now: float) -> None:
+        """Note the time, in seconds: what shared tiers answered grows old by it."""
+        self._tiers.tick(now)
+
+    def tier_looked_up(
+        self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None
+    ) -> None:
+        """Answer a `TierLookup`: the bitmap of the shards that are there, for each chunk.
+
+        A chunk that is left out is not there. None: there was no answer in time, or the tier
+        failed; it is not asked for these chunks again for a moment. Nothing is taken on trust:
+        an answer only decides what is read. Raises KVHavenError for what was not asked.
+        """
+        self._leases.looked_up(tier, number, found)
+
     def tier_read_done(
         self, tier: TierName, key: ChunkKey, extent: Extent, checksums: tuple[Checksum, ...] | None
     ) -> None:
         """Answer a `TierRead`: the verified checksums of all shards, or None if it failed.
 
         After a failure the chunk no longer counts as being in that tier, and tickets that
-        wait for it are cut before it. Raises KVHavenError if there is no such read.
+        wait for it take it from another, or are cut before it. Raises KVHavenError if there is
+        no such read.
         """
         entry = self._leases.read_done(tier, key, extent, checksums)
         if entry is not None:
-            self._tiers.write_behind(entry, but=tier)
+            self._tiers.promoted(entry, tier)
 
     def tier_write_done(self, tier: TierName, key: ChunkKey, ok: bool) -> None:
         """Answer a `TierWrite`. Raises KVHavenError if there is no such write."""
-        self._tiers.index(tier)
-        writes = self._tiers.writes[tier]
-        if key not in writes.writing:
-            raise KVHavenError(f"no write of {key.hex()} to tier {tier} is under way")
+        writes = self._tiers.writes_of(tier, key)
         entry = writes.done(key, ok=ok)
         if ok and not self._space.children.get(key):
             # The head of the chain may have been written long before: it stays the newer.
@@ -289,35 +309,31 @@ class Catalog:
     ) -> None:
         """Count a shard that the start-up scan found, of `bytes_` payload. Again is fine.
 
-        Raises KVHavenError for an unknown tier, namespace or shard.
+        Raises KVHavenError for an unknown tier, namespace or shard, and for a shared tier.
         """
-        known = self._namespace(namespace)
-        if not 0 <= shard_bit < known.shards:
-            raise KVHavenError(
-                f"shard {shard_bit} of namespace {namespace.hex()} does not exist; "
-                f"there are {known.shards}"
-            )
-        self._tiers.index(tier).found(known, key, shard_bit, bytes_)
+        self._tiers.own_index(tier).found(self._namespace(namespace), key, shard_bit, bytes_)
 
     def tier_forgot(self, tier: TierName, key: ChunkKey) -> None:
         """Note that a tier lost a chunk by itself."""
         self._tiers.index(tier).forget(key)
 
     def tier_online(self, tier: TierName, online: bool) -> None:
-        """Switch a tier: offline, nothing is promoted from it or written to it."""
+        """Switch a tier: offline, it is not asked, read or written, and nobody waits for it."""
         self._tiers.set_online(tier, online)
+        if not online:
+            self._leases.tier_offline(tier)
 
     def tier_capacity(self, tier: TierName, capacity_bytes: int) -> None:
-        """Change what fits into a tier: its store shrank, or has room again."""
-        self._tiers.index(tier).resize(capacity_bytes)
+        """Change what fits into a tier of our own: its store shrank, or has room again."""
+        self._tiers.own_index(tier).resize(capacity_bytes)
 
     # Dropping
 
     def discard(self, key: ChunkKey, extent: Extent | None = None) -> None:
         """Drop a resident chunk whose bytes failed verification; it is never offered again.
 
-        With `extent`, only if it is resident there. Leases that were given on it keep its
-        space. What is being written of it to a tier is deleted when that write ends.
+        With `extent`, only if it is resident there. Leases on it keep its space. What is being
+        written of it to a tier is deleted when that write ends.
         """
         entry = self._resident(key, extent)
         if entry is not None:
@@ -328,18 +344,20 @@ class Catalog:
     def clear(
         self, namespace: NamespaceDigest | None = None, tier: TierName | None = None
     ) -> tuple[int, int]:
-        """Drop all chunks of a namespace (None: of all) from a tier (None: from everywhere).
+        """Drop all chunks of a namespace (None: of all) from a tier (None: from all of our own).
 
-        `TierName("memory")` is the arena alone. Returns chunks and bytes dropped, a chunk in
-        two places counted twice. What is pinned is out of sight now; its space follows.
-        Raises KVHavenError for an unknown namespace or tier.
+        `TierName("memory")` is the arena alone. A shared tier is only touched when it is named:
+        writes to it end undone, and what it was heard to hold is forgotten; its store is the
+        caller's to clear. Returns chunks and bytes dropped, a chunk in two places counted twice.
+        What is pinned is out of sight now; its space follows. Raises KVHavenError for an unknown
+        namespace or tier.
         """
         known = None if namespace is None else self._namespace(namespace)
         chunks = bytes_ = 0
         if tier in (None, MEMORY):
-            chunks, bytes_ = self._clear_memory(known)
+            chunks, bytes_ = self._leases.clear(known)
         if tier != MEMORY:
-            names = tuple(self._tiers.indexes) if tier is None else (tier,)
+            names = tuple(self._tiers.own) if tier is None else (tier,)
             more = self._tiers.clear(names, known)
             chunks, bytes_ = chunks + more[0], bytes_ + more[1]
         return chunks, bytes_
@@ -378,16 +396,3 @@ class Catalog:
         if entry is None or entry.state is not State.RESIDENT:
             return None
         return entry if extent in (None, entry.extent) else None
-
-    def _clear_memory(self, namespace: NamespaceState | None) -> tuple[int, int]:
-        chunks = bytes_ = 0
-        for entry in tuple(self._space.entries.values()):
-            if namespace is not None and entry.namespace is not namespace:
-                continue
-            if entry.state is State.RESIDENT:
-                chunks += 1
-                bytes_ += entry.extent.length
-            elif entry.state is State.PROMOTING:
-                self._leases.stop_waiting(entry.key)
-            self._space.doom(entry)
-        return chunks, bytes_

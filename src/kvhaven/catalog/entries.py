@@ -3,7 +3,7 @@
 
 import enum
 
-from kvhaven.catalog.actions import MemberId, SessionId
+from kvhaven.catalog.actions import MemberId, SessionId, Source
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, Extent, align_up
 
@@ -65,6 +65,7 @@ class Entry:
         "owner",
         "parent",
         "reading",
+        "reused",
         "stamp",
         "state",
         "writers",
@@ -87,8 +88,9 @@ class Entry:
         self.bitmap = 0  # shards that are written; complete when resident
         self.checksums: list[Checksum | None] | tuple[Checksum, ...] = ()
         self.leases = 0
-        self.writes = 0  # tiers that are writing from it
+        self.writes = 0  # tiers that are writing from it, or will (in the mode "through")
         self.reading = False  # a tier is reading into it
+        self.reused = False  # used since it was computed, or was in a tier
         self.fresh = False  # promoted, and not leased since: its first lease comes from a tier
         self.writers: dict[MemberId, int] | None = None  # who may still write, and which shards
         self.owner: SaveId | None = None  # whose reservation it is
@@ -96,6 +98,13 @@ class Entry:
         self.listed = False  # the eviction policy knows it
         self.stamp = 0  # number of the event that used it last
         self.corrupt = False  # its bytes failed verification after it was leased
+
+    def take_source(self) -> Source:
+        """Return where a chunk that is resident now was when it was wanted, once."""
+        if self.fresh:
+            self.fresh = False
+            return Source.TIER
+        return Source.MEMORY
 
     @property
     def pinned(self) -> bool:

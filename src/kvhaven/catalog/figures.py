@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers the catalog's figures."""
 
+from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.allocation import S
 from kvhaven.catalog.entries import Entry, NamespaceState
 from kvhaven.catalog.leases import Leases
@@ -8,8 +9,8 @@ from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.sessions import Member, Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.stats import CatalogStats, NamespaceStats, TierStats, Usage
-from kvhaven.catalog.tierindex import TierIndex
 from kvhaven.catalog.tiering import Tiers
+from kvhaven.catalog.tierspec import TierState
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.types import NamespaceDigest
 
@@ -23,12 +24,13 @@ def collect(
     reservations: Reservations,
 ) -> CatalogStats:
     """Return all figures; the cost grows with namespaces and leases, not with chunks."""
+    usage = {name: index.figures().usage for name, index in tiers.own.items()}
     quarantine = {m.id: _quarantined(m, sessions) for m in sessions.lost()}
     held: dict[int, Entry] = {}
     for entries in quarantine.values():
         held.update(entries)
     return CatalogStats(
-        namespaces={d: _namespace(n, tiers) for d, n in namespaces.items()},
+        namespaces={d: _namespace(n, usage) for d, n in namespaces.items()},
         tiers={name: _tier(tiers.indexes[name], w) for name, w in tiers.writes.items()},
         sessions=len(sessions.sessions),
         members=len(sessions.members),
@@ -69,21 +71,25 @@ def _quarantined(member: Member, sessions: Sessions) -> dict[int, Entry]:
     return held
 
 
-def _namespace(namespace: NamespaceState, tiers: Tiers) -> NamespaceStats:
+def _namespace(
+    namespace: NamespaceState, usage: dict[TierName, dict[NamespaceDigest, tuple[int, int]]]
+) -> NamespaceStats:
     digest = namespace.namespace.digest
     return NamespaceStats(
         fields=namespace.namespace.fields,
         memory=Usage(namespace.resident, namespace.resident * namespace.extent_bytes),
-        tiers={n: Usage(*i.usage.get(digest, (0, 0))) for n, i in tiers.indexes.items()},
+        tiers={name: Usage(*known.get(digest, (0, 0))) for name, known in usage.items()},
     )
 
 
-def _tier(index: TierIndex, writes: WriteBehind) -> TierStats:
+def _tier(index: TierState, writes: WriteBehind) -> TierStats:
+    figures = index.figures()
     return TierStats(
         online=index.online,
+        shared=index.spec.shared,
         capacity_bytes=index.spec.capacity_bytes,
-        used_bytes=index.used_bytes,
-        chunks=len(index.stored),
+        used_bytes=figures.used_bytes,
+        chunks=figures.chunks,
         reads=sum(index.reads.values()),
         outstanding_writes=len(writes.writing),
         outstanding_write_bytes=writes.outstanding_bytes,
@@ -91,5 +97,8 @@ def _tier(index: TierIndex, writes: WriteBehind) -> TierStats:
         queued_write_bytes=writes.queued_bytes,
         written=writes.written,
         dropped_writes=writes.dropped,
-        evictions=index.evictions,
+        evictions=figures.evictions,
+        looking_up=figures.looking_up,
+        looked_up=figures.looked_up,
+        found=figures.found,
     )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases: which chunks a ticket may load, what it waits for, and when nobody loads any more."""
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Mapping, Sequence
 
 from kvhaven.catalog.actions import (
     Acquisition,
@@ -14,15 +15,31 @@ from kvhaven.catalog.actions import (
 )
 from kvhaven.catalog.allocation import S
 from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.lookups import Lookups
 from kvhaven.catalog.sessions import Lease, Member, Session, Sessions
 from kvhaven.catalog.space import Space
-from kvhaven.catalog.tierindex import TierIndex
 from kvhaven.catalog.tiering import Tiers
+from kvhaven.catalog.tierspec import TierState
 from kvhaven.errors import KVHavenError
 from kvhaven.types import Checksum, ChunkKey, Extent
 
-_Slot = tuple[ChunkKey, Entry | None, TierIndex | None]
+_Slot = tuple[ChunkKey, Entry | None, TierState | None]
 """A chunk behind the resident prefix: in the arena, or in a tier that holds it."""
+
+
+class _End(enum.Enum):
+    """Why a plan ends where it does."""
+
+    NOWHERE = enum.auto()
+    """The next chunk is not known to be anywhere."""
+    LIMIT = enum.auto()
+    """Too much is being read from its tier."""
+    OTHER = enum.auto()
+    """Nothing is left, or the next chunk cannot be had now."""
+
+
+MOST_PREFETCHES = 1024
+"""Prefetches that may wait for tiers' answers; beyond, one takes what is known at once."""
 
 
 class Leases:
@@ -30,7 +47,10 @@ class Leases:
 
     A promotion is for whoever waits when it ends. Nobody who waits holds up anyone: the
     space for all promotions of an acquire is reserved before the first is asked for, and
-    leased and promoting bytes together stay within `pin_limit`.
+    leased and promoting bytes together stay within `pin_limit`. Promotions from shared tiers
+    stay within half of that, however many there are: when one hangs, so do its reads, and what
+    is resident or on our own disk must still find room. A longer prompt goes on when its first
+    chunks have come.
     """
 
     def __init__(
@@ -42,7 +62,9 @@ class Leases:
         actions: list[Action],
     ) -> None:
         self.pin_limit = pin_limit
+        self.shared_limit = pin_limit // 2 // max(1, len(tiers.shared))  # for each of them
         self.waiters: dict[ChunkKey, list[Lease]] = {}
+        self.prefetches: set[Lease] = set()  # nobody's leases, which wait for lookups
         self.hits = 0
         self.misses = 0
         self.promoted = 0
@@ -51,6 +73,7 @@ class Leases:
         self._tiers = tiers
         self._sessions = sessions
         self._actions = actions
+        self._lookups = Lookups(space, tiers)
 
     def acquire(
         self,
@@ -65,18 +88,34 @@ class Leases:
         if lease is None:
             lease = Lease(session, ticket)
             self._begin(lease, namespace, keys)
-            self.misses += len(keys) - len(lease.slots)
-            self.hits += len(lease.slots) - len(lease.waiting)
-            if lease.slots:
+            self._tiers.used(lease.slots)
+            self._count(lease, len(keys))
+            if lease.slots or lease.lookups:
                 home.leases[ticket] = lease
+            if lease.final:
+                lease.keys = ()
         return lease.answer()
 
     def prefetch(self, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> int:
         """Promote what can be, for nobody; return how many promotions began."""
         lease = Lease(SessionId(""), Ticket(0))
         begun = self._begin(lease, namespace, keys)
-        self._cut(lease, 0)
+        if lease.lookups and len(self.prefetches) < MOST_PREFETCHES:
+            self.prefetches.add(lease)
+            self._let_go(lease, 0)
+        else:
+            self._cut(lease, 0)
         return begun
+
+    def looked_up(self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None) -> None:
+        """Take a tier's answer; see `Catalog.tier_looked_up`."""
+        for lease in self._lookups.answered(tier, number, found):
+            self._go_on(lease)
+
+    def tier_offline(self, tier: TierName) -> None:
+        """Have nobody wait for what a tier was asked."""
+        for lease in self._lookups.offline(tier):
+            self._go_on(lease)
 
     def settle(self, session: SessionId, ticket: Ticket) -> Acquisition:
         """End the waiting of a ticket; see `Catalog.settle`."""
@@ -131,14 +170,19 @@ class Leases:
         if checksums is None:
             self.failed_promotions += 1
             index.forget(key)
-        index.read_ended(key)
+        index.read_ended(key, extent.length)
         if entry.state is State.DOOMED:
             space.read_ended(entry)
             return None
         if checksums is None:
-            self.stop_waiting(key)
+            waiting = self.waiters.pop(key, ())
+            for lease in waiting:
+                self._cut(lease, lease.waiting[key])
             space.doom(entry)
             space.read_ended(entry)
+            # Another tier may have it; this one is believed to have it not.
+            for lease in waiting:
+                self._go_on(lease)
             return None
         self.promoted += 1
         entry.checksums = list(checksums)
@@ -148,10 +192,37 @@ class Leases:
         self._hand_over(entry)
         return entry
 
-    def stop_waiting(self, key: ChunkKey) -> None:
+    def clear(self, namespace: NamespaceState | None) -> tuple[int, int]:
+        """Drop a namespace's chunks (all, for None) from memory; return how many, and bytes."""
+        chunks = bytes_ = 0
+        for entry in tuple(self._space.entries.values()):
+            if namespace is not None and entry.namespace is not namespace:
+                continue
+            if entry.state is State.RESIDENT:
+                chunks += 1
+                bytes_ += entry.extent.length
+            elif entry.state is State.PROMOTING:
+                self._stop_waiting(entry.key)
+            self._space.doom(entry)
+        return chunks, bytes_
+
+    def _stop_waiting(self, key: ChunkKey) -> None:
         """Cut every ticket that waits for a chunk before it: it will not come."""
         for lease in self.waiters.pop(key, ()):
             self._cut(lease, lease.waiting[key])
+            self._tell_if_final(lease)
+
+    def _go_on(self, lease: Lease) -> None:
+        """Extend a lease whose next chunk may be known by now."""
+        if lease.namespace is None:
+            return
+        self._lookups.leave(lease)
+        self._extend(lease, lease.namespace, lease.keys)
+        if lease in self.prefetches:
+            self._let_go(lease, 0)
+            if not lease.lookups:
+                self.prefetches.remove(lease)
+        else:
             self._tell_if_final(lease)
 
     def _begin(self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> int:
@@ -172,20 +243,21 @@ class Leases:
             entry.leases += 1
             slots.append(entry)
         space.leased_bytes += before - room
-        lease.sources = [_source(entry) for entry in slots]
+        memory = Source.MEMORY
+        lease.sources = [entry.take_source() if entry.fresh else memory for entry in slots]
         space.touch(slots)
         self._tiers.touch(reversed(keys))
         if len(slots) == len(keys):
             return 0
-        return self._extend(lease, namespace, keys, room)
+        lease.namespace, lease.keys = namespace, keys
+        return self._extend(lease, namespace, keys)
 
-    def _extend(
-        self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey], room: int
-    ) -> int:
-        """Go on behind the resident prefix; return how many promotions began."""
+    def _extend(self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> int:
+        """Go on behind the chunks that it has; return how many promotions began."""
         space = self._space
         first = len(lease.slots)
-        plan = self._plan(namespace, keys[first:], room)
+        plan, end = self._plan(lease, namespace, keys[first:])
+        lease.limited = end is _End.LIMIT
         # What is in the arena is pinned before anything is evicted for the rest.
         for _, entry, _ in plan:
             if entry is not None and entry.state is State.RESIDENT:
@@ -211,19 +283,26 @@ class Leases:
                 self.waiters.setdefault(key, []).append(lease)
                 lease.sources.append(Source.TIER)
             else:
-                lease.sources.append(_source(entry))
+                lease.sources.append(entry.take_source())
                 touched.append(entry)
             lease.slots.append(entry)
         if touched:
             space.touch(touched)
-            space.touch(lease.slots[:first])
+            extended = [entry for entry in lease.slots[:first] if entry.listed]
+            space.arrange(extended[::-1])
+        if end is _End.NOWHERE and len(lease.slots) == first + len(plan) and self._tiers.shared:
+            self._lookups.ask(lease, namespace, keys[len(lease.slots) :])
         return begun
 
-    def _plan(self, namespace: NamespaceState, keys: Sequence[ChunkKey], room: int) -> list[_Slot]:
-        """Return the chunks that are in the arena or can be promoted, as far as `room` goes."""
+    def _plan(
+        self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey]
+    ) -> tuple[list[_Slot], "_End"]:
+        """Return the chunks that are in the arena or can be promoted, and why it is not more."""
         plan: list[_Slot] = []
-        seen: set[ChunkKey] = set()
+        seen: set[ChunkKey] = set(lease.waiting)
         size = namespace.extent_bytes
+        room = self.pin_limit - self._space.leased_bytes - self._space.promoting_bytes
+        shared = {n: self.shared_limit - t.reading_bytes for n, t in self._tiers.shared.items()}
         for key in keys:
             entry = self._space.entries.get(key)
             tier = self._tiers.source(key, namespace) if entry is None else None
@@ -232,14 +311,18 @@ class Leases:
             else:
                 usable = entry.namespace is namespace and entry.state is not State.RESERVED
             if not usable or key in seen:
-                break
+                return plan, _End.NOWHERE if entry is None and key not in seen else _End.OTHER
             if entry is None or (entry.state is State.RESIDENT and not entry.leases):
                 room -= size
+            if entry is None and tier is not None and tier.spec.name in shared:
+                shared[tier.spec.name] -= size
+                if shared[tier.spec.name] < 0:
+                    return plan, _End.LIMIT
             if room < 0:
                 break
             seen.add(key)
             plan.append((key, entry, tier))
-        return plan
+        return plan, _End.OTHER
 
     def _give_back(self, plan: Sequence[_Slot]) -> None:
         for _, entry, _ in plan:
@@ -253,28 +336,51 @@ class Leases:
         for lease in waiters:
             del lease.waiting[entry.key]
             self._space.lease(entry)
-            self._tell_if_final(lease)
+            if lease.limited:
+                self._go_on(lease)
+            else:
+                self._tell_if_final(lease)
 
     def _tell_if_final(self, lease: Lease) -> None:
-        if lease.waiting:
+        self._count(lease, len(lease.keys))
+        if not lease.final:
             return
+        lease.keys = ()
         self._actions.append(Update(lease.session, lease.answer()))
         if not lease.slots:
             home = self._sessions.sessions[lease.session]
             del home.leases[lease.ticket]
 
     def _settle(self, home: Session, lease: Lease) -> None:
-        if lease.waiting:
-            self._cut(lease, min(lease.waiting.values()))
+        if not lease.final:
+            self._cut(lease, min(lease.waiting.values(), default=len(lease.slots)))
+            self._count(lease, len(lease.keys))
+            lease.keys = ()
             if not lease.slots:
                 del home.leases[lease.ticket]
+
+    def _count(self, lease: Lease, asked: int) -> None:
+        """Count each chunk that was asked for once: when it is found, or known to be nowhere."""
+        new = len(lease.slots) - lease.counted
+        if new > 0:
+            awaited = sum(index >= lease.counted for index in lease.waiting.values())
+            self.hits += new - awaited
+            lease.counted = len(lease.slots)
+        more = lease.lookups or (lease.limited and lease.waiting)
+        if not more and lease.counted < asked:
+            self.misses += asked - lease.counted
+            lease.counted = asked
 
     def _end(self, home: Session, lease: Lease) -> None:
         if home.leases.pop(lease.ticket, None) is not None:
             self._cut(lease, 0)
 
     def _cut(self, lease: Lease, index: int) -> None:
-        """Let go of every chunk from `index` on."""
+        """Let go of every chunk from `index` on, and do not wait to hear of others."""
+        self._lookups.leave(lease)
+        self._let_go(lease, index)
+
+    def _let_go(self, lease: Lease, index: int) -> None:
         for entry in lease.slots[index:]:
             if entry.key in lease.waiting:
                 del lease.waiting[entry.key]
@@ -287,11 +393,3 @@ class Leases:
                 self._space.unlease(entry)
         del lease.slots[index:]
         del lease.sources[index:]
-
-
-def _source(entry: Entry) -> Source:
-    """Return where a chunk that is resident now was when it was wanted, once."""
-    if entry.fresh:
-        entry.fresh = False
-        return Source.TIER
-    return Source.MEMORY

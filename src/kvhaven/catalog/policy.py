@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunk goes first when space is needed: the contract of eviction policies, and LRU."""
+"""Which chunk goes first when space is needed: the contract of eviction policies."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from kvhaven.types import ChunkKey
@@ -13,11 +12,12 @@ class EvictionPolicy(Protocol):
 
     The catalog passes over a proposal that is pinned, or that has children in the arena. A
     policy holds keys only: no sizes, no clock, nothing random, so that histories replay. A
-    key is added once until it is removed or evicted, and touched only in between.
+    key is added once until it is removed or evicted, and named by the other calls only in
+    between. Every call costs O(1) for each key that it names, if not always then on average.
     """
 
     name: str
-    """The word for it in the settings."""
+    """The word for it in the settings, in lower case."""
 
     def fresh(self) -> "EvictionPolicy":
         """Return an empty policy of the same kind and settings, for another size class."""
@@ -28,6 +28,21 @@ class EvictionPolicy(Protocol):
     def touched(self, keys: Iterable[ChunkKey]) -> None:
         """Note one use of each of these, a chain from its tail to its head."""
 
+    def arranged(self, keys: Iterable[ChunkKey]) -> None:
+        """Note that a chain has a new tail; its chunks are given from tail to head.
+
+        That is no use of them. Where nothing else decides, they are to be proposed in this
+        order from now on, and not before what was added earlier: a parent is of no less use
+        than its child, and cannot go before it.
+        """
+
+    def passed(self, keys: Iterable[ChunkKey]) -> None:
+        """Note that these were proposed, in this order, and cannot go: others hold them.
+
+        They are to make way for proposals that can go, or each search would begin with them
+        again. Only called when one of those behind them could go.
+        """
+
     def evicted(self, key: ChunkKey) -> None:
         """Forget a chunk because space was needed (a policy may keep a ghost of it)."""
 
@@ -35,47 +50,8 @@ class EvictionPolicy(Protocol):
         """Forget a chunk that went for another reason (cleared, discarded)."""
 
     def candidates(self) -> Iterator[ChunkKey]:
-        """Yield every chunk once, the one to evict first first.
+        """Yield every chunk once, the one to evict first first; looking changes nothing.
 
-        Nothing is added, touched or taken away while the iterator is in use.
+        Nothing is copied: mostly only the first few are asked for. Nothing is added, touched
+        or taken away while the iterator is in use.
         """
-
-
-class LRU:
-    """Least recently used first. As chains are touched from tail to head, tails go first."""
-
-    __slots__ = ("_order",)
-    name = "lru"
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[ChunkKey, None] = OrderedDict()
-
-    def fresh(self) -> "LRU":
-        """Return an empty LRU."""
-        return LRU()
-
-    def added(self, key: ChunkKey) -> None:
-        """Put a chunk at the young end."""
-        self._order[key] = None
-
-    def touched(self, keys: Iterable[ChunkKey]) -> None:
-        """Move each to the young end, in the order given."""
-        move = self._order.move_to_end
-        for key in keys:
-            move(key)
-
-    def evicted(self, key: ChunkKey) -> None:
-        """Forget a chunk."""
-        del self._order[key]
-
-    def removed(self, key: ChunkKey) -> None:
-        """Forget a chunk."""
-        del self._order[key]
-
-    def candidates(self) -> Iterator[ChunkKey]:
-        """Yield from the old end."""
-        return iter(self._order)
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {LRU.name: LRU}
-"""Every policy by its name in the settings. A new one is a class and a line here."""

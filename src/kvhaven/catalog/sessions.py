@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions, their members, and the leases they hold."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvhaven.catalog.actions import (
     Acquisition,
@@ -11,7 +11,8 @@ from kvhaven.catalog.actions import (
     Source,
     Ticket,
 )
-from kvhaven.catalog.entries import Entry
+from kvhaven.catalog.entries import Entry, NamespaceState
+from kvhaven.catalog.presence import Lookup
 from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey, NamespaceDigest
 
@@ -20,10 +21,24 @@ class Lease:
     """What one ticket holds: chunks that are leased, and chunks it waits for.
 
     `waiting` maps the key of each chunk that is being promoted to its index in `slots`; the
-    chunks in between are leased already, but are offered only when all before them are.
+    chunks in between are leased already, but are offered only when all before them are. While
+    `lookups` are under way, it also waits to hear where the chunk behind the last slot is.
     """
 
-    __slots__ = ("acked", "orphaned", "session", "slots", "sources", "ticket", "waiting")
+    __slots__ = (
+        "acked",
+        "counted",
+        "keys",
+        "limited",
+        "lookups",
+        "namespace",
+        "orphaned",
+        "session",
+        "slots",
+        "sources",
+        "ticket",
+        "waiting",
+    )
 
     def __init__(self, session: SessionId, ticket: Ticket) -> None:
         self.session = session  # its name: the object would make a cycle
@@ -31,8 +46,18 @@ class Lease:
         self.slots: list[Entry] = []
         self.sources: list[Source] = []
         self.waiting: dict[ChunkKey, int] = {}
+        self.lookups: list[Lookup] = []
+        self.namespace: NamespaceState | None = None
+        self.keys: Sequence[ChunkKey] = ()  # what was asked for, as long as it is not final
+        self.limited = False  # it goes on when what it waits for has come: too much at a time
+        self.counted = 0  # how many of these are in the figures
         self.acked = 0  # ranks whose copy ended
         self.orphaned = False  # its scheduler is gone: nobody will hand it to other ranks
+
+    @property
+    def final(self) -> bool:
+        """Whether it waits for nothing."""
+        return not self.waiting and not self.lookups
 
     def answer(self) -> Acquisition:
         """Return the state of the lease: the prefix that can be loaded, and what is awaited."""
@@ -42,7 +67,8 @@ class Lease:
             if entry.corrupt:
                 break
             chunks.append(Leased(entry.key, entry.extent, source))
-        return Acquisition(self.ticket, tuple(chunks), len(self.waiting))
+        awaited = len(self.waiting) + bool(self.lookups)
+        return Acquisition(self.ticket, tuple(chunks), awaited)
 
 
 class Member:

@@ -89,7 +89,7 @@ class Space(Generic[S]):
         self.list(entry)
         # Where a child is here or on its way, the child's turn brings the chain in order.
         if not self.children.get(entry.key):
-            self.touch_chain(entry)
+            self.arrange([e for e in self.chain(entry) if e.listed])
 
     def list(self, entry: Entry) -> None:
         """Let a chunk age from now on; whether it can be evicted is asked when it is needed."""
@@ -109,9 +109,14 @@ class Space(Generic[S]):
             keys.append(entry.key)
         self._class(entries[0].extent.length).touched(keys)
 
-    def touch_chain(self, entry: Entry) -> None:
-        """Note a use of a chunk and, after it, of all before it: parents stay the newer ones."""
-        self.touch([e for e in self.chain(entry) if e.listed][::-1])
+    def arrange(self, entries: Sequence[Entry]) -> None:
+        """Put resident chunks of one namespace in order, from the tail to the head: no use."""
+        if not entries:
+            return
+        self._clock = clock = self._clock + 1
+        for entry in entries:
+            entry.stamp = clock
+        self._class(entries[0].extent.length).arranged(e.key for e in entries)
 
     def chain(self, entry: Entry) -> Iterable[Entry]:
         """Yield a chunk and those before it, tail to head, as far as they are in the arena."""
@@ -208,10 +213,13 @@ class Space(Generic[S]):
         return self._evict_own(length, count)
 
     def _evict_own(self, length: int, count: int) -> bool:
+        policy = self._class(length)
         victims: list[Entry] = []
-        for key in self._class(length).candidates():
+        passed: list[ChunkKey] = []
+        for key in policy.candidates():
             entry = self.entries[key]
-            if self.children.get(key) or not self.evictable(entry):
+            if not self._can_go(entry):
+                passed.append(key)
                 continue
             # Its parent may be the next leaf, so it goes before the search goes on.
             self._count_victim(entry)
@@ -219,9 +227,11 @@ class Space(Generic[S]):
             if len(victims) == count:
                 break
         for entry in victims:
-            self._class(length).evicted(entry.key)
+            policy.evicted(entry.key)
             entry.listed = False
             self.free_if_idle(entry)
+        if victims:
+            policy.passed(passed)
         return bool(victims)
 
     def _count_victim(self, entry: Entry) -> None:
@@ -229,13 +239,24 @@ class Space(Generic[S]):
             self.evictions += 1
         self._hide(entry)
 
+    def _can_go(self, entry: Entry) -> bool:
+        """Whether a chunk can be evicted by itself: a leaf that nothing pins."""
+        return not self.children.get(entry.key) and self.evictable(entry)
+
     def _oldest(self, length: int) -> Entry | None:
         """Return what the class would evict next, if anything."""
-        for key in self._class(length).candidates():
+        policy = self._class(length)
+        passed: list[ChunkKey] = []
+        for key in policy.candidates():
             entry = self.entries[key]
-            if not self.children.get(key) and self.evictable(entry):
-                return entry
-        return None
+            if self._can_go(entry):
+                break
+            passed.append(key)
+        else:
+            return None
+        if passed:
+            policy.passed(passed)
+        return entry
 
     def _colder_elsewhere(self, length: int, stamp: int) -> bool:
         """Whether the slab of another class's oldest chunk was not used since `stamp`."""

@@ -15,7 +15,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class NamespaceStats(msgspec.Struct, frozen=True):
-    """Where a namespace's chunks are. A chunk may be in several places."""
+    """Where a namespace's chunks are, as far as is known. A chunk may be in several places."""
 
     fields: dict[str, str]
     memory: Usage
@@ -23,9 +23,10 @@ class NamespaceStats(msgspec.Struct, frozen=True):
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """One tier, as the catalog sees it."""
+    """One tier, as the catalog sees it. What a shared one holds, it does not know: zeros."""
 
     online: bool
+    shared: bool
     capacity_bytes: int
     used_bytes: int
     chunks: int
@@ -40,6 +41,12 @@ class TierStats(msgspec.Struct, frozen=True):
     dropped_writes: int
     """Chunks not written since start: overload, evicted before their turn, failure, offline."""
     evictions: int
+    looking_up: int
+    """Chunks that a shared tier is asked for and has not answered."""
+    looked_up: int
+    """Chunks that it was asked for since start."""
+    found: int
+    """Chunks of these that it said to have, whole."""
 
 
 class CatalogStats(msgspec.Struct, frozen=True):

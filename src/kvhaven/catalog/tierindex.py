@@ -6,17 +6,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvhaven.catalog.actions import Action, TierDelete, TierName
+from kvhaven.catalog.actions import Action, TierDelete
 from kvhaven.catalog.entries import NamespaceState, stored_bytes
+from kvhaven.catalog.tierspec import TierFigures, TierSpec
+from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey, NamespaceDigest
-
-
-class TierSpec(msgspec.Struct, frozen=True):
-    """A tier's name and size. Above `capacity_bytes` it is emptied to `watermark` of it."""
-
-    name: TierName
-    capacity_bytes: int
-    watermark: float = 0.9
 
 
 class Stored:
@@ -31,7 +25,7 @@ class Stored:
 
 
 class TierIndex:
-    """The chunks of one tier in the order of their last use.
+    """The chunks of one tier of our own in the order of their last use. See `TierState`.
 
     A chunk that is being read is never deleted: if it has to go meanwhile it is out of
     sight at once, and deleted when its last read has ended.
@@ -42,6 +36,7 @@ class TierIndex:
         self.online = True
         self.stored: OrderedDict[ChunkKey, Stored] = OrderedDict()
         self.used_bytes = 0
+        self.reading_bytes = 0
         self.writing_bytes = 0  # of writes that are under way
         self.usage: dict[NamespaceDigest, tuple[int, int]] = {}  # chunks, bytes
         self.reads: dict[ChunkKey, int] = {}
@@ -73,7 +68,15 @@ class TierIndex:
                     stored.move_to_end(key)
 
     def found(self, namespace: NamespaceState, key: ChunkKey, bit: int, payload: int) -> None:
-        """Count a shard that the scan found; it is older than anything used since start."""
+        """Count a shard that the scan found; it is older than anything used since start.
+
+        Raises KVHavenError for a shard that the namespace does not have.
+        """
+        if not 0 <= bit < namespace.shards:
+            raise KVHavenError(
+                f"shard {bit} of namespace {namespace.namespace.digest.hex()} does not exist; "
+                f"there are {namespace.shards}"
+            )
         stored = self.stored.get(key)
         if stored is None:
             stored = self._insert(namespace, key)
@@ -82,6 +85,19 @@ class TierIndex:
             stored.bitmap |= 1 << bit
             self._grow(stored, stored_bytes(payload))
             self.trim()
+
+    def has_room(self, bytes_: int) -> bool:
+        """Whether a write of so many bytes can fit at all, beside those under way."""
+        return self.writing_bytes + bytes_ <= self.spec.capacity_bytes
+
+    def write_begins(self, bytes_: int) -> None:
+        """Make room for a write."""
+        self.writing_bytes += bytes_
+        self.trim()
+
+    def unfinished(self, key: ChunkKey, namespace: NamespaceState) -> None:
+        """Have what a failed write may have left deleted: it is not counted."""
+        self.delete(key, namespace)
 
     def written(self, namespace: NamespaceState, key: ChunkKey) -> None:
         """Count a chunk that was written whole."""
@@ -111,13 +127,28 @@ class TierIndex:
             self._actions.append(TierDelete(self.spec.name, digest, key))
         return self.forget(key)
 
-    def read_begins(self, key: ChunkKey) -> None:
-        """Keep a chunk for a read."""
+    def clear(self, namespace: NamespaceState | None) -> tuple[int, int]:
+        """Delete a namespace's chunks (all, for None); return how many, and their bytes."""
+        chunks = bytes_ = 0
+        for key, stored in tuple(self.stored.items()):
+            if namespace is None or stored.namespace is namespace:
+                chunks += 1
+                bytes_ += self.delete(key, stored.namespace)
+        return chunks, bytes_
+
+    def figures(self) -> TierFigures:
+        """Return the figures of this moment."""
+        return TierFigures(self.used_bytes, len(self.stored), self.evictions, self.usage)
+
+    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
+        """Keep a chunk for a read, which fills so many bytes of the arena."""
+        self.reading_bytes += bytes_
         self.reads[key] = self.reads.get(key, 0) + 1
 
-    def read_ended(self, key: ChunkKey) -> None:
+    def read_ended(self, key: ChunkKey, bytes_: int) -> None:
         """End a read; raises KeyError when there is none."""
         left = self.reads[key] - 1
+        self.reading_bytes -= bytes_
         if left:
             self.reads[key] = left
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvhaven.catalog.actions import Action, TierWrite
 from kvhaven.catalog.entries import Entry, State
-from kvhaven.catalog.tierindex import TierIndex
+from kvhaven.catalog.tierspec import TierState, WriteMode
 from kvhaven.types import ChunkKey
 
 OUTSTANDING_BYTES = 64 << 20
@@ -17,12 +17,20 @@ OUTSTANDING_CHUNKS = 4
 class WriteBehind:
     """The writes to one tier.
 
-    A write that was handed out pins its chunk; one that waits does not, and is dropped when
-    its chunk is evicted, or when more than `limit_bytes` wait: the oldest then.
+    A write that was handed out pins its chunk; one that waits does so only in the mode
+    `THROUGH`, otherwise it is dropped when its chunk is evicted. When more than `limit_bytes`
+    wait, the oldest is dropped. `let_go` is told of each chunk that a dropped write pinned.
     """
 
-    def __init__(self, index: TierIndex, limit_bytes: int, actions: list[Action]) -> None:
+    def __init__(
+        self,
+        index: TierState,
+        limit_bytes: int,
+        actions: list[Action],
+        let_go: Callable[[Entry], None],
+    ) -> None:
         self.index = index
+        self.pins = int(index.spec.write is WriteMode.THROUGH)
         self.queue: deque[Entry] = deque()
         self.queued_bytes = 0
         self.writing: dict[ChunkKey, Entry] = {}
@@ -32,17 +40,21 @@ class WriteBehind:
         self.cancelled: set[ChunkKey] = set()
         self.limit_bytes = limit_bytes
         self._actions = actions
+        self._let_go = let_go
 
     def offer(self, entry: Entry) -> None:
-        """Have a chunk written that has just become resident."""
-        if not self.index.online or self.index.holds(entry.key, entry.namespace):
+        """Have a resident chunk written that the tier is not known to have."""
+        index = self.index
+        if index.spec.write is WriteMode.OFF or not index.online:
+            return
+        if index.holds(entry.key, entry.namespace):
             return
         self.queue.append(entry)
         self.queued_bytes += entry.extent.length
+        entry.writes += self.pins
         self.pump()
         while self.queued_bytes > self.limit_bytes:
-            self._next()
-            self.dropped += 1
+            self._drop_oldest()
 
     def pump(self) -> None:
         """Hand out what the tier can take now."""
@@ -50,13 +62,13 @@ class WriteBehind:
             entry = self._next()
             stored_bytes = entry.namespace.stored_bytes
             index = self.index
-            if index.holds(entry.key, entry.namespace):
-                continue
-            fits = index.writing_bytes + stored_bytes <= index.spec.capacity_bytes
-            if entry.state is not State.RESIDENT or entry.key in self.writing or not fits:
-                self.dropped += 1
-                continue
-            self._hand_out(entry)
+            if not index.holds(entry.key, entry.namespace):
+                fits = index.has_room(stored_bytes)
+                if entry.state is State.RESIDENT and entry.key not in self.writing and fits:
+                    self._hand_out(entry)
+                else:
+                    self.dropped += 1
+            self._unpin(entry)
 
     def done(self, key: ChunkKey, *, ok: bool) -> Entry:
         """End a write and return its chunk; raises KeyError when none is under way."""
@@ -69,29 +81,45 @@ class WriteBehind:
         if ok and not cancelled:
             self.written += 1
             self.index.written(entry.namespace, key)
-        else:
-            self.dropped += not ok
-            # Some of its shards may be there.
+            return entry
+        self.dropped += not ok
+        if cancelled:
             self.index.delete(key, entry.namespace)
+        else:
+            self.index.unfinished(key, entry.namespace)
         return entry
 
     def cancel(self, matches: Callable[[Entry], bool]) -> None:
         """Drop waiting writes of these chunks; those under way are deleted when they end."""
-        kept = [e for e in self.queue if not matches(e)]
-        self.queue = deque(kept)
-        self.queued_bytes = sum(e.extent.length for e in kept)
+        waiting, self.queue = self.queue, deque()
+        self.queued_bytes = 0
+        for entry in waiting:
+            if matches(entry):
+                self._unpin(entry)
+            else:
+                self.queue.append(entry)
+                self.queued_bytes += entry.extent.length
         self.cancelled.update(k for k, e in self.writing.items() if matches(e))
 
     def drop_queue(self) -> None:
         """Drop what waits, because the tier is offline."""
-        self.dropped += len(self.queue)
-        self.queue.clear()
-        self.queued_bytes = 0
+        while self.queue:
+            self._drop_oldest()
 
     def _next(self) -> Entry:
         entry = self.queue.popleft()
         self.queued_bytes -= entry.extent.length
         return entry
+
+    def _drop_oldest(self) -> None:
+        self._unpin(self._next())
+        self.dropped += 1
+
+    def _unpin(self, entry: Entry) -> None:
+        """End what pinned a waiting chunk; one that nothing pinned may be gone already."""
+        if self.pins:
+            entry.writes -= 1
+            self._let_go(entry)
 
     def _has_room(self, length: int) -> bool:
         return (
@@ -104,8 +132,7 @@ class WriteBehind:
         entry.writes += 1
         self.writing[entry.key] = entry
         self.outstanding_bytes += entry.extent.length
-        index.writing_bytes += namespace.stored_bytes
-        index.trim()
+        index.write_begins(namespace.stored_bytes)
         checksums = tuple(c for c in entry.checksums if c is not None)
         digest = namespace.namespace.digest
         self._actions.append(TierWrite(index.spec.name, digest, entry.key, entry.extent, checksums))

@@ -8,6 +8,9 @@ import typer
 
 from kvhaven.errors import KVHavenError
 
+_WAIT_S = 3600.0
+"""A shared tier is listed and deleted from bit by bit."""
+
 
 def register(app: typer.Typer) -> None:
     """Add `clear` to the command line."""
@@ -19,8 +22,16 @@ def clear(
         str,
         typer.Option(help="A namespace's digest, or its first digits, as `status` shows them."),
     ] = "",
-    tier: Annotated[str, typer.Option(help="Only this tier: memory, disk.")] = "",
-    everything: Annotated[bool, typer.Option("--all", help="All namespaces, everywhere.")] = False,
+    tier: Annotated[
+        str,
+        typer.Option(
+            help="Only this tier, as `status` shows it: memory, disk, or a shared one, which is "
+            "cleared for all nodes."
+        ),
+    ] = "",
+    everything: Annotated[
+        bool, typer.Option("--all", help="All namespaces, in memory and on this node's disk.")
+    ] = False,
     socket: Annotated[Path | None, typer.Option(help="The service's socket.")] = None,
 ) -> None:
     """Empty a namespace, a tier, or all. Chunks in use go when they are let go."""
@@ -41,5 +52,6 @@ def clear(
                 f"{len(digests)} namespaces begin with {namespace!r}; there are "
                 f"{', '.join(row.digest[:16] for row in known) or 'none'}"
             )
-        cleared = control.clear(bytes.fromhex(digests[0]) if namespace else b"", tier)
+        digest = bytes.fromhex(digests[0]) if namespace else b""
+        cleared = control.clear(digest, tier, wait_s=_WAIT_S)
     typer.echo(f"cleared {cleared.chunks} chunks, {cleared.bytes} bytes")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhaven config`: every setting, its value and where it came from."""
+"""`kvhaven config`: every setting, its value and where it came from; LMCache's turned into ours."""
 
 import json
 from pathlib import Path
@@ -8,19 +8,16 @@ from typing import Annotated
 import msgspec
 import typer
 
+from kvhaven.cli.importing import import_lmcache
 from kvhaven.config import Resolved, load_settings
+from kvhaven.errors import ConfigError
 
-commands = typer.Typer(no_args_is_help=True, help="Look at the settings.")
+commands = typer.Typer(no_args_is_help=True, help="Look at the settings, or import LMCache's.")
 
 
 def register(app: typer.Typer) -> None:
     """Add `config` to the command line."""
     app.add_typer(commands, name="config")
-
-
-@commands.callback()
-def _group() -> None:
-    """Look at the settings."""  # keeps `show` a sub-command while it is the only one
 
 
 @commands.command()
@@ -40,6 +37,30 @@ def show(
     """
     resolved = load_settings(yaml_file=file)
     typer.echo(_json(resolved) if as_json else _text(resolved))
+
+
+@commands.command("import")
+def import_(
+    file: Annotated[
+        Path, typer.Argument(help="LMCache's YAML file (LMCACHE_CONFIG_FILE).", dir_okay=False)
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A new file to write to, instead of printing."),
+    ] = None,
+) -> None:
+    """Turn a settings file of LMCache into one of KVHaven, with comments on what is different."""
+    text = import_lmcache(file)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        with output.open("x", encoding="utf-8") as new:
+            new.write(text)
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output} cannot be written: {error.strerror}; name a file that can be made"
+        ) from error
 
 
 def _json(resolved: Resolved) -> str:

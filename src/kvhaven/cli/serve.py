@@ -31,9 +31,12 @@ def serve(
     from kvhaven.config import load_settings  # noqa: PLC0415
     from kvhaven.service.main import serve as run  # noqa: PLC0415
 
-    settings = load_settings(yaml_file=file).settings
+    resolved = load_settings(yaml_file=file)
+    settings = resolved.settings
     address = service_socket(settings, socket)
     logging.basicConfig(
         level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for note in resolved.notes:
+        logging.getLogger(__name__).warning("%s", note)
     run(settings, address)

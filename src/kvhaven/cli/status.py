@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvhaven.catalog.stats import TierStats
     from kvhaven.service.status import ServiceStatus
 
 Socket = Annotated[
@@ -65,16 +66,18 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
     for name, health in status.tiers.items():
         tier = next((t for n, t in catalog.tiers.items() if n == name), None)
         state = "online" if health.online else f"[red]offline[/]: {health.last_error}"
+        if health.online and not health.writable:
+            state += f", [yellow]writes off[/]: {health.last_error}"
         if health.holder:
             state += f", held by {health.holder}"
         queued = f"{tier.queued_writes + tier.outstanding_writes} queued" if tier else ""
         places.add_row(
             name,
             _size(health.used_bytes),
-            "not ours" if health.capacity_bytes is None else _size(health.capacity_bytes),
-            str(tier.chunks if tier else 0),
-            f"{state}, {queued}, misses {health.misses}, rejected {health.rejected}, "
-            f"errors {health.errors}",
+            "shared" if health.capacity_bytes is None else _size(health.capacity_bytes),
+            "" if tier is None or tier.shared else str(tier.chunks),
+            f"{state}, {queued}{_lookups(tier)}, misses {health.misses}, "
+            f"rejected {health.rejected}, errors {health.errors}",
         )
     console.print(places)
     namespaces = (
@@ -96,6 +99,13 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
         members.add_row(member.session, member.role, state)
     if status.members:
         console.print(members)
+
+
+def _lookups(tier: "TierStats | None") -> str:
+    """Return how the questions to a shared tier went."""
+    if tier is None or not tier.shared:
+        return ""
+    return f", {tier.found} of {tier.looked_up} chunks found"
 
 
 def _size(size: float) -> str:

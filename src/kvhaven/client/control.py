@@ -53,9 +53,13 @@ class Control:
         """Return the service's status as JSON (`service.status.ServiceStatus`)."""
         return self._ask(Status(next(self._ids)), StatusReply, self._timeout_s).status
 
-    def clear(self, namespace: bytes = b"", tier: str = "") -> Cleared:
-        """Drop a namespace (empty: all) from a tier (empty: from everywhere)."""
-        return self._ask(Clear(next(self._ids), namespace, tier), Cleared, self._timeout_s)
+    def clear(self, namespace: bytes = b"", tier: str = "", wait_s: float | None = None) -> Cleared:
+        """Drop a namespace (empty: all) from a tier (empty: from memory and the node's disk).
+
+        A shared tier may take minutes: wait `wait_s` seconds for it. It is cleared for all nodes.
+        """
+        timeout_s = self._timeout_s if wait_s is None else wait_s
+        return self._ask(Clear(next(self._ids), namespace, tier), Cleared, timeout_s)
 
     def flush(self, wait_s: float) -> int:
         """Wait until what is resident is stored in the tiers; return what is left undone."""

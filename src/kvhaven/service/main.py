@@ -13,16 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from kvhaven.catalog.actions import TierName
 from kvhaven.client.unix import lock_file, prepare_directory
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
 from kvhaven.service.arena import Arena
 from kvhaven.service.connection import Listener
+from kvhaven.service.ladder import make_tiers
 from kvhaven.service.server import Service
-from kvhaven.tiers.base import Tier
-from kvhaven.tiers.disk import DiskTier
-from kvhaven.tiers.executor import TierExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +81,7 @@ async def _run(
     with contextlib.ExitStack() as undo:
         arena = Arena(settings.max_local_cpu_size, strict=settings.arena_strict)
         undo.callback(arena.close)
-        service = Service(settings, arena, _tiers(settings))
+        service = Service(settings, arena, make_tiers(settings))
         # Whoever connects from now on waits until the service takes it.
         listener = Listener(socket_path)
         undo.callback(listener.close)
@@ -105,19 +102,6 @@ async def _run(
         for task in background:
             task.cancel()
     logger.info("node service %s: ended", service.id[:8])
-
-
-def _tiers(settings: Settings) -> dict[TierName, Tier]:
-    if settings.local_disk is None:
-        return {}
-    disk = DiskTier(
-        Path(settings.local_disk),
-        settings.max_local_disk_size,
-        executor=TierExecutor(),
-        direct_io=settings.disk_direct_io,
-        retry_s=settings.breaker_pause_s,
-    )
-    return {TierName(disk.name): disk}
 
 
 def _favour_the_loop() -> None:

@@ -2,7 +2,7 @@
 """What people ask: status, clear, flush."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
@@ -10,6 +10,8 @@ from kvhaven.catalog.catalog import MEMORY
 from kvhaven.errors import KVHavenError
 from kvhaven.protocol import Clear, Cleared, Flush, Flushed, Refused
 from kvhaven.service.connection import Connection
+from kvhaven.service.tier_runner import TierRunner
+from kvhaven.tiers.base import Tier
 from kvhaven.types import NamespaceDigest
 
 _FLUSH_POLL_S = 0.005
@@ -19,23 +21,35 @@ class People:
     """Answers requests that need no session. `act` does what the catalog wants done."""
 
     def __init__(
-        self, catalog: Catalog, tiers: tuple[TierName, ...], act: Callable[[], None]
+        self,
+        catalog: Catalog,
+        tiers: Mapping[TierName, Tier],
+        runner: TierRunner,
+        act: Callable[[], None],
     ) -> None:
         self._catalog = catalog
         self._places = (MEMORY, *tiers)
+        self._shared = {name for name, tier in tiers.items() if tier.shared}
+        self._runner = runner
         self._act = act
 
-    def clear(self, connection: Connection, message: Clear) -> None:
-        """Drop a namespace from a tier, or all from everywhere."""
+    async def clear(self, connection: Connection, message: Clear) -> None:
+        """Drop a namespace (or all) from a tier, or from memory and all tiers of our own.
+
+        A shared tier, which must be named, is cleared for everybody; that may take minutes.
+        """
         if message.tier and message.tier not in self._places:
             reason = f"no tier {message.tier!r} here; there are {', '.join(self._places)}"
             connection.send(Refused(message.id, reason))
             return
+        namespace = NamespaceDigest(message.namespace) if message.namespace else None
+        tier = TierName(message.tier) if message.tier else None
         try:
-            chunks, bytes_ = self._catalog.clear(
-                NamespaceDigest(message.namespace) if message.namespace else None,
-                TierName(message.tier) if message.tier else None,
-            )
+            # First: so that nothing is written there, or believed to be there, that was before.
+            chunks, bytes_ = self._catalog.clear(namespace, tier)
+            self._act()
+            if tier is not None and tier in self._shared:
+                chunks, bytes_ = await self._runner.clear(tier, namespace)
         except KVHavenError as error:
             connection.send(Refused(message.id, str(error)))
             return

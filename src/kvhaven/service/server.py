@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Callable, Coroutine
 
 from kvhaven.arena.allocator import SlabAllocator
-from kvhaven.catalog import Catalog, TierSpec
+from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName, Update
-from kvhaven.catalog.policy import POLICIES
+from kvhaven.catalog.policies import POLICIES
 from kvhaven.config import Settings
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import (
@@ -33,6 +33,7 @@ from kvhaven.protocol import (
 from kvhaven.service.arena import Arena
 from kvhaven.service.attaching import Attaching
 from kvhaven.service.connection import Connection, Listener
+from kvhaven.service.ladder import specs_of
 from kvhaven.service.loads import Loads
 from kvhaven.service.people import People
 from kvhaven.service.saves import Saves
@@ -59,21 +60,24 @@ class Service:
         self.catalog = Catalog(
             allocator,
             POLICIES[settings.cache_policy.lower()](),
-            tiers=[
-                TierSpec(name, capacity)
-                for name, tier in tiers.items()
-                if (capacity := tier.health().capacity_bytes) is not None
-            ],
+            tiers=specs_of(settings, tiers),
             write_queue_bytes=min(settings.write_queue_bytes, allocator.capacity_bytes // 2),
+            fill_faster=settings.fill_faster_tiers,
         )
         self.verifier = Verifier(self.catalog, arena, settings.verify_memory)
         self._stop_deadline_s = settings.stop_deadline_s
-        self._runner = TierRunner(self.catalog, tiers, arena.memory, self._act)
+        self._runner = TierRunner(
+            self.catalog,
+            tiers,
+            arena.memory,
+            self._act,
+            lookup_s=settings.promote_deadline_ms / 1000,
+        )
         self._loads = Loads(
             self.catalog, self.sessions, self.verifier, spawn=self._spawn, changed=self._act
         )
         self._saves = Saves(self.catalog)
-        self._people = People(self.catalog, tuple(tiers), self._act)
+        self._people = People(self.catalog, tiers, self._runner, self._act)
         self._attaching = Attaching(
             self.id, self.catalog, self.sessions, arena, self._runner, self._saves
         )
@@ -82,8 +86,7 @@ class Service:
 
     async def run(self, listener: Listener, stop: asyncio.Event) -> None:
         """Serve until `stop` is set; then let everybody go, and store what is not stored yet."""
-        for tier in self.tiers.values():
-            await tier.start()
+        await asyncio.gather(*(tier.start() for tier in self.tiers.values()))
         self._runner.check_health()
         self._spawn(self._every(_QUARANTINE_POLL_S, self._attaching.end_quarantines))
         self._spawn(self._every(_HEALTH_POLL_S, self._runner.check_health))
@@ -131,6 +134,7 @@ class Service:
         self._act()
 
     def _on_message(self, connection: Connection, message: ClientMessage) -> None:
+        self.catalog.tick(asyncio.get_running_loop().time())
         member = self._attaching.member(connection)
         if not connection.greeted:
             self._attaching.greet(connection, message)
@@ -139,7 +143,7 @@ class Service:
         elif isinstance(message, Status):
             connection.send(StatusReply(message.id, describe(self)))
         elif isinstance(message, Clear):
-            self._people.clear(connection, message)
+            self._spawn(self._people.clear(connection, message))
         elif isinstance(message, Flush):
             self._spawn(self._people.answer_flush(connection, message))
         elif member is None:

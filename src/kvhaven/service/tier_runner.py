@@ -2,14 +2,23 @@
 """Does what the catalog asks of tiers, and tells it how that went."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from kvhaven.catalog import Catalog
-from kvhaven.catalog.actions import TierDelete, TierName, TierRead, TierWrite
+from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.errors import KVHavenError, TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard, Tier
+from kvhaven.tiers.header import stored_bytes
 from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, align_up
+
+T = TypeVar("T")
+
+_PATIENCE_S: Final = 0.25
+"""How long a write lets reads of its tier go first."""
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +27,8 @@ class TierRunner:
     """Runs tier actions as tasks of the event loop.
 
     `memory_of` gives the service's own view of an extent; `changed` is called after the
-    catalog was told of a result, since that may have produced further actions.
+    catalog was told of a result, since that may have produced further actions. A lookup is
+    answered within `lookup_s`, whatever the tier does.
     """
 
     def __init__(
@@ -27,6 +37,8 @@ class TierRunner:
         tiers: Mapping[TierName, Tier],
         memory_of: Callable[[Extent], memoryview],
         changed: Callable[[], None],
+        *,
+        lookup_s: float,
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
@@ -34,16 +46,21 @@ class TierRunner:
         self._changed = changed
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
         self._introduced: set[tuple[TierName, NamespaceDigest]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._scanned: dict[TierName, int] = {}
+        self._lookup_s = lookup_s
+        self._reading = Counter[TierName]()
+        self._all_read = {name: asyncio.Event() for name in tiers}
 
     def add_namespace(self, namespace: Namespace) -> None:
         """Remember a namespace's shard table; its tiers are told before the first write."""
         self._namespaces[namespace.digest] = namespace
 
-    def run(self, action: TierRead | TierWrite | TierDelete) -> None:
+    def run(self, action: TierLookup | TierRead | TierWrite | TierDelete) -> None:
         """Start an action; its result goes to the catalog."""
-        if isinstance(action, TierRead):
+        if isinstance(action, TierLookup):
+            self._spawn(self._look_up(action))
+        elif isinstance(action, TierRead):
             self._spawn(self._read(action))
         elif isinstance(action, TierWrite):
             self._spawn(self._write(action))
@@ -57,18 +74,35 @@ class TierRunner:
             self._catalog.tier_online(name, health.online)
             if not health.online:
                 continue
+            if tier.shared:
+                continue
             if health.capacity_bytes is not None:
                 self._catalog.tier_capacity(name, health.capacity_bytes)
             if self._scanned.get(name) != health.epoch:
                 self._scanned[name] = health.epoch
                 self._spawn(self._scan(name, tier))
 
+    async def clear(self, name: TierName, namespace: NamespaceDigest | None) -> tuple[int, int]:
+        """Delete a namespace's chunks (all, for None) from a shared tier's store, for everybody.
+
+        Returns chunks and bytes found. Raises `TierError`; what was deleted then stays deleted.
+        """
+        tier = self._tiers[name]
+        chunks = bytes_ = 0
+        async for found, shards in tier.scan():
+            if not shards or namespace not in {None, found.digest}:
+                continue
+            await tier.delete(shards)
+            first = found.table.shards[0].id
+            chunks += sum(shard.shard == first for shard in shards)
+            bytes_ += sum(stored_bytes(shard.payload_bytes) for shard in shards)
+        return chunks, bytes_
+
     async def close(self, deadline_s: float) -> None:
         """Wait for running tasks, `deadline_s` at most, then close the tiers."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=deadline_s)
-        for tier in self._tiers.values():
-            await tier.close(deadline_s)
+        await asyncio.gather(*(tier.close(deadline_s) for tier in self._tiers.values()))
 
     async def _scan(self, name: TierName, tier: Tier) -> None:
         """Tell the catalog what a tier holds from earlier lives, in the background."""
@@ -100,10 +134,11 @@ class TierRunner:
                 count += 1
         return count
 
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _parts(
         self, namespace: NamespaceDigest, key: ChunkKey, extent: Extent
@@ -118,10 +153,73 @@ class TierRunner:
             for shard, offset in zip(table.shards, table.offsets, strict=True)
         ]
 
+    async def _look_up(self, action: TierLookup) -> None:
+        """Ask for all shards of all chunks at once; answer in time, also if the tier does not."""
+        table = self._namespaces[action.namespace].table
+        shards = [
+            StoredShard(action.namespace, key, shard.id, shard.payload_bytes)
+            for key in action.keys
+            for shard in table.shards
+        ]
+        found: dict[ChunkKey, int] | None = None
+        asked = self._spawn(self._contains(action.tier, shards))
+        # Not awaited itself: a call that a thread is in ends when the thread does.
+        await asyncio.wait([asked], timeout=self._lookup_s)
+        if asked.done() and (there := asked.result()) is not None:
+            bits = len(table.shards)
+            found = {
+                key: sum(1 << bit for bit in range(bits) if there[at * bits + bit])
+                for at, key in enumerate(action.keys)
+            }
+        else:
+            asked.cancel()
+            self.check_health()
+        self._tick()
+        self._catalog.tier_looked_up(action.tier, action.number, found)
+        self._changed()
+
+    async def _contains(
+        self, name: TierName, shards: Sequence[StoredShard]
+    ) -> Sequence[bool] | None:
+        try:
+            there = await self._tiers[name].contains(shards)
+        except TierError:
+            return None  # counted and logged by the tier
+        except Exception:
+            logger.exception("tier %s: a look-up failed unexpectedly", name)
+            return None
+        return there if len(there) == len(shards) else None
+
+    def _tick(self) -> None:
+        self._catalog.tick(asyncio.get_running_loop().time())
+
+    @contextlib.contextmanager
+    def _reads_of(self, name: TierName) -> Iterator[None]:
+        """Have writes to a tier wait for this read."""
+        self._reading[name] += 1
+        self._all_read[name].clear()
+        try:
+            yield
+        finally:
+            self._reading[name] -= 1
+            if not self._reading[name]:
+                self._all_read[name].set()
+
+    async def _let_reads_go_first(self, name: TierName) -> None:
+        """Wait for the reads of a shared tier that are under way, but not for ever.
+
+        Our own disk sees to that itself, thread by thread.
+        """
+        if self._reading[name] and self._tiers[name].shared:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PATIENCE_S):
+                    await self._all_read[name].wait()
+
     async def _read(self, action: TierRead) -> None:
         checksums: tuple[Checksum, ...] | None = None
         try:
-            checksums = await self._read_shards(action)
+            with self._reads_of(action.tier):
+                checksums = await self._read_shards(action)
         except TierMissError:
             pass  # counted and logged by the tier
         except TierError:
@@ -129,6 +227,7 @@ class TierRunner:
         except Exception:
             # Whatever went wrong, the extent must be let go, and whoever waits be told.
             logger.exception("tier %s: a read failed unexpectedly", action.tier)
+        self._tick()
         self._catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
         self._changed()
 
@@ -154,6 +253,7 @@ class TierRunner:
         tier = self._tiers[action.tier]
         ok = False
         try:
+            await self._let_reads_go_first(action.tier)
             await self._introduce(action.tier, action.namespace)
             parts = self._parts(action.namespace, action.key, action.extent)
             for (shard, part), checksum in zip(parts, action.checksums, strict=True):
@@ -165,6 +265,7 @@ class TierRunner:
         except Exception:
             # Whatever went wrong, the extent must be let go: a dropped write is a later miss.
             logger.exception("tier %s: a write failed unexpectedly", action.tier)
+        self._tick()
         self._catalog.tier_write_done(action.tier, action.key, ok)
         self._changed()
 

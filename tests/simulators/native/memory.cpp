@@ -57,12 +57,9 @@ void Block::used_on(Place place) {
   users_.push_back(place);
 }
 
-std::vector<MarkPtr> Block::last_uses() {
+std::vector<Place> Block::users() {
   const std::lock_guard lock(mutex_);
-  std::vector<MarkPtr> marks;
-  for (const Place& place : users_)
-    if (MarkPtr mark = world.tail(place)) marks.push_back(std::move(mark));
-  return marks;
+  return users_;
 }
 
 BlockPtr block_of(const c10::DataPtr& pointer) {
@@ -80,7 +77,7 @@ void free_block(void* context) {
   world.release(block->owner.device, block->size);
   try {
     world.submit(block->owner, [block] { std::memset(block->real, kPoison, block->size); },
-                 block->last_uses());
+                 block->users());
   } catch (const std::exception&) {  // closed meanwhile: nothing can use it any more
   }
 }

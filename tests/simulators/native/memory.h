@@ -40,7 +40,7 @@ struct Block {
   char* real = nullptr;
 
   void used_on(Place place);
-  std::vector<MarkPtr> last_uses();
+  std::vector<Place> users();
 
  private:
   std::mutex mutex_;

@@ -135,10 +135,10 @@ Stream& World::at(Place place) {
 
 // --- submitting -----------------------------------------------------------------------------
 
-void World::submit(Place place, std::function<void()> run, std::vector<MarkPtr> after) {
+void World::submit(Place place, std::function<void()> run, std::vector<Place> after_them) {
   auto work = std::make_shared<Work>();
   work->run = std::move(run);
-  work->after = std::move(after);
+  work->after_them = std::move(after_them);
   Lock lock(mutex_);
   if (settings_.lazy) {
     at(place);  // it must exist
@@ -150,6 +150,8 @@ void World::submit(Place place, std::function<void()> run, std::vector<MarkPtr> 
 
 void World::put(Place place, std::shared_ptr<Work> work) {
   Stream& stream = at(place);
+  for (const Place& other : work->after_them)
+    if (const MarkPtr& tail = at(other).tail) work->after.push_back(tail);
   work->mark = std::make_shared<Mark>(&stream);
   stream.tail = work->mark;
   stream.queue.push_back(std::move(work));

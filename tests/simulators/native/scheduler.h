@@ -30,21 +30,22 @@ struct Mark {
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
+struct Place {
+  int device = 0;
+  int64_t stream = 0;
+};
+
 struct Work {
-  std::function<void()> run;    // empty: only an order
-  std::vector<MarkPtr> after;   // runs when all of these are reached
-  MarkPtr mark;                 // reached when it has run; set when it is put on its stream
+  std::function<void()> run;      // empty: only an order
+  std::vector<Place> after_them;  // streams: runs after all that they had when it was started
+  std::vector<MarkPtr> after;     // runs when all of these are reached
+  MarkPtr mark;                   // reached when it has run; set when it is started
 };
 
 struct Stream {
   std::deque<std::shared_ptr<Work>> queue;
   MarkPtr tail;         // of the last work that was put on it
   double weight = 1.0;  // how likely it goes on where others could, too
-};
-
-struct Place {
-  int device = 0;
-  int64_t stream = 0;
 };
 
 struct Settings {
@@ -81,7 +82,7 @@ class World {
   int64_t new_stream(int device);
   Place current() { return {device(), stream(device())}; }
 
-  void submit(Place place, std::function<void()> run, std::vector<MarkPtr> after = {});
+  void submit(Place place, std::function<void()> run, std::vector<Place> after_them = {});
   void mark_step();
 
   MarkPtr tail(Place place);                      // null: there is nothing to wait for

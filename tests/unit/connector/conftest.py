@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One node service for a module's tests, and engines without an engine at it (`bench`).
 
-vLLM is imported when a fixture runs, so that collecting these tests needs none.
+vLLM is imported when `bench` is made, so that collecting these tests needs none.
 """
 
 from collections.abc import Iterator
@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.simulation.node import Node, running_node
+
 if TYPE_CHECKING:
     from tests.simulation.connector_kit import Bench
-    from tests.simulation.engine_world import Node
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Node"]:
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """Run a node service as a process of its own."""
-    from tests.simulation.engine_world import running_node
-
     with running_node(tmp_path_factory.mktemp("n")) as started:
         yield started
 
 
 @pytest.fixture
-def bench(node: "Node") -> Iterator["Bench"]:
+def bench(node: Node) -> Iterator["Bench"]:
     """Attach ranks; afterwards disconnect everybody and drop what was stored."""
     from tests.simulation.connector_kit import Bench
 

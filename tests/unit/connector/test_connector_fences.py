@@ -20,7 +20,7 @@ from tests.simulation.connector_kit import (
     saved_chunks,
     scheduled,
 )
-from tests.simulation.engine_world import Node
+from tests.simulation.node import Node
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from kvhaven.protocol import AttachRank
 from kvhaven.types import ChunkKey, Shard, ShardId
 from tests.simulation.connector_kit import BLOCK, BYTES, CHUNK, wait_until
 from tests.simulation.engine_device import LateDevice
-from tests.simulation.engine_world import Node, running_node
+from tests.simulation.node import Node, running_node
 
 pytestmark = pytest.mark.slow
 

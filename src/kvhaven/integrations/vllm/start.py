@@ -10,7 +10,7 @@ import torch
 from kvhaven.client.embedded import EmbeddedService, embedded_address
 from kvhaven.client.rank import MappedArena, RankClient
 from kvhaven.client.scheduler import SchedulerClient
-from kvhaven.config import Settings, load_settings
+from kvhaven.config import Resolved, Settings, load_settings
 from kvhaven.devices.base import Device
 from kvhaven.devices.cpu import usable_cores
 from kvhaven.devices.detect import open_device
@@ -62,7 +62,7 @@ def start_worker(
     Raises `KVHavenError` for what is refused. A service that does not answer is no reason to
     refuse: the engine serves without a cache until it does.
     """
-    settings = settings_of(config)
+    settings = resolve_settings(config).settings
     rank = config.parallel_config.rank
     first = next(iter(tensors.values()))
     device = open_device(
@@ -112,7 +112,10 @@ def start_worker(
 
 def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str) -> SchedulerSide:
     """Attach to the service that the ranks attached to. Raises as `start_worker` does."""
-    settings = settings_of(config)
+    resolved = resolve_settings(config)
+    for note in resolved.notes:  # here and not in the ranks, to say it once
+        logger.warning("%s", note)
+    settings = resolved.settings
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
     for block_size in block_sizes:
         require_chunk_size(settings.chunk_size, block_size)
@@ -142,13 +145,13 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
     )
 
 
-def settings_of(config: "VllmConfig") -> Settings:
+def resolve_settings(config: "VllmConfig") -> Resolved:
     """Return the settings of this engine. Raises `ConfigError`."""
     transfer = config.kv_transfer_config
     extra = transfer.kv_connector_extra_config if transfer is not None else {}
-    settings = load_settings(extra=extra).settings
-    logging.getLogger("kvhaven").setLevel(settings.log_level)
-    return settings
+    resolved = load_settings(extra=extra)
+    logging.getLogger("kvhaven").setLevel(resolved.settings.log_level)
+    return resolved
 
 
 def _layout(

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`policies.*`: what part of the looked-up chunks each eviction policy hits, and what it costs.
+
+Hit rates are counted, not timed: a seeded workload goes through the real catalog (prefetch,
+acquire, release, reserve what is missing, commit), parents before children, chunks of 512 tokens.
+The second half of the requests counts. Three workloads, made here; no trace is read:
+
+- `chat` has the shape of the open conversation trace of Mooncake (FAST'25; 12,031 requests of an
+  hour): one first chunk that all requests share; prompts of 6,900 tokens in the median and 12,000
+  on average (log-normal); conversations that go on, each turn with the whole chain so far and a
+  few chunks more. How often and how soon they go on was chosen so that LRU hits about what was
+  published of that trace (https://pypi.org/project/llmtrafficlens/): 5.6, 18.8 and 35.6% with
+  2,048, 8,192 and 32,768 chunks, 39.8% at most.
+- `agents` has the shape of the trace of the paper's first version (arXiv 2407.00079, table 1;
+  23,608 requests, 7,590 tokens on average), of which LRU hits 30, 40 and 48% with 1,000, 10,000
+  and 30,000 chunks, 51% at most, and LFU 30, 35 and 43%. More than half of its chunks were never
+  used again, some ten thousands of times. So: 60 system prompts, used as often as rank**-1.2, with
+  a tail for each request; one in four goes on, late. It is kinder to LFU than the trace is.
+- `scan` is `agents` while somebody has the model read cold documents, each once: between the
+  first and the last eighth every third request is one of 60 chunks that never come again.
+
+The cost is that of the policy alone, with 100,000 chunks: a chain of 512 is touched, and 512
+chunks are evicted and replaced.
+"""
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+from benchmarks.results import Result, plain
+from kvhaven.arena.allocator import SlabAllocator
+from kvhaven.catalog import Catalog
+from kvhaven.catalog.actions import MemberId, SessionId, Ticket
+from kvhaven.catalog.policies import POLICIES
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import (
+    PAGE_BYTES,
+    Checksum,
+    ChunkKey,
+    NamespaceDigest,
+    Shard,
+    ShardId,
+    ShardTable,
+)
+
+Chain = list[ChunkKey]
+
+_SEED = 20250225
+_REQUESTS = 12_000
+_CHUNK_TOKENS = 512
+_MOST_CHUNKS = 250
+
+_KNOWN = 100_000
+_CHAIN = 512
+_ROUNDS = 40
+
+
+def measure(say: Callable[[str], None]) -> list[Result]:
+    """Play every workload at every size with every policy; then time the policies."""
+    results = []
+    gc.disable()  # as in the service
+    try:
+        for name, (workload, sizes) in WORKLOADS.items():
+            chains = workload(random.Random(_SEED))
+            say(f"{name}: {_described(chains)}")
+            say(f"{'hit rate, %':>12}" + "".join(f"{size:8}" for size in sizes) + "    mean")
+            for policy in POLICIES:
+                rates = [_hit_rate(chains, policy, size) for size in sizes]
+                mean = statistics.mean(rates)
+                say(f"{policy:>12}" + "".join(f"{rate:8.1f}" for rate in (*rates, mean)))
+                results.append(plain(f"policies.{name}.{policy}", mean, "%", len(sizes)))
+        results += _costs(say)
+    finally:
+        gc.enable()
+    return results
+
+
+def chat(rng: random.Random) -> list[Chain]:
+    """Return the chains of conversations that go on."""
+    fresh = _fresh()
+    shared = [next(fresh)]
+
+    def begin() -> Chain:
+        return shared + _new(fresh, _length(rng, 12, 1.1) - 1)
+
+    return _played(rng, begin, lambda: _new(fresh, _length(rng, 2, 0.8)), again=0.37, pause=600)
+
+
+def agents(rng: random.Random) -> list[Chain]:
+    """Return the chains of agents with long system prompts."""
+    fresh = _fresh()
+    prompts = [_new(fresh, _length(rng, 5, 0.5)) for _ in range(60)]
+    weights = [rank**-1.2 for rank in range(1, len(prompts) + 1)]
+
+    def begin() -> Chain:
+        return rng.choices(prompts, weights)[0] + _new(fresh, _length(rng, 5, 1.1))
+
+    return _played(rng, begin, lambda: _new(fresh, _length(rng, 2, 0.8)), again=0.25, pause=2500)
+
+
+def scan(rng: random.Random) -> list[Chain]:
+    """Return the chains of agents, and between them documents that are read once."""
+    chains, fresh = agents(rng), _fresh(1 << 40)
+    eighth = len(chains) // 8
+    for at in range(eighth, len(chains) - eighth, 3):
+        chains[at] = _new(fresh, 60)
+    return chains
+
+
+WORKLOADS = {
+    "chat": (chat, (2048, 8192, 32_768)),
+    "agents": (agents, (1000, 10_000, 30_000)),
+    "scan": (scan, (1000, 10_000, 30_000)),
+}
+"""Each with the sizes of the arena, in chunks; those for which hit rates were published."""
+
+
+def _fresh(first: int = 0) -> Iterator[ChunkKey]:
+    return (ChunkKey(number.to_bytes(32)) for number in count(first))
+
+
+def _new(fresh: Iterator[ChunkKey], length: int) -> Chain:
+    return [next(fresh) for _ in range(length)]
+
+
+def _length(rng: random.Random, median: float, sigma: float) -> int:
+    """Return a log-normal number of chunks."""
+    return max(1, round(median * rng.lognormvariate(0, sigma)))
+
+
+def _played(
+    rng: random.Random,
+    begin: Callable[[], Chain],
+    more: Callable[[], Chain],
+    *,
+    again: float,
+    pause: float,
+) -> list[Chain]:
+    """Return requests in the order of their arrival, which is counted in requests.
+
+    A request is followed by one that goes on with probability `again`, after a log-normal time
+    with the median `pause`.
+    """
+    due: dict[int, list[Chain]] = {}
+    chains: list[Chain] = []
+    while len(chains) < _REQUESTS:
+        waiting = due.pop(len(chains), [])
+        chain = waiting.pop() if waiting else begin()
+        if waiting:
+            due.setdefault(len(chains) + 1, []).extend(waiting)
+        chain = chain[:_MOST_CHUNKS]
+        if rng.random() < again and len(chain) < _MOST_CHUNKS:
+            at = len(chains) + 1 + int(pause * rng.lognormvariate(0, 1.2))
+            due.setdefault(at, []).append(chain + more())
+        chains.append(chain)
+    return chains
+
+
+def _described(chains: list[Chain]) -> str:
+    """Say what a workload is like, as its figures are published for traces."""
+    uses: dict[ChunkKey, int] = {}
+    hits = looked_up = 0
+    for number, chain in enumerate(chains):
+        hit = sum(key in uses for key in chain)
+        if number >= len(chains) // 2:
+            hits, looked_up = hits + hit, looked_up + len(chain)
+        for key in chain:
+            uses[key] = uses.get(key, 0) + 1
+    lengths = sorted(map(len, chains))
+    never = sum(n == 1 for n in uses.values()) / len(uses)
+    reuses = sorted((n - 1 for n in uses.values()), reverse=True)
+    top = sum(reuses[: len(reuses) // 10]) / sum(reuses)
+    return (
+        f"{len(chains)} requests, {lengths[len(lengths) // 2] * _CHUNK_TOKENS} tokens in the "
+        f"median, {statistics.mean(lengths) * _CHUNK_TOKENS:.0f} on average; {len(uses)} chunks, "
+        f"{never:.0%} never used again, a tenth has {top:.0%} of the uses; any cache hits at "
+        f"most {hits / looked_up:.1%}"
+    )
+
+
+def _hit_rate(chains: list[Chain], policy: str, chunks: int) -> float:
+    """Play a workload; return the percentage of hits in its second half."""
+    table = ShardTable((Shard(ShardId(0, (0, 1), (0, 1)), PAGE_BYTES),))
+    namespace = Namespace(NamespaceDigest(bytes(32)), {}, table)
+    catalog = Catalog(SlabAllocator({0: chunks * PAGE_BYTES}), POLICIES[policy]())
+    session, rank, digest = SessionId("s"), MemberId("s/0"), namespace.digest
+    catalog.add_namespace(namespace)
+    catalog.attach(session, MemberId("s"), None, digest, 1, 0)
+    catalog.attach(session, rank, 0, digest, 1, 1)
+    checksum = [Checksum(bytes(16))]
+    hits = looked_up = 0
+    for number, chain in enumerate(chains):
+        catalog.prefetch(digest, chain)
+        hit = len(catalog.acquire(session, Ticket(number), digest, chain).chunks)
+        catalog.release(session, Ticket(number))
+        parent = chain[hit - 1] if hit else None
+        for grant in catalog.reserve(rank, digest, parent, chain[hit:], number):
+            if grant is not None:
+                catalog.commit(rank, grant.key, grant.extent.generation, checksum)
+        if number >= len(chains) // 2:
+            hits, looked_up = hits + hit, looked_up + len(chain)
+    catalog.check()
+    return 100 * hits / looked_up
+
+
+def _costs(say: Callable[[str], None]) -> list[Result]:
+    """Time each policy alone, all in turns."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in POLICIES}
+    for _ in range(3):
+        for name, found in times.items():
+            found.append(_timed(name))
+    medians = {
+        name: tuple(statistics.median(part) for part in zip(*found, strict=True))
+        for name, found in times.items()
+    }
+    results = []
+    for name, (touch, replace) in medians.items():
+        say(f"{name:>12}: {touch:4.0f} ns to touch a chunk, {replace:5.0f} ns to replace one")
+        base = medians["lru"]
+        results += [
+            Result(f"policies.touch.{name}", touch, "ns", base[0], 3, "LRU"),
+            Result(f"policies.replace.{name}", replace, "ns", base[1], 3, "LRU"),
+        ]
+    return results
+
+
+def _timed(name: str) -> tuple[float, float]:
+    """Return nanoseconds a chunk to touch it, and to evict one and add another."""
+    policy, rng, fresh = POLICIES[name](), random.Random(_SEED), _fresh()
+    known = _new(fresh, _KNOWN)
+    for key in known:
+        policy.added(key)
+    touching = replacing = 0.0
+    for _ in range(_ROUNDS):
+        first = rng.randrange(_KNOWN - _CHAIN)
+        used, new = known[first : first + _CHAIN], _new(fresh, _CHAIN)
+        began = time.perf_counter()
+        policy.touched(used)
+        touched = time.perf_counter()
+        gone = []
+        for key in new:
+            victim = next(policy.candidates())
+            policy.evicted(victim)
+            policy.added(key)
+            gone.append(victim)
+        replacing += time.perf_counter() - touched
+        touching += touched - began
+        lost = set(gone)
+        known = [key for key in known if key not in lost] + new
+    each = 1e9 / (_ROUNDS * _CHAIN)
+    return touching * each, replacing * each

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First in, first out."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from kvhaven.types import ChunkKey
+
+
+class FIFO:
+    """One queue in the order of arrival; uses do not count.
+
+    A chain counts as arrived when it got its last tail: a parent can only go after its
+    children, so its own arrival says nothing.
+    """
+
+    __slots__ = ("_queue",)
+    name = "fifo"
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def fresh(self) -> "FIFO":
+        """Return an empty FIFO."""
+        return FIFO()
+
+    def added(self, key: ChunkKey) -> None:
+        """Put a chunk at the young end."""
+        self._queue[key] = None
+
+    def touched(self, keys: Iterable[ChunkKey]) -> None:
+        """Do nothing."""
+
+    def arranged(self, keys: Iterable[ChunkKey]) -> None:
+        """Move each to the young end, in the order given."""
+        move = self._queue.move_to_end
+        for key in keys:
+            move(key)
+
+    passed = arranged
+
+    def evicted(self, key: ChunkKey) -> None:
+        """Forget a chunk."""
+        del self._queue[key]
+
+    removed = evicted
+
+    def candidates(self) -> Iterator[ChunkKey]:
+        """Yield from the old end."""
+        return iter(self._queue)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a shared tier was heard to hold: answers, and how long they are believed."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvhaven.catalog.actions import Action, TierDelete, TierLookup
+from kvhaven.catalog.entries import NamespaceState
+from kvhaven.catalog.tierspec import TierFigures, TierSpec
+from kvhaven.errors import KVHavenError
+from kvhaven.types import ChunkKey
+
+if TYPE_CHECKING:
+    from kvhaven.catalog.sessions import Lease
+
+LOOKUP_SHARDS = 1024
+"""A tier is asked for so many shards at a time, or for one chunk if that has more."""
+MOST_PENDING = 1 << 14
+"""Chunks that a tier may be asked for and has not answered; beyond, it is not asked."""
+MOST_KNOWN = 1 << 17
+"""Answers that are remembered; beyond, the oldest are forgotten."""
+FAILED_S = 1.0
+"""How long a tier that gave no answer is not asked for the same chunks again, at most."""
+
+
+class Lookup:
+    """One question to a tier, and who waits for the answer."""
+
+    __slots__ = ("keys", "namespace", "number", "waiting")
+
+    def __init__(self, number: int, namespace: NamespaceState, keys: tuple[ChunkKey, ...]) -> None:
+        self.number = number
+        self.namespace = namespace
+        self.keys = keys
+        self.waiting: list[Lease] = []
+
+
+class _Answer:
+    """What is believed of one chunk, and until when."""
+
+    __slots__ = ("namespace", "present", "until")
+
+    def __init__(self, namespace: NamespaceState | None, until: float, *, present: bool) -> None:
+        self.namespace = namespace
+        self.present = present
+        self.until = until
+
+
+class Presence:
+    """A tier that others write to as well. See `TierState`.
+
+    All it says may be wrong by the time it is used: a chunk that is believed present and is not
+    is a read that misses; one that is believed absent and is not is a hit that is missed, until
+    the answer is too old. Only a read, verified, makes anything visible.
+    """
+
+    def __init__(self, spec: TierSpec, actions: list[Action]) -> None:
+        self.spec = spec
+        self.online = True
+        self.reads: dict[ChunkKey, int] = {}
+        self.reading_bytes = 0
+        self.writing_bytes = 0
+        self.now = 0.0
+        self.known: OrderedDict[ChunkKey, _Answer] = OrderedDict()  # the oldest answer first
+        self.lookups: dict[int, Lookup] = {}
+        self.pending: dict[ChunkKey, Lookup] = {}
+        self.looked_up = 0
+        self.found = 0
+        self._actions = actions
+        self._numbers = 0
+
+    # What is believed
+
+    def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
+        """Whether the tier said, not long ago, that it has every shard."""
+        known = self._known(key)
+        return known is not None and known.present and known.namespace is namespace
+
+    def decided(self, key: ChunkKey) -> bool:
+        """Whether there is an answer that is believed, of whatever kind."""
+        return self._known(key) is not None
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Change nothing: such a tier ages its chunks by itself."""
+
+    def forget(self, key: ChunkKey) -> int:
+        """Believe that a chunk is not there: a read missed it."""
+        self._believe(key, None, self.spec.believe_s, present=False)
+        return 0
+
+    # Asking
+
+    def ask(self, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> None:
+        """Ask for chunks that were not asked for yet, unless too many answers are outstanding."""
+        room = MOST_PENDING - len(self.pending)
+        wanted = tuple(key for key in keys if key not in self.pending)[: max(0, room)]
+        if not wanted:
+            return
+        self._numbers += 1
+        lookup = self.lookups[self._numbers] = Lookup(self._numbers, namespace, wanted)
+        self.pending.update(dict.fromkeys(wanted, lookup))
+        self.looked_up += len(wanted)
+        digest = namespace.namespace.digest
+        self._actions.append(TierLookup(self.spec.name, lookup.number, digest, wanted))
+
+    def answered(self, number: int, found: Mapping[ChunkKey, int] | None) -> Lookup:
+        """Take an answer (see `Catalog.tier_looked_up`) and return the question."""
+        lookup = self.lookups.get(number)
+        if lookup is None or (found is not None and not found.keys() <= set(lookup.keys)):
+            raise KVHavenError(
+                f"lookup {number} of tier {self.spec.name} is not under way, or not for these "
+                "chunks; answer each TierLookup once, for the chunks that it names"
+            )
+        del self.lookups[number]
+        for key in lookup.keys:
+            del self.pending[key]
+            if found is None:
+                self._believe(key, None, min(FAILED_S, self.spec.believe_s), present=False)
+                continue
+            present = found.get(key, 0) == lookup.namespace.complete
+            self.found += present
+            # What was written since it was asked is there, whatever was seen before.
+            if present or not self.holds(key, lookup.namespace):
+                self._believe(key, lookup.namespace, self.spec.believe_s, present=present)
+        return lookup
+
+    # Reading and writing
+
+    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
+        """Count a read, which fills so many bytes of the arena."""
+        self.reading_bytes += bytes_
+        self.reads[key] = self.reads.get(key, 0) + 1
+
+    def read_ended(self, key: ChunkKey, bytes_: int) -> None:
+        """End a read; raises KeyError when there is none."""
+        left = self.reads[key] - 1
+        self.reading_bytes -= bytes_
+        if left:
+            self.reads[key] = left
+        else:
+            del self.reads[key]
+
+    def has_room(self, bytes_: int) -> bool:  # noqa: ARG002 - the tier itself knows
+        """Say yes: whether it fits, the tier itself decides."""
+        return True
+
+    def write_begins(self, bytes_: int) -> None:
+        """Count the bytes of a write."""
+        self.writing_bytes += bytes_
+
+    def written(self, namespace: NamespaceState, key: ChunkKey) -> None:
+        """Believe that a chunk is there."""
+        self._believe(key, namespace, self.spec.believe_s, present=True)
+
+    def unfinished(self, key: ChunkKey, namespace: NamespaceState) -> None:
+        """Leave what is there: another node may have written it, and each shard is right."""
+
+    def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
+        """Have a chunk deleted; a read under way then misses, as when another node deletes."""
+        self._actions.append(TierDelete(self.spec.name, namespace.namespace.digest, key))
+        return self.forget(key)
+
+    def clear(self, namespace: NamespaceState | None) -> tuple[int, int]:
+        """Believe nothing of these chunks any more; the store itself is the service's to clear."""
+        for key, known in tuple(self.known.items()):
+            if namespace is None or known.namespace in (None, namespace):
+                del self.known[key]
+        return 0, 0
+
+    def figures(self) -> TierFigures:
+        """Return the figures of this moment; what it holds, only the tier itself knows."""
+        return TierFigures(0, 0, 0, {}, len(self.pending), self.looked_up, self.found)
+
+    def _known(self, key: ChunkKey) -> _Answer | None:
+        known = self.known.get(key)
+        return known if known is not None and self.now < known.until else None
+
+    def _believe(
+        self, key: ChunkKey, namespace: NamespaceState | None, seconds: float, *, present: bool
+    ) -> None:
+        known = self.known
+        known[key] = _Answer(namespace, self.now + seconds, present=present)
+        known.move_to_end(key)
+        while known and (len(known) > MOST_KNOWN or self.now >= next(iter(known.values())).until):
+            known.popitem(last=False)

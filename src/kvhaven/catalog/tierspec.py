@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the catalog is told of a tier, and what it wants of a tier's bookkeeping."""
+
+import enum
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+from kvhaven.catalog.actions import TierName
+from kvhaven.catalog.entries import NamespaceState
+from kvhaven.types import ChunkKey, NamespaceDigest
+
+
+class WriteMode(enum.Enum):
+    """What happens to a chunk that waits to be written."""
+
+    BEHIND = "behind"
+    """It may be evicted before its turn: that write is dropped."""
+    THROUGH = "through"
+    """It stays in memory until it is written, as far as the bound of the queue allows."""
+    OFF = "off"
+    """Nothing is written to this tier."""
+
+
+class StoreOn(enum.Enum):
+    """When a chunk that was computed is written."""
+
+    FIRST = "first"
+    """When it is there."""
+    SECOND = "second"
+    """When it is used a second time: leased by a request, or computed again."""
+
+
+class TierSpec(msgspec.Struct, frozen=True):
+    """A tier's name and size, and what is done with it.
+
+    A tier that is not `shared` is this service's own: the catalog knows what it holds, and keeps
+    it to `capacity_bytes`, emptying it to `watermark` of that. To one that is `shared` others
+    write too: what it holds is only known by asking, an answer is believed for `believe_s`
+    seconds, and its capacity is nobody's business here.
+    """
+
+    name: TierName
+    capacity_bytes: int = 0
+    watermark: float = 0.9
+    shared: bool = False
+    believe_s: float = 5.0
+    write: WriteMode = WriteMode.BEHIND
+    store_on: StoreOn = StoreOn.FIRST
+
+
+class TierState(Protocol):
+    """What reads and writes need to know of a tier, whether it is the service's own or shared."""
+
+    spec: TierSpec
+    online: bool
+    reads: dict[ChunkKey, int]
+    """Reads under way."""
+    reading_bytes: int
+    """Of the arena, that reads under way fill."""
+    writing_bytes: int
+    """Of writes that are under way."""
+
+    def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
+        """Whether every shard of the chunk is believed to be there."""
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use of each chunk that is there; a chain is given from tail to head."""
+
+    def forget(self, key: ChunkKey) -> int:
+        """Note that a chunk is not there; return its bytes, as far as they were counted."""
+
+    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
+        """Count a read, which fills so many bytes of the arena."""
+
+    def read_ended(self, key: ChunkKey, bytes_: int) -> None:
+        """End a read; raises KeyError when there is none."""
+
+    def has_room(self, bytes_: int) -> bool:
+        """Whether a write of so many bytes can fit at all, beside those under way."""
+
+    def write_begins(self, bytes_: int) -> None:
+        """Make room for a write."""
+
+    def written(self, namespace: NamespaceState, key: ChunkKey) -> None:
+        """Note that a chunk was written whole."""
+
+    def unfinished(self, key: ChunkKey, namespace: NamespaceState) -> None:
+        """Note that a write failed, after which some of the chunk's shards may be there."""
+
+    def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
+        """Have a chunk deleted, whether it is counted or not; return the bytes counted."""
+
+    def clear(self, namespace: NamespaceState | None) -> tuple[int, int]:
+        """Delete a namespace's chunks (all, for None), as far as they are known; count them."""
+
+    def figures(self) -> "TierFigures":
+        """Return the figures of this moment."""
+
+
+class TierFigures(msgspec.Struct, frozen=True):
+    """What a tier's bookkeeping counts: `usage` is chunks and bytes by namespace."""
+
+    used_bytes: int
+    chunks: int
+    evictions: int
+    usage: dict[NamespaceDigest, tuple[int, int]]
+    looking_up: int = 0
+    looked_up: int = 0
+    found: int = 0

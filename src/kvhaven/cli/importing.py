@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A settings file of LMCache as one of ours, with comments on what is different."""
+
+import textwrap
+from pathlib import Path
+
+import yaml
+
+from kvhaven.config import check_value, setting_infos
+from kvhaven.config_lmcache import TAKEN, read_lmcache_file, translate
+from kvhaven.config_sources import RawValue
+from kvhaven.config_values import format_size
+
+
+def import_lmcache(path: Path) -> str:
+    """Return a YAML file of ours that means what LMCache's does here.
+
+    Raises `ConfigError` for a file that cannot be read, and for a value that is not allowed.
+    """
+    given = read_lmcache_file(path, "the command line")
+    translation = translate(given)
+    parts = [_comment(f"KVHaven's settings, from LMCache's {path} (kvhaven config import).")]
+    parts += [
+        _setting(name, raw)
+        for name, raw in given.items()
+        if name in TAKEN and translation.taken.get(TAKEN[name].ours) is raw
+    ]
+    if translation.skipped:
+        left = _comment("Not taken over:")
+        for advice, found in translation.by_advice.items():
+            names = ", ".join(f"{s.name} (line {s.origin.rpartition(':')[2]})" for s in found)
+            left += _comment(f"{names}: {advice}.")
+        parts.append(left)
+    return "\n".join(parts)
+
+
+def _setting(name: str, raw: RawValue) -> str:
+    """Return the line of one setting, below what is different about it."""
+    taken = TAKEN[name]
+    info = next(info for info in setting_infos() if info.name == taken.ours)
+    value = check_value(taken.ours, raw)
+    written = format_size(value) if info.kind == "size" and isinstance(value, int) else value
+    line = yaml.safe_dump({taken.ours: written}, width=1 << 16)
+    before = yaml.safe_dump({name: raw.value}, width=1 << 16).strip().replace("'", "")
+    remarks = []
+    if before.lower() != line.strip().replace("'", "").lower():
+        remarks.append(f"There: {before}.")
+    if taken.change:
+        remarks.append(f"{taken.change[0].upper()}{taken.change[1:]}.")
+    return _comment(" ".join(remarks)) + line
+
+
+def _comment(text: str) -> str:
+    lines = textwrap.wrap(text.strip(), 97, break_long_words=False, break_on_hyphens=False)
+    return "".join(f"# {line}\n" for line in lines)

@@ -162,8 +162,38 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str | None,
         setting(
             "Tiers that several nodes share, the fastest first; none: none.",
-            "one or more URLs separated by spaces, such as file:///mnt/kv, or none",
+            "one or more URLs separated by spaces: file:///mnt/kv, s3://bucket/prefix, "
+            "redis://host:6379; or none",
             kind="urls",
+        ),
+    ] = None
+    s3_endpoint_url: Annotated[
+        str | None,
+        setting(
+            "Where the S3 store of remote_url answers, if it is not AWS; several take turns.",
+            "one or more URLs separated by spaces, such as http://ceph:7480, or none",
+            kind="urls",
+        ),
+    ] = None
+    max_remote_size: Annotated[
+        int | None,
+        size(
+            "Bytes that a shared directory may hold, set alike on all nodes; the least recently "
+            "used go first. none: nobody limits it."
+        ),
+    ] = None
+    max_remote_namespace_size: Annotated[
+        int | None,
+        size("The same for each namespace, that is for each model, format and so on."),
+    ] = None
+    remote_ttl_s: Annotated[
+        float | None,
+        duration(
+            "What nobody used for so long leaves a shared directory, or Redis; none: stays in a "
+            "directory, and a day in Redis.",
+            "seconds",
+            most=10 * 365 * 86400,
+            least=1,
         ),
     ] = None
     remote_write: Annotated[

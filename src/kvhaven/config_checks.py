@@ -61,7 +61,16 @@ def notes(settings: "Settings", raws: Mapping[str, RawValue]) -> tuple[str, ...]
 
 
 _DISK_ONLY = ("max_local_disk_size", "disk_direct_io", "disk_write", "disk_store_on")
-_REMOTE_ONLY = ("remote_write", "remote_store_on", "remote_believe_s", "fill_faster_tiers")
+_REMOTE_ONLY = (
+    "s3_endpoint_url",
+    "max_remote_size",
+    "max_remote_namespace_size",
+    "remote_ttl_s",
+    "remote_write",
+    "remote_store_on",
+    "remote_believe_s",
+    "fill_faster_tiers",
+)
 _TIERS_ONLY = ("write_queue_size",)
 _SERVICE_ONLY = (
     "max_local_cpu_size",

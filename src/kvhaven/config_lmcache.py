@@ -9,6 +9,7 @@ counterpart is collected, for one warning; nothing is ignored in silence but wha
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -48,6 +49,12 @@ TAKEN = {
         "max_local_disk_size",
         f"{_PER_RANK}; 0 is no disk tier, as there",
     ),
+    "remote_url": Taken(
+        "remote_url",
+        "a directory (`fs://`), S3 or Redis; what LMCache stored there is not read, ours lies "
+        "beside it",
+    ),
+    "s3_endpoint_url": Taken("s3_endpoint_url"),
     "cache_policy": Taken("cache_policy", "the disk tier is LRU here in any case"),
     "save_decode_cache": Taken("save_decode_cache"),
     "priority_limit": Taken("priority_limit"),
@@ -71,8 +78,8 @@ NOT_TAKEN = (
             *("remote_*", "s3_*", "external_*", "storage_plugins", "audit_actual_remote_url"),
             *("retrieve_locations", "store_location"),
         ),
-        "LMCache's remote stores are not taken over: their data could not be read; a directory "
-        "that nodes share is set by remote_url",
+        "there is no such store or option; stores that nodes share are set by remote_url: a "
+        "directory, s3:// or redis://",
     ),
     Left(
         ("enable_pd", "enable_xpyd", "pd_*", "transfer_channel", "enable_nixl", "nixl_*"),
@@ -195,7 +202,7 @@ def translate(given: Mapping[str, RawValue]) -> Translation:
         if advice is not None:
             skipped.append(Skipped(name, raw.origin, advice))
         elif name in TAKEN:
-            taken[TAKEN[name].ours] = raw
+            taken[TAKEN[name].ours] = _ours(name, raw)
     if _is_zero(taken.get("max_local_disk_size")):
         del taken["max_local_disk_size"]
         disk = taken.pop("local_disk", None)
@@ -211,13 +218,32 @@ def _not_taken(name: str, raw: RawValue) -> str | None:
         return "host memory is always used; max_local_cpu_size says how much of it"
     if name == "max_local_cpu_size" and _is_zero(raw):
         return "host memory is always used; the size is KVHaven's own setting or default"
+    if name == "remote_url" and _is_foreign(raw):
+        return _advice(name)
     if name in TAKEN or _is_off(raw) or str(raw.value).lower() == _NAIVE.get(name):
         return None
+    return _advice(name)
+
+
+def _advice(name: str) -> str:
     return next(
         left.advice
         for left in NOT_TAKEN
         if any(fnmatchcase(name, pattern) for pattern in left.names)
     )
+
+
+def _is_foreign(raw: RawValue) -> bool:
+    """Whether a remote_url leads to a store that LMCache knows and we do not."""
+    schemes = ("fs://", "file://", "s3://", "redis://", "rediss://", "valkey://", "unix://")
+    return not _is_off(raw) and not str(raw.value).lower().startswith(schemes)
+
+
+def _ours(name: str, raw: RawValue) -> RawValue:
+    """Write a value as it is written here: LMCache's fs:// has a host, which means nothing."""
+    if name != "remote_url" or not str(raw.value).lower().startswith("fs://"):
+        return raw
+    return RawValue(f"fs://{urlsplit(str(raw.value)).path}", raw.origin)
 
 
 def _is_off(raw: RawValue) -> bool:

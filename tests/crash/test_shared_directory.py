@@ -83,7 +83,7 @@ class Node:
 
     @property
     def written_bytes(self) -> int:
-        return int(([0] + re.findall(r"written (\d+)\n", self.said))[-1]) * (512 << 10)
+        return int([0, *re.findall(r"written (\d+)\n", self.said)][-1]) * (512 << 10)
 
     def end(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)

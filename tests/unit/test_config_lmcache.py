@@ -37,6 +37,10 @@ UNDERSTOOD = [
     ("enable_kv_events", "False", "kv_events", False),
     ("force_skip_save", "1", "force_skip_save", True),
     ("log_level", "DEBUG", "log_level", "DEBUG"),
+    ("remote_url", "redis://host:6379", "remote_url", "redis://host:6379"),
+    ("remote_url", "s3://bucket/some/prefix", "remote_url", "s3://bucket/some/prefix"),
+    ("remote_url", "fs://host:0/mnt/kv", "remote_url", "fs:///mnt/kv"),
+    ("s3_endpoint_url", "http://ceph:7480", "s3_endpoint_url", "http://ceph:7480"),
 ]
 
 
@@ -229,9 +233,7 @@ def test_a_service_says_it_once_at_start(short_dir: Path) -> None:
     warnings = [line for line in said.splitlines() if "LMCache" in line]
     assert len(warnings) == 1, said
     assert "WARNING" in warnings[0]
-    assert (
-        "remote_url (LMCACHE_REMOTE_URL): LMCache's remote stores are not taken over" in warnings[0]
-    )
+    assert "remote_url (LMCACHE_REMOTE_URL): there is no such store or option" in warnings[0]
 
 
 RECIPE = """\
@@ -246,6 +248,7 @@ enable_kv_events: False
 enable_pd: True
 pd_role: sender
 remote_url: "redis://:hunter2@host"
+s3_endpoint_url: "http://ceph:7480"
 """
 
 
@@ -269,8 +272,7 @@ def test_an_imported_file_says_what_is_different(theirs: Path) -> None:
     assert "chunk_size: 512" in result.output.splitlines()
     assert "Not taken over: local_cpu (line 3): host memory is always used" in told
     assert "enable_pd (line 9), pd_role (line 10): prefill and decode on different" in told
-    assert "remote_url (line 11): LMCache's remote stores are not taken over" in told
-    assert "hunter2" not in told
+    assert "lies beside it. remote_url: redis://:hunter2@host" in told
     assert all(len(line) <= 100 for line in result.output.splitlines())
 
 

@@ -2,6 +2,7 @@
 """`kvhaven config`: every setting, its value and where it came from; LMCache's turned into ours."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,9 @@ def import_(
         typer.echo(text, nl=False)
         return
     try:
-        with output.open("x", encoding="utf-8") as new:
+        # It may hold a password: the owner's alone.
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as new:
             new.write(text)
     except OSError as error:
         raise ConfigError(

@@ -9,6 +9,7 @@ import yaml
 from kvhaven.config import check_value, setting_infos
 from kvhaven.config_lmcache import TAKEN, read_lmcache_file, translate
 from kvhaven.config_sources import RawValue
+from kvhaven.config_urls import redacted
 from kvhaven.config_values import format_size
 
 
@@ -20,11 +21,10 @@ def import_lmcache(path: Path) -> str:
     given = read_lmcache_file(path, "the command line")
     translation = translate(given)
     parts = [_comment(f"KVHaven's settings, from LMCache's {path} (kvhaven config import).")]
-    parts += [
-        _setting(name, raw)
-        for name, raw in given.items()
-        if name in TAKEN and translation.taken.get(TAKEN[name].ours) is raw
-    ]
+    for name, raw in given.items():
+        taken = translation.taken.get(TAKEN[name].ours) if name in TAKEN else None
+        if taken is not None and taken.origin == raw.origin:
+            parts.append(_setting(name, raw, taken))
     if translation.skipped:
         left = _comment("Not taken over:")
         for advice, found in translation.by_advice.items():
@@ -34,17 +34,17 @@ def import_lmcache(path: Path) -> str:
     return "\n".join(parts)
 
 
-def _setting(name: str, raw: RawValue) -> str:
+def _setting(name: str, raw: RawValue, ours: RawValue) -> str:
     """Return the line of one setting, below what is different about it."""
     taken = TAKEN[name]
     info = next(info for info in setting_infos() if info.name == taken.ours)
-    value = check_value(taken.ours, raw)
+    value = check_value(taken.ours, ours)
     written = format_size(value) if info.kind == "size" and isinstance(value, int) else value
     line = yaml.safe_dump({taken.ours: written}, width=1 << 16)
     before = yaml.safe_dump({name: raw.value}, width=1 << 16).strip().replace("'", "")
     remarks = []
     if before.lower() != line.strip().replace("'", "").lower():
-        remarks.append(f"There: {before}.")
+        remarks.append(f"There: {redacted(before)}.")
     if taken.change:
         remarks.append(f"{taken.change[0].upper()}{taken.change[1:]}.")
     return _comment(" ".join(remarks)) + line

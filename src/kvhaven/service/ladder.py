@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tiers a service has, in which order, and what the catalog is told of each."""
 
-from collections.abc import Callable
+import math
 from pathlib import Path
-from typing import Final
-from urllib.parse import unquote, urlsplit
+from typing import Any
+from urllib.parse import urlsplit
 
 from kvhaven.catalog import StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.catalog import MEMORY
 from kvhaven.config import Settings
-from kvhaven.config_urls import redacted
-from kvhaven.errors import ConfigError
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import filesystem_tier
+from kvhaven.tiers.filesystem_survey import Limits
+from kvhaven.tiers.remote import open_tier
 
 
 def make_tiers(settings: Settings) -> dict[TierName, Tier]:
@@ -55,23 +54,26 @@ def specs_of(settings: Settings, tiers: dict[TierName, Tier]) -> list[TierSpec]:
 
 
 def _open(url: str, settings: Settings) -> Tier:
-    scheme = urlsplit(url).scheme.lower()
-    opener = OPENERS.get(scheme)
-    if opener is None:
-        raise ConfigError(
-            f"setting remote_url = {redacted(url)!r} is refused: there is no tier for {scheme}; "
-            f"there are: {', '.join(f'{known}://' for known in OPENERS)}"
-        )
-    return opener(url, settings)
+    of_kind = {
+        "fs": _filesystem_settings,
+        "file": _filesystem_settings,
+        "s3": _s3_settings,
+    }.get(urlsplit(url).scheme.lower(), _redis_settings)
+    return open_tier(url, retry_s=settings.breaker_pause_s, **of_kind(settings))
 
 
-def _open_filesystem(url: str, settings: Settings) -> Tier:
-    return filesystem_tier(
-        Path(unquote(urlsplit(url).path)),
-        executor=TierExecutor(),
-        direct_io=settings.disk_direct_io,
-        retry_s=settings.breaker_pause_s,
-    )
+def _filesystem_settings(settings: Settings) -> dict[str, Any]:
+    quota, ttl_s = settings.max_remote_size, settings.remote_ttl_s
+    limits = Limits(quota, settings.max_remote_namespace_size, ttl_s)
+    return {"direct_io": settings.disk_direct_io, "limits": limits if limits.any else None}
+
+
+def _s3_settings(settings: Settings) -> dict[str, Any]:
+    return {"endpoints": (settings.s3_endpoint_url or "").split()}
+
+
+def _redis_settings(settings: Settings) -> dict[str, Any]:
+    return {} if settings.remote_ttl_s is None else {"ttl_s": math.ceil(settings.remote_ttl_s)}
 
 
 def _free_name(name: str, taken: dict[TierName, Tier]) -> TierName:
@@ -81,10 +83,3 @@ def _free_name(name: str, taken: dict[TierName, Tier]) -> TierName:
         number += 1
         free = TierName(f"{name}-{number}")
     return free
-
-
-OPENERS: Final[dict[str, Callable[[str, Settings], Tier]]] = {
-    "file": _open_filesystem,
-    "fs": _open_filesystem,
-}
-"""How a tier is made of a URL, by the URL's scheme. A new kind of tier is a line here."""

@@ -124,7 +124,7 @@ class Caretaker:
             return
         self.owner = True
         self._next_survey = 0.0  # nothing is known, so nothing is granted before the first one
-        self._base_bytes = self._limits.quota_bytes
+        self._base_bytes = self._limits.most_bytes
         _log.info("%s: this service looks after it, epoch %d", self._title, epoch)
 
     async def _round(self) -> None:

@@ -13,6 +13,9 @@ _STEP_S = 10.0
 """Ages are counted in steps of this many seconds; within a step any file may go first."""
 
 
+_UNBOUNDED = 1 << 60
+
+
 class Found(NamedTuple):
     """A file: its path, its size, and when it was used last, by the server's clock."""
 
@@ -27,7 +30,7 @@ class Limits(msgspec.Struct, frozen=True):
     A lease that is not renewed for `lease_s` is anybody's; credits are good for `credit_s`.
     """
 
-    quota_bytes: int
+    quota_bytes: int | None = None
     """All files together, blocks of 4096 bytes, the few small ones of KVHaven itself aside."""
     namespace_bytes: int | None = None
     """Each namespace (a model, with all that must match) at most this much."""
@@ -41,14 +44,24 @@ class Limits(msgspec.Struct, frozen=True):
     """A writer asks for credits for at least this much ahead."""
 
     @property
+    def any(self) -> bool:
+        """Whether there is anything to keep to."""
+        return (self.quota_bytes, self.namespace_bytes, self.ttl_s) != (None, None, None)
+
+    @property
+    def most_bytes(self) -> int:
+        """The quota; without one, more than any store holds."""
+        return _UNBOUNDED if self.quota_bytes is None else self.quota_bytes
+
+    @property
     def ceiling_bytes(self) -> int:
         """What is in use and what is granted, together at most: a little below the quota."""
-        return self.quota_bytes - self.quota_bytes // 32
+        return self.most_bytes - self.most_bytes // 32
 
     @property
     def floor_bytes(self) -> int:
         """What is left after an eviction, at most."""
-        return self.quota_bytes - self.quota_bytes // 5
+        return self.most_bytes - self.most_bytes // 5
 
 
 class Survey:

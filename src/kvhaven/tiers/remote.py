@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
+from urllib.parse import unquote
 
+from kvhaven.config_urls import redacted
 from kvhaven.errors import ConfigError
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
@@ -17,7 +19,7 @@ _THREADS: Final = 16
 _PER_CORE: Final = 8
 """Threads that wait for a file server take no core."""
 
-_REDIS: Final = {"redis", "rediss", "redis+cluster", "rediss+cluster", "unix"}
+_REDIS: Final = ("redis", "rediss", "redis+cluster", "rediss+cluster", "unix")
 
 
 def open_tier(url: str, *, endpoints: Sequence[str] = (), **settings: Any) -> Tier:
@@ -28,16 +30,17 @@ def open_tier(url: str, *, endpoints: Sequence[str] = (), **settings: Any) -> Ti
     that it needs is not installed. No part of the URL that may be secret is repeated.
     """
     scheme, separator, rest = url.partition("://")
+    scheme = scheme.lower()
     if not separator or scheme in {"fs", "file"}:
-        return _filesystem(rest if separator else url, settings)
+        return _filesystem(unquote(rest) if separator else url, settings)
     if scheme == "s3":
         return _optional("s3").s3_tier(url, endpoints=endpoints, **settings)  # type: ignore[no-any-return]
     scheme = re.sub("^valkey", "redis", scheme)
     if scheme in _REDIS:
         return _optional("redis").redis_tier(f"{scheme}://{rest}", **settings)  # type: ignore[no-any-return]
     raise ConfigError(
-        f"a shared tier at {scheme}:// is not known: it may be a path or fs:///path, "
-        f"s3://bucket/prefix, or {', '.join(sorted(_REDIS))}"
+        f"remote_url = {redacted(url)!r} is refused: there is no tier for {scheme}://; allowed: a "
+        f"path or fs:///path, s3://bucket/prefix, or {', '.join(f'{s}://' for s in _REDIS)}"
     )
 
 

@@ -20,9 +20,9 @@ from kvhaven.tiers.filesystem_caretaker import Caretaker
 from kvhaven.tiers.filesystem_credits import Grant, Purse, Writer
 from kvhaven.tiers.filesystem_files import SharedFiles
 from kvhaven.tiers.filesystem_lease import NAME, Lease
-from kvhaven.tiers.filesystem_survey import Found, Limits, Survey
+from kvhaven.tiers.filesystem_survey import Limits, Survey
 from kvhaven.tiers.shared import SharedTier
-from kvhaven.tiers.shared_store import blob_name
+from kvhaven.tiers.shared_store import Blob, blob_name
 from tests.tier_kits import opened
 from tests.tiers import content, fetch, make_namespace, make_piece, store, until
 
@@ -154,16 +154,16 @@ def test_a_purse_is_empty_when_its_grant_is_old() -> None:
         purse.take(1)
 
 
-def survey_of(*found: Found) -> Survey:
+def survey_of(*found: Blob) -> Survey:
     survey = Survey()
     for one in found:
-        survey.add(one.path.partition("/")[0], [one])
+        survey.add(one.name.partition("/")[0], [one])
     return survey
 
 
 def test_the_oldest_go_and_no_more_than_has_to() -> None:
     limits = Limits(quota_bytes=100 * 4096)
-    found = [Found(f"a/00/{at}.kv", 4096, 1000 + 7 * at) for at in range(120)]
+    found = [Blob(f"a/00/{at}.kv", 4096, 1000 + 7 * at) for at in range(120)]
     survey = survey_of(*found)
     doomed = survey.doomed(limits, 2000, 0)
     gone = [one for one in found if doomed.take(one)]
@@ -176,12 +176,12 @@ def test_the_oldest_go_and_no_more_than_has_to() -> None:
 
 def test_what_nobody_used_for_long_goes_and_a_namespace_has_its_own_limit() -> None:
     limits = Limits(quota_bytes=1 << 30, namespace_bytes=10 * 4096, ttl_s=500)
-    old = [Found(f"a/00/{at}.kv", 4096, 400) for at in range(3)]
-    many = [Found(f"b/00/{at}.kv", 4096, 900 + 10 * at) for at in range(15)]
+    old = [Blob(f"a/00/{at}.kv", 4096, 400) for at in range(3)]
+    many = [Blob(f"b/00/{at}.kv", 4096, 900 + 10 * at) for at in range(15)]
     doomed = survey_of(*old, *many).doomed(limits, 1000, 0)
     assert all(doomed.take(one) for one in old)
     assert [doomed.take(one) for one in many] == [True] * 5 + [False] * 10
-    assert not doomed.take(Found("c/00/x.kv", 4096, 0))  # came after the survey
+    assert not doomed.take(Blob("c/00/x.kv", 4096, 0))  # came after the survey
 
 
 class Service(NamedTuple):

@@ -96,9 +96,8 @@ async def test_nothing_is_written_where_a_mount_has_vanished(tmp_path: Path) -> 
             await tier.add_namespace(SPACE)
             await store(tier, PIECE)
             run_or_skip("umount", "-l", path)
-            await until(lambda: not tier.health().online)
-            assert MARKER in tier.health().last_error
-            with pytest.raises(TierError, match="mount the store again"):
+            await until(lambda: MARKER in tier.health().last_error)
+            with pytest.raises(TierError, match="mount the store"):
                 await store(tier, make_piece(SPACE, 1))
             assert not list(path.iterdir())
             run_or_skip("mount", "--bind", server, path)

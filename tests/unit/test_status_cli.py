@@ -4,31 +4,16 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.commands import kvhaven
 from tests.crash.engine import MODEL, Engine, prompt
 from tests.crash.node import NodeProcess, NodeThread, eventually, flush
 
 KEYS = prompt("p", 5)
-
-
-def kvhaven(*arguments: str, status: int = 0, **environment: str) -> str:
-    """Run the command line; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvhaven.cli", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env=os.environ | {"COLUMNS": "200"} | environment,
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout if status == 0 else done.stderr
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvhaven.cli.text import size_text
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -56,12 +58,12 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
     places = Table("place", "used", "of", "chunks", "state")
     places.add_row(
         "memory",
-        _size(status.arena_used_bytes),
-        _size(status.arena_bytes),
+        size_text(status.arena_used_bytes),
+        size_text(status.arena_bytes),
         str(catalog.resident_chunks),
-        f"leased {_size(catalog.leased_bytes)}, reserved {_size(catalog.reserved_bytes)}, "
-        f"promoting {_size(catalog.promoting_bytes)}, "
-        f"quarantined {_size(catalog.quarantined_bytes)}, evictions {catalog.evictions}",
+        f"leased {size_text(catalog.leased_bytes)}, reserved {size_text(catalog.reserved_bytes)}, "
+        f"promoting {size_text(catalog.promoting_bytes)}, "
+        f"quarantined {size_text(catalog.quarantined_bytes)}, evictions {catalog.evictions}",
     )
     for name, health in status.tiers.items():
         tier = next((t for n, t in catalog.tiers.items() if n == name), None)
@@ -73,8 +75,8 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
         queued = f"{tier.queued_writes + tier.outstanding_writes} queued" if tier else ""
         places.add_row(
             name,
-            _size(health.used_bytes),
-            "shared" if health.capacity_bytes is None else _size(health.capacity_bytes),
+            size_text(health.used_bytes),
+            "shared" if health.capacity_bytes is None else size_text(health.capacity_bytes),
             "" if tier is None or tier.shared else str(tier.chunks),
             f"{state}, {queued}{_lookups(tier)}, misses {health.misses}, "
             f"rejected {health.rejected}, errors {health.errors}",
@@ -86,7 +88,7 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
     if namespaces is not None:
         for namespace in status.namespaces:
             cells = [
-                f"{chunks} chunks, {_size(namespace.bytes[place])}"
+                f"{chunks} chunks, {size_text(namespace.bytes[place])}"
                 for place, chunks in namespace.chunks.items()
             ]
             namespaces.add_row(namespace.digest[:16], namespace.model, *cells)
@@ -95,7 +97,7 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
     for member in status.members:
         state = "connected" if member.connected else "[yellow]lost[/]"
         if member.quarantined_bytes:
-            state += f", {_size(member.quarantined_bytes)} in quarantine"
+            state += f", {size_text(member.quarantined_bytes)} in quarantine"
         members.add_row(member.session, member.role, state)
     if status.members:
         console.print(members)
@@ -106,11 +108,3 @@ def _lookups(tier: "TierStats | None") -> str:
     if tier is None or not tier.shared:
         return ""
     return f", {tier.found} of {tier.looked_up} chunks found"
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:  # noqa: PLR2004 - the units' base
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

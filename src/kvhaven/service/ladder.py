@@ -15,6 +15,9 @@ from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem_survey import Limits
 from kvhaven.tiers.remote import open_tier
+from kvhaven.tiers.shared_store import SharedStore
+
+_DIRECTORIES = ("fs", "file")
 
 
 def make_tiers(settings: Settings) -> dict[TierName, Tier]:
@@ -53,13 +56,28 @@ def specs_of(settings: Settings, tiers: dict[TierName, Tier]) -> list[TierSpec]:
     ]
 
 
+def store_at(url: str, settings: Settings) -> SharedStore:
+    """Return the store at `url` for tools: it must be one already, and nobody keeps its limits.
+
+    Raises `ConfigError` for a URL whose kind is unknown.
+    """
+    of_tools = {"limits": None, "known": True} if _kind(url) in _DIRECTORIES else {}
+    return open_tier(url, **(_settings_of(url, settings) | of_tools)).store
+
+
 def _open(url: str, settings: Settings) -> Tier:
-    of_kind = {
-        "fs": _filesystem_settings,
-        "file": _filesystem_settings,
-        "s3": _s3_settings,
-    }.get(urlsplit(url).scheme.lower(), _redis_settings)
-    return open_tier(url, retry_s=settings.breaker_pause_s, **of_kind(settings))
+    return open_tier(url, retry_s=settings.breaker_pause_s, **_settings_of(url, settings))
+
+
+def _kind(url: str) -> str:
+    return urlsplit(url).scheme.lower()
+
+
+def _settings_of(url: str, settings: Settings) -> dict[str, Any]:
+    """Return the settings of this kind of store, as `open_tier` takes them."""
+    if _kind(url) in _DIRECTORIES:
+        return _filesystem_settings(settings)
+    return _s3_settings(settings) if _kind(url) == "s3" else _redis_settings(settings)
 
 
 def _filesystem_settings(settings: Settings) -> dict[str, Any]:

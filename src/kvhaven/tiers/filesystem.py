@@ -18,7 +18,11 @@ from kvhaven.tiers.filesystem_files import SharedFiles
 from kvhaven.tiers.filesystem_survey import Limits
 from kvhaven.tiers.header import stored_bytes
 from kvhaven.tiers.shared import SharedTier
-from kvhaven.tiers.shared_store import StoreFailedError, manifest_name
+from kvhaven.tiers.shared_store import (
+    Blob,
+    StoreFailedError,
+    manifest_name,
+)
 from kvhaven.types import Checksum
 
 T = TypeVar("T")
@@ -35,9 +39,13 @@ def filesystem_tier(
     mode: int = 0o600,
     deadline_s: float = 10.0,
     limits: Limits | None = None,
+    known: bool = False,
     **watching: Any,  # SharedTier's own settings, passed on
 ) -> SharedTier:
-    """Return a tier over the directory `path`, which must exist; see `FilesystemStore`."""
+    """Return a tier over the directory `path`, which must exist; see `FilesystemStore`.
+
+    `known`: it must be a store already; otherwise any directory becomes one.
+    """
     store = FilesystemStore(
         path,
         executor=executor,
@@ -45,6 +53,7 @@ def filesystem_tier(
         mode=mode,
         deadline_s=deadline_s,
         limits=limits,
+        known=known,
     )
     return SharedTier(store, **watching)
 
@@ -71,6 +80,7 @@ class FilesystemStore:
         mode: int,
         deadline_s: float,
         limits: Limits | None,
+        known: bool = False,
     ) -> None:
         self.title = f"filesystem tier {path}"
         self._path = path
@@ -79,7 +89,7 @@ class FilesystemStore:
         self._mode = mode
         self._deadline_s = deadline_s
         self._files: _Users | None = None
-        self._known = False
+        self._known = known
         self.caretaker = Caretaker(limits, self._run, self.title) if limits else None
 
     async def open(self) -> None:
@@ -145,11 +155,11 @@ class FilesystemStore:
         )
         return [there for answer in answers for there in answer]
 
-    async def delete(self, shards: Sequence[StoredShard]) -> None:
+    async def remove(self, names: Sequence[str]) -> None:
         """Remove the batch, a part at a time, so that writes get their turn."""
-        for at in range(0, len(shards), _BATCH):
-            part = shards[at : at + _BATCH]
-            await self._run(Lane.WRITE, functools.partial(SharedFiles.delete, shards=part))
+        for at in range(0, len(names), _BATCH):
+            part = names[at : at + _BATCH]
+            await self._run(Lane.WRITE, functools.partial(SharedFiles.remove_all, paths=part))
 
     async def load_manifest(self, folder: str) -> bytes | None:
         """Read a manifest."""
@@ -163,7 +173,7 @@ class FilesystemStore:
         """List the namespaces' folders."""
         return await self._run(Lane.BACKGROUND, SharedFiles.folders)
 
-    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[tuple[str, int]]]:
+    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
         """List a folder; the threads are free between its subfolders."""
         with self._require().used() as files:  # the listing uses it from one page to the next
             listing = files.list_blobs(folder)
@@ -172,6 +182,10 @@ class FilesystemStore:
                 if page is None:
                     return
                 yield page
+
+    async def now(self) -> float:
+        """Ask what time a new file gets."""
+        return await self._run(Lane.BACKGROUND, SharedFiles.server_time)
 
     async def probe(self, lane: Lane) -> None:
         """List the directory, or write a file in it."""

@@ -17,7 +17,8 @@ from kvhaven.tiers.executor import Lane
 from kvhaven.tiers.filesystem_credits import Account, Purse
 from kvhaven.tiers.filesystem_files import SharedFiles
 from kvhaven.tiers.filesystem_lease import Lease
-from kvhaven.tiers.filesystem_survey import Found, Limits, Survey
+from kvhaven.tiers.filesystem_survey import Limits, Survey
+from kvhaven.tiers.shared_store import Blob
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ class Caretaker:
         doomed = survey.doomed(self._limits, now, wanted_bytes + outstanding)
         removed = 0
         async for _, page in self._files():
-            gone = [found for found in page if doomed.take(found)]
+            gone = [blob for blob in page if doomed.take(blob)]
             for at in range(0, len(gone), _BATCH):
                 removed += await self._remove(gone[at : at + _BATCH])
         self._base_bytes = survey.used_bytes - removed
@@ -172,24 +173,24 @@ class Caretaker:
         if removed:
             _log.info("%s: removed %d bytes of %d", self._title, removed, survey.used_bytes)
 
-    async def _files(self) -> AsyncIterator[tuple[str, list[Found]]]:
+    async def _files(self) -> AsyncIterator[tuple[str, list[Blob]]]:
         """Yield all files, a subfolder at a time; the beat goes on meanwhile."""
         for folder in await self._run(Lane.WRITE, SharedFiles.folders):
             for part in range(256):
                 await self._pulse()
                 subfolder = f"{folder}/{part:02x}"
                 page = await self._run(
-                    Lane.WRITE, functools.partial(SharedFiles.list_used, subfolder=subfolder)
+                    Lane.WRITE, functools.partial(SharedFiles.list_subfolder, subfolder=subfolder)
                 )
                 if page:
                     yield folder, page
 
-    async def _remove(self, batch: list[Found]) -> int:
+    async def _remove(self, batch: list[Blob]) -> int:
         await self._pulse()
 
         def remove(files: SharedFiles) -> int:
             self._require_lease(files)
-            return sum(found.size for found in batch if files.remove_unused(found))
+            return sum(blob.size for blob in batch if files.remove_unused(blob))
 
         self.removed_files += len(batch)
         return await self._run(Lane.WRITE, remove)

@@ -12,7 +12,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,9 +20,15 @@ from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.disk_files import write_whole
 from kvhaven.tiers.disk_manifest import MOST_BYTES
-from kvhaven.tiers.filesystem_survey import Found
 from kvhaven.tiers.header import HEADER_BYTES, pack_header, stored_bytes
-from kvhaven.tiers.shared_store import FOLDER, DamagedError, blob_name, require_size, verify
+from kvhaven.tiers.shared_store import (
+    FOLDER,
+    Blob,
+    DamagedError,
+    blob_name,
+    require_size,
+    verify,
+)
 from kvhaven.types import Checksum
 
 _log = logging.getLogger(__name__)
@@ -125,10 +131,10 @@ class SharedFiles:
             self._size(blob_name(shard)) == stored_bytes(shard.payload_bytes) for shard in shards
         ]
 
-    def delete(self, shards: Sequence[StoredShard]) -> None:
+    def remove_all(self, paths: Sequence[str]) -> None:
         """Remove files in turn."""
-        for shard in shards:
-            self.remove(blob_name(shard))
+        for path in paths:
+            self.remove(path)
 
     def load(self, name: str) -> bytes | None:
         """Return the content of a small file; None when it is not there."""
@@ -160,7 +166,7 @@ class SharedFiles:
         names = self._remove_old_temporaries("", self._names(""))
         return sorted(name for name in names if FOLDER.fullmatch(name))
 
-    def list_blobs(self, folder: str) -> Iterator[list[tuple[str, int]]]:
+    def list_blobs(self, folder: str) -> Iterator[list[Blob]]:
         """Yield the names and sizes of files, a subfolder at a time; remove old temporaries."""
         self._remove_old_temporaries(folder, self._names(folder))
         for subfolder in self._names(folder):
@@ -168,25 +174,19 @@ class SharedFiles:
                 continue
             names = self._names(f"{folder}/{subfolder}")
             names = self._remove_old_temporaries(f"{folder}/{subfolder}", names)
-            paths = (f"{folder}/{subfolder}/{name}" for name in names)
-            yield [(path, size) for path in paths if (size := self._size(path)) is not None]
+            yield self._blobs(f"{folder}/{subfolder}", names)
 
-    def list_used(self, subfolder: str) -> list[Found]:
-        """Return the shards' files in a subfolder, and when each was used last."""
-        found = []
-        for name in self.names(subfolder):
-            path = f"{subfolder}/{name}"
-            status = self._status(path)
-            if status is not None and name.endswith(".kv"):
-                found.append(Found(path, status.st_size, status.st_mtime))
-        return found
+    def list_subfolder(self, subfolder: str) -> list[Blob]:
+        """Return the shards' files in a subfolder; remove old temporaries."""
+        names = [name for name in self.names(subfolder) if name.endswith(".kv")]
+        return self._blobs(subfolder, names)
 
-    def remove_unused(self, found: Found) -> bool:
-        """Remove a file unless it was used since it was found; return whether it was removed."""
-        status = self._status(found.path)
-        if status is None or status.st_mtime > found.used_at:
+    def remove_unused(self, blob: Blob) -> bool:
+        """Remove a file unless it was used since it was listed; return whether it was removed."""
+        status = self._status(blob.name)
+        if status is None or blob.used_at is None or status.st_mtime > blob.used_at:
             return False
-        self.remove(found.path)
+        self.remove(blob.name)
         return True
 
     def probe_write(self) -> None:
@@ -213,8 +213,8 @@ class SharedFiles:
         except FileNotFoundError:
             if known:
                 raise TierError(
-                    f"{self.path} has no {MARKER} any more: mount the store again, or restart "
-                    f"this service to begin with what is there"
+                    f"{self.path} has no {MARKER}, so it is no store of KVHaven: mount the store "
+                    f"(again), or start a service there to begin a new one"
                 ) from None
         else:
             return
@@ -266,7 +266,7 @@ class SharedFiles:
         file = os.open(path, flags, dir_fd=self.fd)
         try:
             status = os.fstat(file)
-            size = status.st_size if stat.S_ISREG(status.st_mode) else -1
+            size = _size_of(status)
             got = os.preadv(file, buffers, 0) if size == wanted else 0
             self._note_use(file, status.st_mtime)
             return size, got
@@ -280,12 +280,21 @@ class SharedFiles:
         with contextlib.suppress(OSError):  # without the right to, it only looks older
             os.utime(file)
 
+    def _blobs(self, folder: str, names: Iterable[str]) -> list[Blob]:
+        found = []
+        for name in names:
+            path = f"{folder}/{name}"
+            status = self._status(path)
+            if status is not None:
+                found.append(Blob(path, _size_of(status), status.st_mtime))
+        return found
+
     def _size(self, path: str) -> int | None:
         """Return a file's size; None when there is nothing, -1 when it is no file."""
         status = self._status(path)
         if status is None:
             return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else -1
+        return _size_of(status)
 
     def _status(self, path: str) -> os.stat_result | None:
         try:
@@ -349,3 +358,8 @@ class SharedFiles:
         if page is None:
             page = self._local.page = mmap.mmap(-1, HEADER_BYTES)
         return page
+
+
+def _size_of(status: os.stat_result) -> int:
+    """Return a file's size; -1 for what is no file."""
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1

@@ -3,10 +3,12 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import msgspec
 
+from kvhaven.tiers.shared_store import (
+    Blob,
+)
 from kvhaven.types import align_up
 
 _STEP_S = 10.0
@@ -14,14 +16,6 @@ _STEP_S = 10.0
 
 
 _UNBOUNDED = 1 << 60
-
-
-class Found(NamedTuple):
-    """A file: its path, its size, and when it was used last, by the server's clock."""
-
-    path: str
-    size: int
-    used_at: float
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -72,14 +66,14 @@ class Survey:
         self.by_folder: Counter[str] = Counter()
         self._steps: dict[str, Counter[int]] = {}
 
-    def add(self, folder: str, page: Iterable[Found]) -> None:
+    def add(self, folder: str, page: Iterable[Blob]) -> None:
         """Count a page of files of a namespace's folder."""
         steps = self._steps.setdefault(folder, Counter())
-        for found in page:
-            size = align_up(found.size)
+        for blob in page:
+            size = align_up(blob.size)
             self.used_bytes += size
             self.by_folder[folder] += size
-            steps[_step(found.used_at)] += size
+            steps[_step(blob.used_at)] += size
 
     def doomed(self, limits: Limits, now: float, wanted_bytes: int) -> "Doomed":
         """Return what has to go for the limits, with room for `wanted_bytes` besides.
@@ -111,12 +105,12 @@ class Doomed:
         self._cuts = cuts
         self._common = common
 
-    def take(self, found: Found) -> bool:
+    def take(self, blob: Blob) -> bool:
         """Return whether a file has to go; count it if so."""
-        own = self._cuts.get(found.path.partition("/")[0])
+        own = self._cuts.get(blob.name.partition("/")[0])
         if own is None:  # a namespace that was not there when all was counted
             return False
-        return own.take(found) or self._common.take(found)
+        return own.take(blob) or self._common.take(blob)
 
 
 class _Cut:
@@ -133,15 +127,17 @@ class _Cut:
             excess -= self._rest
             self.left[step] -= self._rest
 
-    def take(self, found: Found) -> bool:
+    def take(self, blob: Blob) -> bool:
         if self._before is None:
             return False
-        step = _step(found.used_at)
+        step = _step(blob.used_at)
         if step == self._before and self._rest > 0:
-            self._rest -= align_up(found.size)
+            self._rest -= align_up(blob.size)
             return True
         return step < self._before
 
 
-def _step(used_at: float) -> int:
+def _step(used_at: float | None) -> int:
+    if used_at is None:
+        raise ValueError("what does not tell its age has none to go by")
     return int(used_at // _STEP_S)

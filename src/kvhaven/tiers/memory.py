@@ -2,6 +2,7 @@
 """A shared store in memory, for tests: several tiers over one of them are several nodes."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 
 from kvhaven.errors import TierMissError
@@ -11,6 +12,7 @@ from kvhaven.tiers.header import HEADER_BYTES, pack_header, stored_bytes
 from kvhaven.tiers.shared import SharedTier
 from kvhaven.tiers.shared_store import (
     FOLDER,
+    Blob,
     StoreFailedError,
     blob_name,
     manifest_name,
@@ -71,11 +73,11 @@ class MemoryStore:
         await self._pass()
         return [self._has(shard) for shard in shards]
 
-    async def delete(self, shards: Sequence[StoredShard]) -> None:
+    async def remove(self, names: Sequence[str]) -> None:
         """Remove."""
         await self._pass()
-        for shard in shards:
-            self.blobs.pop(blob_name(shard), None)
+        for name in names:
+            self.blobs.pop(name, None)
 
     async def load_manifest(self, folder: str) -> bytes | None:
         """Return a manifest."""
@@ -93,15 +95,20 @@ class MemoryStore:
         folders = {name.partition("/")[0] for name in self.blobs}
         return sorted(folder for folder in folders if FOLDER.fullmatch(folder))
 
-    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[tuple[str, int]]]:
+    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
         """Yield all of a folder at once."""
         await self._pass()
         manifest = manifest_name(folder)
         yield [
-            (name, len(blob))
+            Blob(name, len(blob), None)
             for name, blob in self.blobs.items()
             if name.startswith(f"{folder}/") and name != manifest
         ]
+
+    async def now(self) -> float:
+        """Return this machine's time."""
+        await self._pass()
+        return time.time()
 
     async def probe(self, lane: Lane) -> None:
         """Fail while broken."""

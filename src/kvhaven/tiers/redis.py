@@ -32,6 +32,7 @@ from kvhaven.tiers.retries import PassingError, Retries
 from kvhaven.tiers.shared import SharedTier
 from kvhaven.tiers.shared_store import (
     FOLDER,
+    Blob,
     StoreFailedError,
     blob_name,
     manifest_name,
@@ -167,9 +168,9 @@ class RedisClient:
             for shard, length in zip(shards, lengths, strict=True)
         ]
 
-    async def delete(self, shards: Sequence[StoredShard]) -> None:
+    async def remove(self, names: Sequence[str]) -> None:
         """Unlink in one pipeline."""
-        commands = [("UNLINK", PREFIX + blob_name(shard)) for shard in shards]
+        commands = [("UNLINK", PREFIX + name) for name in names]
         await self._ask(lambda: self._writes.ask(commands, 0))
 
     async def load_manifest(self, folder: str) -> bytes | None:
@@ -190,12 +191,17 @@ class RedisClient:
         }
         return sorted(name for name in found if FOLDER.fullmatch(name))
 
-    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[tuple[str, int]]]:
+    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
         """Look through all keys for a folder's."""
         async for page in self._scan(f"{folder}/*"):
             names = [name for name in page if name != manifest_name(folder)]
             lengths = await self._lengths([PREFIX + name for name in names])
-            yield list(zip(names, lengths, strict=True))
+            yield [Blob(name, size, None) for name, size in zip(names, lengths, strict=True)]
+
+    async def now(self) -> float:
+        """Ask for the server's time."""
+        seconds, microseconds = (await self._ask(lambda: self._writes.ask([("TIME",)], 0)))[0]
+        return int(seconds) + int(microseconds) / 1e6
 
     async def probe(self, lane: Lane) -> None:
         """Get, or set, a short string."""

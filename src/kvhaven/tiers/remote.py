@@ -11,9 +11,9 @@ from urllib.parse import unquote
 
 from kvhaven.config_urls import redacted
 from kvhaven.errors import ConfigError
-from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
+from kvhaven.tiers.shared import SharedTier
 
 _THREADS: Final = 16
 _PER_CORE: Final = 8
@@ -22,7 +22,7 @@ _PER_CORE: Final = 8
 _REDIS: Final = ("redis", "rediss", "redis+cluster", "rediss+cluster", "unix")
 
 
-def open_tier(url: str, *, endpoints: Sequence[str] = (), **settings: Any) -> Tier:
+def open_tier(url: str, *, endpoints: Sequence[str] = (), **settings: Any) -> SharedTier:
     """Return the tier at `url`, not started yet: a path or fs://, s3:// or redis:// and its kin.
 
     `endpoints` are those of an S3 store; `settings` are those of `filesystem_tier`, `s3_tier`
@@ -44,7 +44,7 @@ def open_tier(url: str, *, endpoints: Sequence[str] = (), **settings: Any) -> Ti
     )
 
 
-def _filesystem(path: str, settings: dict[str, Any]) -> Tier:
+def _filesystem(path: str, settings: dict[str, Any]) -> SharedTier:
     if not path.startswith("/"):
         raise ConfigError(
             f"{path!r} is no place for a shared tier: a path begins with /, as in /mnt/kv or "

@@ -8,7 +8,10 @@ from typing import Final, TypeVar
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.executor import Lane
 from kvhaven.tiers.loop_thread import LoopThread
-from kvhaven.tiers.shared_store import SharedStore
+from kvhaven.tiers.shared_store import (
+    Blob,
+    SharedStore,
+)
 from kvhaven.types import Checksum
 
 T = TypeVar("T")
@@ -57,9 +60,9 @@ class RemoteStore:
         """Ask for the batch in one call."""
         return await self._run(Lane.READ, functools.partial(self._client.contains, shards))
 
-    async def delete(self, shards: Sequence[StoredShard]) -> None:
+    async def remove(self, names: Sequence[str]) -> None:
         """Remove."""
-        await self._run(Lane.WRITE, functools.partial(self._client.delete, shards))
+        await self._run(Lane.WRITE, functools.partial(self._client.remove, names))
 
     async def load_manifest(self, folder: str) -> bytes | None:
         """Read a manifest."""
@@ -74,15 +77,19 @@ class RemoteStore:
         """List the namespaces' folders."""
         return await self._run(Lane.BACKGROUND, self._client.folders)
 
-    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[tuple[str, int]]]:
+    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
         """List a folder; each page has the deadline of a call."""
         listing = self._client.list_blobs(folder)
 
-        async def following() -> Sequence[tuple[str, int]] | None:
+        async def following() -> Sequence[Blob] | None:
             return await anext(listing, None)
 
         while (page := await self._run(Lane.BACKGROUND, following)) is not None:
             yield page
+
+    async def now(self) -> float:
+        """Ask the client's store for its time."""
+        return await self._run(Lane.BACKGROUND, self._client.now)
 
     async def probe(self, lane: Lane) -> None:
         """Probe the client's store."""

@@ -27,6 +27,7 @@ from kvhaven.tiers.s3_errors import error_code, error_status, explain
 from kvhaven.tiers.shared import SharedTier
 from kvhaven.tiers.shared_store import (
     FOLDER,
+    Blob,
     DamagedError,
     blob_name,
     manifest_name,
@@ -37,6 +38,7 @@ from kvhaven.types import Checksum
 
 T = TypeVar("T")
 
+_PROBE_TEXT: Final = b"KVHaven was here\n"
 PROBE: Final = "kvhaven.probe"
 """The name that is asked for, and written, to find out whether the store works."""
 
@@ -151,11 +153,10 @@ class S3Client:
         """Ask for the heads of all, many at once."""
         return await _together([self._is_there(shard) for shard in shards])
 
-    async def delete(self, shards: Sequence[StoredShard]) -> None:
+    async def remove(self, names: Sequence[str]) -> None:
         """Delete in requests of a thousand."""
-        names = [blob_name(shard) for shard in shards]
         if names:
-            await self._ask(lambda store: obstore.delete_async(store, names))
+            await self._ask(lambda store: obstore.delete_async(store, list(names)))
 
     async def load_manifest(self, folder: str) -> bytes | None:
         """Get a manifest."""
@@ -182,7 +183,7 @@ class S3Client:
         names = (prefix.rstrip("/") for prefix in found["common_prefixes"])
         return sorted(name for name in names if FOLDER.fullmatch(name))
 
-    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[tuple[str, int]]]:
+    async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
         """List a folder, a thousand objects a request."""
 
         async def begin(store: S3Store) -> Any:  # obstore's stream has no name at run time
@@ -196,12 +197,25 @@ class S3Client:
         # Not again: after a failure the listing would end as if it were whole.
         while (page := await self._ask_once(following)) is not None:
             manifest = manifest_name(folder)
-            yield [(one["path"], one["size"]) for one in page if one["path"] != manifest]
+            yield [
+                Blob(one["path"], one["size"], one["last_modified"].timestamp())
+                for one in page
+                if one["path"] != manifest
+            ]
+
+    async def now(self) -> float:
+        """Put an object, and ask when that was."""
+
+        async def put_and_ask(store: S3Store) -> float:
+            await _put(store, PROBE, _PROBE_TEXT, create=False)
+            return (await obstore.head_async(store, PROBE))["last_modified"].timestamp()
+
+        return await self._ask(put_and_ask)
 
     async def probe(self, lane: Lane) -> None:
         """Get, or put, an object of a few bytes."""
         if lane is Lane.WRITE:
-            await self._ask(lambda store: _put(store, PROBE, b"KVHaven was here\n", create=False))
+            await self._ask(lambda store: _put(store, PROBE, _PROBE_TEXT, create=False))
             return
         with contextlib.suppress(TierMissError):
             await self._ask(lambda store: obstore.get_async(store, PROBE))

@@ -22,6 +22,7 @@ from kvhaven.tiers.shared_store import (
     Names,
     SharedStore,
     StoreFailedError,
+    blob_name,
     read_manifest,
 )
 from kvhaven.types import Checksum, NamespaceDigest
@@ -79,6 +80,11 @@ class SharedTier:
         self._epoch = 0
         self._reads = self._writes = self._misses = self._rejected = 0
 
+    @property
+    def store(self) -> SharedStore:
+        """The store itself, for tools."""
+        return self._store
+
     async def start(self) -> None:
         """Open the store, and watch over it from now on. See `Tier.start`."""
         tried = asyncio.Event()
@@ -117,9 +123,9 @@ class SharedTier:
             while (page := await self._do(Lane.BACKGROUND, anext(listing, None))) is not None:
                 found = [
                     shard
-                    for name, size in page
-                    if (shard := names.shard(name)) is not None
-                    and size == stored_bytes(shard.payload_bytes)
+                    for blob in page
+                    if (shard := names.shard(blob.name)) is not None
+                    and blob.size == stored_bytes(shard.payload_bytes)
                 ]
                 if found:
                     yield namespace, found
@@ -178,7 +184,7 @@ class SharedTier:
         """Remove shards, for everybody; what cannot be removed now is tried again later."""
         try:
             self._condition.require(Lane.WRITE)
-            await self._do(Lane.WRITE, self._store.delete(shards))
+            await self._remove(shards)
         except TierError:
             self._owed.update(shards[: max(0, _MOST_OWED - len(self._owed))])
             raise
@@ -207,7 +213,19 @@ class SharedTier:
     async def check(self) -> TierAudit:
         """Read all that is in the store, and say what is wrong. For tools: it takes long."""
         self._condition.require(Lane.READ)
-        return await self._do(Lane.BACKGROUND, audit(self._store))
+        shards = used_bytes = 0
+        problems: list[str] = []
+        audited = audit(self._store)
+        while (one := await self._do(Lane.BACKGROUND, anext(audited, None))) is not None:
+            if one.problem:
+                problems.append(one.problem)
+            else:
+                shards += 1
+                used_bytes += one.size
+        return TierAudit(shards, used_bytes, tuple(problems))
+
+    async def _remove(self, shards: Sequence[StoredShard]) -> None:
+        await self._do(Lane.WRITE, self._store.remove([blob_name(shard) for shard in shards]))
 
     async def _do(self, lane: Lane, work: Awaitable[T]) -> T:
         """Await work of the store, and note whether the store failed."""
@@ -251,7 +269,7 @@ class SharedTier:
             return
         _log.warning("%s: removed a shard: %s", self._title, str(error))
         with contextlib.suppress(TierError):  # else it is rejected again
-            await self._do(Lane.WRITE, self._store.delete([shard]))
+            await self._remove([shard])
 
     async def _ensure_manifest(self, namespace: Namespace) -> None:
         """Write a namespace's manifest unless it is there. Raises `TierError` for another's."""
@@ -301,7 +319,7 @@ class SharedTier:
                     await self._probe(lane)
                 if self._owed and self._condition.serves(Lane.WRITE):
                     owed = list(self._owed)
-                    await self._do(Lane.WRITE, self._store.delete(owed))
+                    await self._remove(owed)
                     self._owed.difference_update(owed)
                 return
             self._condition.closed("it is not there any more")

@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import AsyncIterator, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import xxhash
 
@@ -30,6 +30,18 @@ class DamagedError(TierMissError):
     def __init__(self, message: str, evidence: bytes) -> None:
         super().__init__(message)
         self.evidence = evidence
+
+
+class Blob(NamedTuple):
+    """What a store lists: a name from its root, a size in bytes, and when it was used last.
+
+    That is in seconds by the store's own clock; where it does not know (S3), when it was
+    written; None where it knows neither (Redis).
+    """
+
+    name: str
+    size: int
+    used_at: float | None
 
 
 class SharedStore(Protocol):
@@ -66,8 +78,8 @@ class SharedStore(Protocol):
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
         """Return whether each is there with its size."""
 
-    async def delete(self, shards: Sequence[StoredShard]) -> None:
-        """Remove; absent ones are no error."""
+    async def remove(self, names: Sequence[str]) -> None:
+        """Remove blobs by their names; absent ones are no error."""
 
     async def load_manifest(self, folder: str) -> bytes | None:
         """Return the content of a folder's manifest; None when there is none."""
@@ -78,8 +90,11 @@ class SharedStore(Protocol):
     async def folders(self) -> Sequence[str]:
         """Return the names of namespaces' folders."""
 
-    def list_blobs(self, folder: str) -> AsyncIterator[Sequence[tuple[str, int]]]:
-        """Yield names (from the store's root) and sizes in bytes of what is in a folder."""
+    def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
+        """Yield what is in a folder, its manifest aside."""
+
+    async def now(self) -> float:
+        """Return the store's own time, by which `Blob.used_at` counts."""
 
     async def probe(self, lane: Lane) -> None:
         """Show that reads, or writes, work."""
@@ -103,6 +118,11 @@ def blob_name(shard: StoredShard) -> str:
 def manifest_name(folder: str) -> str:
     """Return the name of a folder's manifest."""
     return f"{folder}/{MANIFEST_NAME}"
+
+
+def is_shard_name(name: str) -> bool:
+    """Return whether a blob is named as shards are."""
+    return _BLOB.fullmatch(name) is not None
 
 
 class Names:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people do with a shared store from outside, while services use it: count, tidy, remove."""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from kvhaven.errors import TierMissError
+from kvhaven.tiers.filesystem_survey import Limits, Survey
+from kvhaven.tiers.header import stored_bytes
+from kvhaven.tiers.shared_store import (
+    Blob,
+    Names,
+    SharedStore,
+    is_shard_name,
+    manifest_name,
+    read_manifest,
+)
+
+_BATCH = 1000
+"""Names that are removed at once."""
+
+
+class FolderUsage(msgspec.Struct):
+    """What is in a namespace's folder. Times are ages in seconds; None where nobody knows."""
+
+    folder: str
+    fields: dict[str, str]
+    """The namespace's own (model, dtype, ...); none where its manifest is missing or damaged."""
+    shards: int = 0
+    bytes: int = 0
+    foreign: int = 0
+    """Blobs that are no shards: somebody else's, left alone."""
+    newest_s: float | None = None
+    oldest_s: float | None = None
+
+
+class Removed(msgspec.Struct):
+    """How much was removed (or would be), and what is left."""
+
+    shards: int = 0
+    bytes: int = 0
+    left_shards: int = 0
+    left_bytes: int = 0
+
+
+async def usage(store: SharedStore) -> list[FolderUsage]:
+    """Count what is in each folder. Raises `TierError`."""
+    now = await store.now()
+    found = []
+    for folder in await store.folders():
+        try:
+            fields = (await read_manifest(store, folder)).fields
+        except TierMissError:
+            fields = {}
+        row = FolderUsage(folder, fields)
+        async for page in store.list_blobs(folder):
+            for blob in page:
+                _count(row, blob, now)
+        if row.fields or row.shards or row.foreign:  # else folders that are left of it
+            found.append(row)
+    return found
+
+
+async def collect(store: SharedStore, limits: Limits, *, dry_run: bool = False) -> Removed:
+    """Remove what is too old or too much, unused for longest first, and what is surely debris.
+
+    It does what the owner of a shared directory does, once, and needs no lease for it: files
+    are immutable and a shard that is gone is a miss. Debris is what has not the size of its
+    shard, and in a directory temporary files that nobody writes any more. Raises `TierError`;
+    `ValueError` for a store that does not know how old anything is.
+    """
+    survey = Survey()
+    torn: set[str] = set()
+    async for folder, page in _shards(store):
+        names = await _names(store, folder)
+        torn.update(blob.name for blob in page if _is_torn(blob, names))
+        survey.add(folder, [blob for blob in page if blob.name not in torn])
+    doomed = survey.doomed(limits, await store.now(), 0)
+    done = Removed()
+    async for _, page in _shards(store):
+        gone = [blob for blob in page if blob.name in torn or doomed.take(blob)]
+        if not dry_run:
+            await _remove(store, gone)
+        done.shards += len(gone)
+        done.bytes += sum(blob.size for blob in gone)
+        done.left_shards += len(page) - len(gone)
+        done.left_bytes += sum(blob.size for blob in page) - sum(blob.size for blob in gone)
+    return done
+
+
+async def empty(store: SharedStore, folders: Sequence[str]) -> Removed:
+    """Remove these namespaces' shards and manifests. Raises `TierError`."""
+    done = Removed()
+    for folder in folders:
+        async for page in store.list_blobs(folder):
+            gone = [blob for blob in page if is_shard_name(blob.name)]
+            await _remove(store, gone)
+            done.shards += len(gone)
+            done.bytes += sum(blob.size for blob in gone)
+        await store.remove([manifest_name(folder)])
+    return done
+
+
+async def _names(store: SharedStore, folder: str) -> Names | None:
+    with contextlib.suppress(TierMissError):
+        return Names(await read_manifest(store, folder))
+    return None
+
+
+def _is_torn(blob: Blob, names: Names | None) -> bool:
+    shard = names.shard(blob.name) if names else None
+    return shard is not None and blob.size != stored_bytes(shard.payload_bytes)
+
+
+async def _shards(store: SharedStore) -> AsyncIterator[tuple[str, list[Blob]]]:
+    for folder in await store.folders():
+        async for page in store.list_blobs(folder):
+            yield folder, [blob for blob in page if is_shard_name(blob.name)]
+
+
+async def _remove(store: SharedStore, blobs: Sequence[Blob]) -> None:
+    for at in range(0, len(blobs), _BATCH):
+        await store.remove([blob.name for blob in blobs[at : at + _BATCH]])
+
+
+def _count(row: FolderUsage, blob: Blob, now: float) -> None:
+    if not is_shard_name(blob.name):
+        row.foreign += 1
+        return
+    row.shards += 1
+    row.bytes += blob.size
+    if blob.used_at is not None:
+        age_s = max(0.0, now - blob.used_at)
+        row.newest_s = age_s if row.newest_s is None else min(row.newest_s, age_s)
+        row.oldest_s = age_s if row.oldest_s is None else max(row.oldest_s, age_s)

@@ -283,3 +283,21 @@ async def _insist(tier: SharedTier, piece: Any) -> None:
                 await store(tier, piece)
                 return
             await asyncio.sleep(0.02)
+
+
+async def test_who_has_no_limits_where_others_have_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service(tmp_path, 1 << 30) as one:
+        await until(lambda: one.caretaker.owner)
+        store = FilesystemStore(
+            tmp_path,
+            executor=TierExecutor(),
+            direct_io="off",
+            mode=0o600,
+            deadline_s=10,
+            limits=None,
+        )
+        await store.open()
+        await store.close(5)
+    assert "set max_remote_size and its like as they do" in caplog.text

@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import functools
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -15,6 +16,7 @@ from kvhaven.tiers.disk_files import direct_io_works
 from kvhaven.tiers.executor import Lane, TierExecutor
 from kvhaven.tiers.filesystem_caretaker import Caretaker
 from kvhaven.tiers.filesystem_files import SharedFiles
+from kvhaven.tiers.filesystem_lease import NAME as OWNER
 from kvhaven.tiers.filesystem_survey import Limits
 from kvhaven.tiers.header import stored_bytes
 from kvhaven.tiers.shared import SharedTier
@@ -24,6 +26,8 @@ from kvhaven.tiers.shared_store import (
     manifest_name,
 )
 from kvhaven.types import Checksum
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -227,6 +231,12 @@ class FilesystemStore:
             files.direct = self._direct_io != "off" and direct_io_works(files.fd)
             if self._direct_io == "on" and not files.direct:
                 raise TierError('its file system takes no direct I/O: set it "auto" or "off"')
+            if self.caretaker is None and not self._known and files.load(OWNER) is not None:
+                _log.warning(
+                    "%s: other services keep it within limits, and this one will write beyond "
+                    "them: set max_remote_size and its like as they do",
+                    self.title,
+                )
             undo.pop_all()
         return files
 

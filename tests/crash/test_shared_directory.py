@@ -127,6 +127,8 @@ def test_the_quota_holds_while_owners_are_killed(tmp_path: Path) -> None:
     finally:
         for node in nodes:
             node.end()
+    written = sum(node.written_bytes for node in everybody)
+    print(f"{written >> 20} MiB written, at most {most / QUOTA:.1%} of {QUOTA >> 20} MiB in use")  # noqa: T201
     assert kills == KILLS
     assert most > QUOTA // 2
     assert not any("WRONG" in node.said for node in everybody)

@@ -40,7 +40,7 @@ T = TypeVar("T")
 PROBE: Final = "kvhaven.probe"
 """The name that is asked for, and written, to find out whether the store works."""
 
-_HEADS_AT_ONCE: Final = 64
+HEADS_AT_ONCE: Final = 64
 _PIECE_BYTES: Final = 1 << 20
 """A body arrives in pieces of about this size; each is copied once, into its place."""
 _CONNECT_S: Final = 2.0
@@ -93,7 +93,7 @@ class S3Client:
         found = tuple(endpoints) or ((named,) if (named := aws.endpoint(os.environ)) else ())
         self._endpoints = [_Endpoint(name) for name in found or ("",)]
         self._retries = Retries()
-        self._heads = asyncio.Semaphore(_HEADS_AT_ONCE)
+        self._heads = asyncio.Semaphore(HEADS_AT_ONCE)
         self._create_only = True
 
     async def open(self) -> None:

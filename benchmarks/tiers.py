@@ -15,18 +15,17 @@ server that is not installed is skipped, and it is said how to get it. All resul
 """
 
 import asyncio
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
+from benchmarks import two_nodes
 from benchmarks.disks import measure_directory, measure_disk
 from benchmarks.plain_clients import PlainRedis, PlainS3
 from benchmarks.rates import Memory, measure_rates, memory
 from benchmarks.results import Result
+from benchmarks.servers import s3_bucket
 from kvhaven.tiers.redis import redis_tier
 from tests import servers
 from tests.servers import Bucket
@@ -45,7 +44,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
                 results += of_tier(held, say)
             except pytest.skip.Exception as missing:
                 say(f"skipped: {missing}")
-    return results
+    return results + two_nodes.measure(say)
 
 
 def measure_s3(held: Memory, say: Callable[[str], None]) -> list[Result]:
@@ -71,13 +70,3 @@ def measure_redis(held: Memory, say: Callable[[str], None]) -> list[Result]:
 
     with servers.redis() as url:
         return asyncio.run(run(url))
-
-
-@contextlib.contextmanager
-def s3_bucket() -> Iterator[Bucket]:
-    """Have a new bucket, of the server that TEST_S3_URL names or of moto, and its credentials."""
-    with contextlib.ExitStack() as stack:
-        url = os.environ.get("TEST_S3_URL") or stack.enter_context(servers.moto())
-        bucket = Bucket(url)
-        stack.enter_context(patch.dict(os.environ, bucket.environment))
-        yield bucket

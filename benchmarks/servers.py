@@ -15,5 +15,10 @@ def s3_bucket() -> Iterator[servers.Bucket]:
     with contextlib.ExitStack() as stack:
         url = os.environ.get("TEST_S3_URL") or stack.enter_context(servers.moto())
         bucket = servers.Bucket(url)
-        stack.enter_context(patch.dict(os.environ, bucket.environment))
+        stack.enter_context(credentials(bucket))
         yield bucket
+
+
+def credentials(bucket: servers.Bucket) -> contextlib.AbstractContextManager[object]:
+    """Have a bucket's credentials in our environment, from which processes take them."""
+    return patch.dict(os.environ, bucket.environment)

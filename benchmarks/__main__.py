@@ -55,9 +55,7 @@ def main() -> int:
             module = importlib.import_module(f"benchmarks.{_SUBJECTS[subject]}")
             try:
                 file = _OF_THEIR_OWN.get(subject, "bench.json")
-                results.setdefault(file, []).extend(
-                    module.measure(lambda text: say(f"  {text}"))
-                )
+                results.setdefault(file, []).extend(module.measure(lambda text: say(f"  {text}")))
             except ProcessError as error:
                 failed = True
                 console.print(f"{subject} could not be measured: {error}", markup=False)

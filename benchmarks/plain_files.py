@@ -57,7 +57,7 @@ class PlainFiles:
 
         def ask(number: int, _: memoryview) -> None:
             try:
-                size = os.stat(self._path(turn, number)).st_size
+                size = os.stat(self._path(turn, number)).st_size  # noqa: PTH116 - the limit
             except FileNotFoundError:
                 size = 0
             assert (size == stored_bytes(PAYLOAD)) == (number < PIECES)
@@ -66,8 +66,11 @@ class PlainFiles:
 
     async def remove(self, turn: int) -> None:
         """Remove files."""
-        for number in range(PIECES):
-            os.unlink(self._path(turn, number))
+
+        def remove(number: int, _: memoryview) -> None:
+            Path(self._path(turn, number)).unlink()
+
+        await self._run(remove, PIECES)
 
     def _path(self, turn: int, number: int) -> str:
         return f"{self._folder}/{turn}-{number}"

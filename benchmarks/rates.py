@@ -172,9 +172,7 @@ class _OfTier:
         await self._tier.delete(_shards(turn)[:PIECES])
 
 
-async def _take_turns(
-    turn: int, sides: Sequence[tuple[_Rates, Bare]], held: Memory
-) -> None:
+async def _take_turns(turn: int, sides: Sequence[tuple[_Rates, Bare]], held: Memory) -> None:
     """Have both sides write, read and look up."""
     for rates, side in sides:
         with _rate(rates, "write"):

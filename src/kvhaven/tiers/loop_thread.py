@@ -142,7 +142,7 @@ def keep_freed_memory() -> None:
     """Have glibc keep what bodies of up to 32 MiB took, up to 128 MiB of it, for the next ones.
 
     In other threads than the main one it gives such pieces back to the kernel at once, and
-    populating new ones for each body took six times as long as moving it through Redis.
+    populating new ones for each body took six times the CPU of moving it through Redis.
     Another libc is left alone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

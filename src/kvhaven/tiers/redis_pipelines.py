@@ -15,7 +15,7 @@ Execute = Callable[[Sequence[Command]], Awaitable[Sequence[Any]]]
 MOST_COMMANDS: Final = 128
 MOST_BYTES: Final = 4 << 20
 """A pipeline's values, larger single ones aside: while it is answered, others keep the server
-busy (with 16 MiB, half of the throughput)."""
+busy (shards of 2 MiB were written at 0.8 of the limit with 16 MiB, and at 0.97 with 4)."""
 
 
 class Pipelines:

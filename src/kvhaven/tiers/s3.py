@@ -133,7 +133,7 @@ class S3Client:
         """Put an object unless it is there, if need be over one of another size.
 
         Where the server can refuse to overwrite, it is not asked beforehand: what is written was
-        looked up and absent shortly before, and the question took a fifth of the throughput.
+        looked up and absent shortly before, and the question took a quarter of the throughput.
         """
         name = blob_name(shard)
         body = b"".join((pack_header(shard, checksum), payload))  # ours while it is sent

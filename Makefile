@@ -7,7 +7,7 @@ PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick demo test test-quick test-ceph bench lint format clean
+.PHONY: help setup setup-quick demo test test-quick test-ceph bench bench-tiers lint format clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ test-ceph: setup-quick  ## Run the tests of the S3 tier against a real Ceph (ins
 
 bench: setup  ## Measure, and compare with the limits of this machine
 	@$(PYTHON) -m benchmarks
+
+bench-tiers: setup  ## Measure disk, shared directory, S3 and Redis, and time to first token from each
+	@$(PYTHON) -m benchmarks tiers
 
 lint: setup  ## Check style, format and types
 	@$(PYTHON) -m ruff check .

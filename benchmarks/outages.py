@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`outage.*`: what vLLM's users feel while the node service is not there, slow, or stuck.
+"""`outage.*`: what vLLM's users feel while the node service, or its shared tier, is in trouble.
 
 Two vLLM engines, one without KVHaven and one attached to a node service by its default settings,
 take turns at 20 distinct prompts of 2,000 tokens (see `turns`). The value is the total time with
@@ -9,20 +9,37 @@ first prompt, so the waiting that finds it out is in the figure.
 - `outage.absent`: nobody listens.
 - `outage.slow`: every piece of an answer comes 10 s late, one after the other.
 - `outage.stuck`: the service is stopped (SIGSTOP).
-- `outage.recovery`: seconds from the end of the last trouble until a known prompt comes from
-  the cache again, asked every half second; no limit.
+- `outage.recovery`: seconds from the end of the service's last trouble until a known prompt comes
+  from the cache again, asked every half second; no limit.
+- `outage.stalled-s3`: the service's S3 (moto) is stopped: its kernel accepts connections, and no
+  request is answered. `outage.stalled-fs`: its shared directory is a FUSE mount whose server
+  (bindfs) is stopped, so every system call there hangs. 40 prompts each. Afterwards
+  `kvhaven status` has to show the tier off; when the server goes on, on again, and
+  `outage.stalled-*.recovery` is the time until the tier gives a known prompt back.
 """
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
+
+from benchmarks.rates import empty_folder
 from benchmarks.results import BENCH, Result, plain
+from benchmarks.servers import credentials
 from benchmarks.turns import Turns, ask, warm_up
 from examples.demo.model import make_model
-from examples.demo.processes import Engine, ProcessError, engine, kvhaven, node_service
+from examples.demo.processes import (
+    Engine,
+    NodeService,
+    ProcessError,
+    engine,
+    kvhaven,
+    node_service,
+)
 from examples.demo.text import make_document
+from tests import servers
 from tests.crash.proxy import Proxy
 
 _ROUNDS = 1
@@ -30,6 +47,8 @@ _ALLOWED = 1.10
 _DELAY_S = 10.0
 _RECOVERY_S = 60.0
 _KNOWN_TOKENS = 2000
+_STALLED_PROMPTS = 40
+_STALLED_SEEDS = {"s3": 14, "fs": 15}
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
@@ -64,14 +83,82 @@ def measure(say: Callable[[str], None]) -> list[Result]:
                 results.append(turns.measure("outage.stuck", _ROUNDS, _ALLOWED, seed=13))
                 service.resume()
                 results.append(plain("outage.recovery", _seconds_until_hit(on, known), "s", 1))
+            for stalled in (_stalled_s3, _stalled_directory):
+                try:
+                    results += stalled(turns, address)
+                except pytest.skip.Exception as missing:
+                    say(f"skipped: {missing}")
     return results
 
 
-def _seconds_until_hit(engine: Engine, prompt: str) -> float:
-    """Ask for a prompt until it comes from the cache."""
+def _stalled_s3(turns: Turns, address: Path) -> list[Result]:
+    """Stop the S3 server of a service."""
+    with servers.moto_process() as (url, server):
+        bucket = servers.Bucket(url)
+        settings = {"remote_url": f"s3://{bucket.name}", "s3_endpoint_url": url}
+        with credentials(bucket):
+            return _stalled("s3", turns, address, settings, server)
+
+
+def _stalled_directory(turns: Turns, address: Path) -> list[Result]:
+    """Stop the server of a service's shared directory."""
+    with empty_folder("stalled") as folder:
+        (folder / "store").mkdir()
+        with servers.fuse_mount(folder / "store", folder / "mount") as server:
+            settings = {"remote_url": f"file://{folder}/mount"}
+            return _stalled("fs", turns, address, settings, server)
+
+
+def _stalled(
+    tier: str,
+    turns: Turns,
+    address: Path,
+    settings: Mapping[str, object],
+    server: servers.Stoppable,
+) -> list[Result]:
+    """Serve prompts while the tier's server is stopped."""
+    name = f"outage.stalled-{tier}"
+    log = BENCH / f"outage-stalled-{tier}.log"
+    on, known = turns.with_kvhaven, make_document(_KNOWN_TOKENS, seed=2)
+    common = {"max_local_cpu_size": "1GiB", "runtime_dir": address.parent}
+    with node_service(address, log, **common, **settings) as service:
+        _seconds_until_hit(on, known)
+        service.flush()
+        _seconds_until_hit(on, known, lambda: service.clear("memory"))
+        with server.stopped():
+            seed = _STALLED_SEEDS[tier]
+            result = turns.measure(name, 1, _ALLOWED, seed=seed, prompts=_STALLED_PROMPTS)
+            turns.say(f"{name}: {_seconds_until(service, tier, online=False)}")
+        began = time.monotonic()
+        turns.say(f"{name}: {_seconds_until(service, tier, online=True)}")
+        _seconds_until_hit(on, known, lambda: service.clear("memory"))
+        return [result, plain(f"{name}.recovery", time.monotonic() - began, "s", 1)]
+
+
+def _seconds_until(service: NodeService, tier: str, *, online: bool) -> str:
+    """Wait until status shows the tier on, or off; return what it shows, for people."""
     began = time.monotonic()
-    while not ask(engine, prompt, 1).sources["memory"]:
+    while True:
+        health = service.status()["tiers"][tier]
+        waited = time.monotonic() - began
+        if online == (health["online"] and health["writable"]):
+            state = "on" if online else f"off ({health['last_error']})"
+            return f"status shows it {state} after {waited:.1f} s more"
+        if waited > _RECOVERY_S:
+            raise ProcessError(f"the tier is {health} after {_RECOVERY_S:.0f} s")
+        time.sleep(0.1)
+
+
+def _seconds_until_hit(
+    engine: Engine, prompt: str, forget: Callable[[], None] = lambda: None
+) -> float:
+    """Ask for a prompt until it comes from the cache; each time, `forget` before."""
+    began = time.monotonic()
+    while True:
+        forget()
+        answer = ask(engine, prompt, 1)
+        if answer.sources["computed"] < answer.prompt_tokens:
+            return time.monotonic() - began
         if time.monotonic() - began > _RECOVERY_S:
-            raise ProcessError(f"no hit {_RECOVERY_S:.0f} s after the service was well again")
+            raise ProcessError(f"no hit {_RECOVERY_S:.0f} s after the trouble ended")
         time.sleep(0.5)
-    return time.monotonic() - began

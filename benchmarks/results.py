@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark found: printed as a table, and written to `build/bench.json`."""
+"""What a benchmark found: printed as a table, and written as JSON to `build/`."""
 
 import json
 import statistics
@@ -60,9 +60,9 @@ def plain(name: str, value: float, unit: str, repetitions: int) -> Result:
     return Result(name, value, unit, None, repetitions)
 
 
-def write_json(results: Sequence[Result]) -> Path:
-    """Write `build/bench.json`; results of subjects that were not run now are kept."""
-    path = BUILD / "bench.json"
+def write_json(results: Sequence[Result], name: str) -> Path:
+    """Write a file in `build/`; its results that were not measured now are kept."""
+    path = BUILD / name
     commit = current_commit()
     found = {
         result.name: {

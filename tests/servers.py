@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ import pytest
 from kvhaven.tiers.base import Tier
 
 REDIS_MISSING = "there is no redis-server: apt-get install redis-tools (or valkey)"
+FUSE_MISSING = "a FUSE mount needs root, /dev/fuse and bindfs: apt-get install bindfs"
 MOTO_MISSING = "moto's server is not installed: pip install 'moto[server]', or make setup"
 
 
@@ -34,14 +37,14 @@ KEYS = {
 @contextlib.contextmanager
 def process(
     command: list[str], port: int, within_s: float = 30, executable: str | None = None
-) -> Iterator[None]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server until the block ends; begin when it takes connections."""
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, executable=executable
     ) as server:
         try:
             wait_for_port(port, server, within_s)
-            yield
+            yield server
         finally:
             server.kill()
 
@@ -70,10 +73,58 @@ def free_port() -> int:
 @contextlib.contextmanager
 def moto() -> Iterator[str]:
     """Run moto's S3 server; yield its URL."""
+    with moto_process() as (url, _):
+        yield url
+
+
+@contextlib.contextmanager
+def moto_process() -> Iterator[tuple[str, "Stoppable"]]:
+    """Run moto's S3 server; yield its URL, and what stops it."""
     pytest.importorskip("moto.server", reason=MOTO_MISSING)
     port = free_port()
-    with process([sys.executable, "-m", "moto.server", "-p", str(port)], port):
-        yield f"http://127.0.0.1:{port}"
+    with process([sys.executable, "-m", "moto.server", "-p", str(port)], port) as server:
+        yield f"http://127.0.0.1:{port}", Stoppable(server)
+
+
+@contextlib.contextmanager
+def fuse_mount(source: Path, mount: Path) -> Iterator["Stoppable"]:
+    """Mount `source` at `mount` through a FUSE server, like a file server; yield what stops it.
+
+    While that is stopped, every system call on the mount hangs, and cannot be interrupted.
+    """
+    program = shutil.which("bindfs")
+    if program is None or os.geteuid() != 0 or not Path("/dev/fuse").exists():
+        pytest.skip(FUSE_MISSING)
+    mount.mkdir()
+    with subprocess.Popen([program, "-f", str(source), str(mount)]) as server:
+        try:
+            end = time.monotonic() + 10
+            while not mount.is_mount():
+                if server.poll() is not None:
+                    pytest.skip(f"bindfs cannot mount here: it ended with {server.returncode}")
+                if time.monotonic() > end:
+                    raise RuntimeError("bindfs did not mount within 10 s")
+                time.sleep(0.02)
+            yield Stoppable(server)
+        finally:
+            server.kill()  # what hangs in it then fails
+            subprocess.run(["umount", "--lazy", str(mount)], check=False)
+
+
+class Stoppable:
+    """A server's process."""
+
+    def __init__(self, server: subprocess.Popen[bytes]) -> None:
+        self._server = server
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop it (SIGSTOP) for a while: it takes connections, or calls, and answers none."""
+        self._server.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._server.send_signal(signal.SIGCONT)
 
 
 @contextlib.contextmanager

@@ -97,6 +97,15 @@ async def test_what_is_there_is_not_uploaded_again(bucket: Bucket) -> None:
         assert await fetch(here, PIECE.shard) == content(PIECE)
 
 
+async def test_a_shard_is_put_in_one_request(scripted: ScriptedServer) -> None:
+    scripted.script = lambda method, _: Answer() if method == "PUT" else ABSENT
+    async with tier_of(scripted.url) as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, PIECE)
+        asked = [method for method, path in scripted.requests if path.endswith(".kv")]
+        assert asked == ["PUT"]
+
+
 async def test_an_object_that_appears_meanwhile_is_not_written_over(
     scripted: ScriptedServer,
 ) -> None:

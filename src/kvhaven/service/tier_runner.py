@@ -28,7 +28,8 @@ class TierRunner:
 
     `memory_of` gives the service's own view of an extent; `changed` is called after the
     catalog was told of a result, since that may have produced further actions. A lookup is
-    answered within `lookup_s`, whatever the tier does.
+    answered within `lookup_s`, whatever the tier does; while a tier owes the answer to one that
+    came too late, nobody waits for the tier again.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class TierRunner:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._scanned: dict[TierName, int] = {}
         self._lookup_s = lookup_s
+        self._late: dict[TierName, asyncio.Task[Sequence[bool] | None]] = {}
         self._reading = Counter[TierName]()
         self._all_read = {name: asyncio.Event() for name in tiers}
 
@@ -73,6 +75,7 @@ class TierRunner:
             health = tier.health()
             self._catalog.tier_online(name, health.online)
             if not health.online:
+                self._late.pop(name, None)  # it finds out itself when it works again
                 continue
             if tier.shared:
                 continue
@@ -162,21 +165,41 @@ class TierRunner:
             for shard in table.shards
         ]
         found: dict[ChunkKey, int] | None = None
-        asked = self._spawn(self._contains(action.tier, shards))
-        # Not awaited itself: a call that a thread is in ends when the thread does.
-        await asyncio.wait([asked], timeout=self._lookup_s)
-        if asked.done() and (there := asked.result()) is not None:
+        there = await self._in_time(action.tier, shards)
+        if there is None:
+            self.check_health()
+        else:
             bits = len(table.shards)
             found = {
                 key: sum(1 << bit for bit in range(bits) if there[at * bits + bit])
                 for at, key in enumerate(action.keys)
             }
-        else:
-            asked.cancel()
-            self.check_health()
         self._tick()
         self._catalog.tier_looked_up(action.tier, action.number, found)
         self._changed()
+
+    async def _in_time(
+        self, name: TierName, shards: Sequence[StoredShard]
+    ) -> Sequence[bool] | None:
+        """Ask a tier; None: there is no answer in time, or the tier did not know.
+
+        A store that takes questions and never answers would cost every request the whole
+        `lookup_s`. So a late question is left to end by the tier's own deadline, which tells the
+        tier's breaker, and until one was answered the next goes to the tier without anybody
+        waiting for it, one at a time.
+        """
+        late = self._late.get(name)
+        if late is not None and not late.done():
+            return None
+        # Not awaited itself: a call that a thread is in ends when the thread does.
+        asked = self._spawn(self._contains(name, shards))
+        if late is None or late.result() is not None:
+            self._late.pop(name, None)
+            await asyncio.wait([asked], timeout=self._lookup_s)
+            if asked.done():
+                return asked.result()
+        self._late[name] = asked
+        return None
 
     async def _contains(
         self, name: TierName, shards: Sequence[StoredShard]

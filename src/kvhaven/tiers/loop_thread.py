@@ -3,6 +3,8 @@
 
 import asyncio
 import contextlib
+import ctypes
+import functools
 import os
 import threading
 import time
@@ -18,6 +20,10 @@ T = TypeVar("T")
 
 MOST_WAITING: Final = 4096
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_REUSED_BYTES: Final = 32 << 20
+_KEPT_BYTES: Final = 128 << 20
+
 
 class LoopThread:
     """Runs coroutines in an event loop and a thread of its own, at nice 10.
@@ -29,6 +35,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str, slots: Mapping[Lane, int]) -> None:
+        keep_freed_memory()
         self._loop = asyncio.new_event_loop()
         # Used in the thread alone.
         self._slots = {lane: asyncio.Semaphore(number) for lane, number in slots.items()}
@@ -128,6 +135,20 @@ class LoopThread:
         finally:
             self._begun[call.lane] -= 1
             slots.release()
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Have glibc keep what bodies of up to 32 MiB took, up to 128 MiB of it, for the next ones.
+
+    In other threads than the main one it gives such pieces back to the kernel at once, and
+    populating new ones for each body took six times the CPU of moving it through Redis.
+    Another libc is left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _REUSED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 class _Call(Generic[T]):

@@ -51,7 +51,7 @@ PREFIX: Final = "kvhaven/"
 MOST_BYTES: Final = 512 << 20
 """Redis takes no longer strings."""
 
-_READERS, _WRITERS = 4, 2  # pipelines at once
+READERS, WRITERS = 4, 2  # pipelines at once
 _CONNECT_S: Final = 2.0
 _SCAN_PAGE: Final = 1000
 
@@ -97,8 +97,8 @@ class RedisClient:
         self._deadline_s = deadline_s
         self._redis: Any = None  # Redis or RedisCluster: their types have no common part
         self._retries = Retries()
-        self._reads = Pipelines(self._execute, _READERS)
-        self._writes = Pipelines(self._execute, _WRITERS)
+        self._reads = Pipelines(self._execute, READERS)
+        self._writes = Pipelines(self._execute, WRITERS)
         self._warned = False
 
     async def open(self) -> None:

@@ -15,8 +15,8 @@ from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
 from kvhaven.tiers.shared import SharedTier
 
-_THREADS: Final = 16
-_PER_CORE: Final = 8
+THREADS: Final = 16
+PER_CORE: Final = 8
 """Threads that wait for a file server take no core."""
 
 _REDIS: Final = ("redis", "rediss", "redis+cluster", "rediss+cluster", "unix")
@@ -50,7 +50,7 @@ def _filesystem(path: str, settings: dict[str, Any]) -> SharedTier:
             f"{path!r} is no place for a shared tier: a path begins with /, as in /mnt/kv or "
             f"fs:///mnt/kv"
         )
-    executor = TierExecutor(_THREADS, per_core=_PER_CORE)
+    executor = TierExecutor(THREADS, per_core=PER_CORE)
     return filesystem_tier(Path(path), executor=executor, **settings)
 
 

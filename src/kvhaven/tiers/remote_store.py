@@ -16,7 +16,7 @@ from kvhaven.types import Checksum
 
 T = TypeVar("T")
 
-_SLOTS: Final = {Lane.READ: 16, Lane.WRITE: 6, Lane.BACKGROUND: 2}
+SLOTS: Final = {Lane.READ: 16, Lane.WRITE: 6, Lane.BACKGROUND: 2}
 """More reads than writes: who reads has a user waiting."""
 
 
@@ -33,7 +33,7 @@ class RemoteStore:
         self.title = client.title
         self._client = client
         self._deadline_s = deadline_s
-        self._thread = LoopThread(f"tier-{client.name}", _SLOTS)
+        self._thread = LoopThread(f"tier-{client.name}", SLOTS)
 
     async def open(self) -> None:
         """Open the client's store."""

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two nodes, each with a service and an arena of its own: B gets what A computed."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Control
+from tests.e2e.engines import NodeService, assert_nothing_held, assert_same, engine, prompts
+from tests.e2e.test_engine import full_chunks
+from tests.e2e.test_restart import wait_for_members
+from tests.servers import Bucket
+
+pytestmark = pytest.mark.vllm
+
+
+def test_a_node_hits_what_another_computed_through_a_directory_and_through_s3(
+    model: Path,
+    control: Control,
+    s3_server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    short_dir: Path,
+) -> None:
+    asked = prompts(41, 6)
+    expected = control(asked, max_tokens=8)
+    bucket = Bucket(s3_server)
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "shared").mkdir()
+    remote = {"fs": f"file://{tmp_path}/shared", "s3": f"s3://{bucket.name}/kv"}
+
+    def node(name: str, *tiers: str, **settings: object) -> NodeService:
+        return NodeService(
+            short_dir / name,
+            tmp_path / f"{name}.log",
+            max_local_cpu_size="64MiB",
+            remote_url=" ".join(remote[tier] for tier in tiers),
+            s3_endpoint_url=bucket.url,
+            **settings,
+        )
+
+    a, settings = node("a", "fs", "s3"), {"service_address": str(short_dir / "a")}
+    a.start()
+    try:
+        with engine(model, tmp_path / "a-engine.log", settings, in_process=True) as started:
+            assert_same(started.generate(asked, max_tokens=8), expected)
+        a.flush()
+        assert [tier.writes > 0 for tier in a.status().tiers.values()] == [True, True]
+    finally:
+        a.stop(signal.SIGKILL)
+
+    settings = {"service_address": str(short_dir / "b")}
+    with engine(model, tmp_path / "b-engine.log", settings, in_process=True) as started:
+        for tier in remote:
+            b = node("b", tier, remote_write="off")
+            b.start()
+            try:
+                wait_for_members(b, 2)
+                started.ask("reset")
+                found = started.generate(asked, max_tokens=8)
+                assert_same(found, expected)
+                for prompt, one in zip(asked, found, strict=True):
+                    assert one["cached"] >= full_chunks(prompt)
+                status = b.settled()
+                assert status.tiers[tier].reads > 0
+                assert_nothing_held(status)
+            finally:
+                b.stop(signal.SIGKILL)
+        assert started.ask("metrics").get("vllm:kvhaven_failed_loads", 0) == 0

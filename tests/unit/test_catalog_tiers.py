@@ -162,7 +162,7 @@ def test_clearing_a_namespace_leaves_the_others() -> None:
     other = namespace_of("other")
     node.catalog.add_namespace(other)
     node.save(keys)
-    node.catalog.tier_found(DISK, other.digest, others[0], 0, PAGE)
+    node.catalog.tier_found(DISK, other.digest, others[0], 0, STORED)
     assert node.catalog.clear(other.digest) == (1, STORED)
     assert node.resident(keys) == 2
     node.catalog.check()

@@ -20,7 +20,7 @@ from kvhaven.tiers.remote import open_tier
 def make_tiers(settings: Settings) -> dict[TierName, Tier]:
     """Return the tiers of the settings, the fastest first; none of them is started.
 
-    Raises `ConfigError` for a URL whose kind is unknown.
+    Raises `ConfigError` for a URL whose kind is unknown, and for packages that are absent.
     """
     tiers: dict[TierName, Tier] = {}
     if settings.local_disk is not None:
@@ -29,6 +29,7 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
             settings.max_local_disk_size,
             executor=TierExecutor(),
             direct_io=settings.disk_direct_io,
+            compress=settings.disk_compression == "zstd",
             retry_s=settings.breaker_pause_s,
         )
         tiers[TierName(disk.name)] = disk
@@ -59,7 +60,12 @@ def _open(url: str, settings: Settings) -> Tier:
         "file": _filesystem_settings,
         "s3": _s3_settings,
     }.get(urlsplit(url).scheme.lower(), _redis_settings)
-    return open_tier(url, retry_s=settings.breaker_pause_s, **of_kind(settings))
+    return open_tier(
+        url,
+        retry_s=settings.breaker_pause_s,
+        compress=settings.remote_compression == "zstd",
+        **of_kind(settings),
+    )
 
 
 def _filesystem_settings(settings: Settings) -> dict[str, Any]:

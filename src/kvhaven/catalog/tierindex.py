@@ -70,7 +70,8 @@ class TierIndex:
     def found(self, namespace: NamespaceState, key: ChunkKey, bit: int, bytes_: int) -> None:
         """Count a shard that the scan found and that takes `bytes_`.
 
-        It is older than anything used since start. Raises KVHavenError for a shard that the namespace does not have.
+        It is older than anything used since start. Raises KVHavenError for a shard that the
+        namespace does not have.
         """
         if not 0 <= bit < namespace.shards:
             raise KVHavenError(

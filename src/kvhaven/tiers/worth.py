@@ -87,7 +87,7 @@ class Worth:
     def _choose(self, trial: "_Trial") -> None:
         stored = trial.stored_bytes / trial.payload_bytes
         slower = self._slower(trial.pack_s / trial.payload_bytes, stored)
-        if 1 - stored < LEAST_SAVED:
+        if stored > 1 - LEAST_SAVED:
             self.on = False
             self.why = f"it would save {1 - stored:.0%} of the bytes, less than {LEAST_SAVED:.0%}"
             return

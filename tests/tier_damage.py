@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import xxhash
 
-from kvhaven.tiers.header import HEADER_BYTES, pack_header, unpack_header
+from kvhaven.tiers.header import HEADER_BYTES, PLAIN, Form, form_of, pack_header
 from kvhaven.types import ChunkKey, ShardId
 from tests.tiers import PAYLOAD, Piece, make_namespace
 
@@ -19,9 +19,14 @@ def flip(at: int) -> Damage:
     return lambda raw, _: raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :]
 
 
+def form_in(raw: bytes) -> Form:
+    """Return how a payload is stored, also according to a header that is damaged already."""
+    return form_of(raw) if len(raw) >= HEADER_BYTES else PLAIN
+
+
 def flip_last(raw: bytes, piece: Piece) -> bytes:
     """Change the last byte before the padding."""
-    length = unpack_header(raw).form.length or piece.shard.payload_bytes
+    length = form_in(raw).length or piece.shard.payload_bytes
     return flip(HEADER_BYTES + length - 1)(raw, piece)
 
 
@@ -40,8 +45,7 @@ def swap_header(field: str, other: Callable[[Piece], object]) -> Damage:
 
     def change(raw: bytes, piece: Piece) -> bytes:
         shard = msgspec.structs.replace(piece.shard, **{field: other(piece)})
-        form = unpack_header(raw).form
-        return pack_header(shard, piece.checksum, form) + raw[HEADER_BYTES:]
+        return pack_header(shard, piece.checksum, form_in(raw)) + raw[HEADER_BYTES:]
 
     return change
 

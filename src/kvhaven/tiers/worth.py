@@ -2,6 +2,7 @@
 """Whether compressing pays for a namespace in a tier, found out on some of its shards."""
 
 import enum
+import statistics
 from typing import Final
 
 from kvhaven.tiers.executor import Lane
@@ -68,11 +69,10 @@ class Worth:
         if self._left:  # it was begun for the trial that has ended
             return False
         trial = self._trial
-        trial.shards += 1
         trial.payload_bytes += payload_bytes
         trial.stored_bytes += stored_bytes
-        trial.pack_s += seconds
-        if trial.shards < TRIAL_SHARDS:
+        trial.pack_s.append(seconds / payload_bytes)
+        if len(trial.pack_s) < TRIAL_SHARDS:
             return False
         before = self.on if self._chosen else None
         self._choose(trial)
@@ -86,7 +86,8 @@ class Worth:
 
     def _choose(self, trial: "_Trial") -> None:
         stored = trial.stored_bytes / trial.payload_bytes
-        slower = self._slower(trial.pack_s / trial.payload_bytes, stored)
+        # The median: a thread that had to wait for a core says nothing about compression.
+        slower = self._slower(statistics.median(trial.pack_s), stored)
         if stored > 1 - LEAST_SAVED:
             self.on = False
             self.why = f"it would save {1 - stored:.0%} of the bytes, less than {LEAST_SAVED:.0%}"
@@ -110,10 +111,10 @@ class Worth:
 
 
 class _Trial:
-    """Sums over the shards that were measured."""
+    """What was measured so far. `begun` may be more shards than that; `pack_s` is per byte."""
 
-    begun = 0
-    shards = 0
-    payload_bytes = 0
-    stored_bytes = 0
-    pack_s = 0.0
+    def __init__(self) -> None:
+        self.begun = 0
+        self.payload_bytes = 0
+        self.stored_bytes = 0
+        self.pack_s: list[float] = []

@@ -202,7 +202,7 @@ async def _choice_of_disk(pieces: Sequence[_Piece]) -> str:
         await tier.write(*piece)
         await tier.read(piece.shard, into)
     await asyncio.gather(*(tier.write(*piece) for piece in pieces[TRIAL_SHARDS - 1 :]))
-    (status,) = tier.health().compression or ()
+    (status,) = tier.health().compression or []
     await tier.close(10)
     shutil.rmtree(folder, ignore_errors=True)
     return f"{'on' if status.on else 'off'}: {status.why}"

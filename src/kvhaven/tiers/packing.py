@@ -86,7 +86,7 @@ class Packing:
         self._lock = threading.Lock()
         self._tallies: dict[NamespaceDigest, _Tally] = {}  # under the lock
         if zstd:
-            _import_zstd(f"{title} is set to compress and")
+            _import_zstd(f"{title}: to compress")
 
     def pack(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> Packed:
         """Return what to store for a payload (whole pages). Takes long: not for an event loop."""
@@ -207,7 +207,7 @@ class Packing:
         """Return this thread's. Raises `ConfigError`."""
         zstd: Zstd | None = getattr(self._local, "zstd", None)
         if zstd is None:
-            module = _import_zstd("what is stored compressed")
+            module = _import_zstd("to decompress what is stored")
             zstd = self._local.zstd = module.Zstd()
         return zstd
 
@@ -250,6 +250,7 @@ def _import_zstd(what: str) -> Any:
         if error.name is None or error.name.startswith("kvhaven"):
             raise
         raise ConfigError(
-            f"{what} needs the package {error.name}, which is not installed: "
-            f"pip install 'kvhaven[zstd]'"
+            f"{what}, the package {error.name} is needed and is not installed: "
+            f"pip install 'kvhaven[zstd]', or write without disk_compression and "
+            f"remote_compression (off)"
         ) from error

@@ -32,6 +32,9 @@ PAYLOAD = 10_000
 """Not a multiple of 4096, so that there is padding."""
 
 
+_EXPONENTS = bytes(0x3E + number % 4 for number in range(256))
+
+
 class Piece(NamedTuple):
     """A shard with its payload."""
 
@@ -64,7 +67,7 @@ def make_piece(namespace: Namespace, number: int = 0, at: int = 0) -> Piece:
     payload = page_buffer(entry.payload_bytes)
     chosen = random.Random(f"{key.hex()} {at}")
     payload[::2] = chosen.randbytes(len(payload) // 2)
-    payload[1::2] = bytes(0x3E + number % 4 for number in chosen.randbytes(len(payload) // 2))
+    payload[1::2] = chosen.randbytes(len(payload) // 2).translate(_EXPONENTS)
     checksum = Checksum(xxhash.xxh3_128_digest(payload[: entry.payload_bytes]))
     shard = StoredShard(namespace.digest, key, entry.id, entry.payload_bytes)
     return Piece(shard, payload, checksum)

@@ -133,9 +133,9 @@ def test_an_offline_tier_is_given_nothing_and_forgets_what_waited() -> None:
 
 def test_chunks_that_take_less_than_was_reserved_leave_room_for_more() -> None:
     node, keys = Node(pages=8, tiers=[spec(chunks=4)]), keys_of("a", 8)
-    node.save(keys)
-    while writes := node.writes():
-        for write in writes:
+    for batch in (keys[:3], keys[3:6], keys[6:]):
+        node.save(batch)
+        for write in node.writes():
             node.catalog.tier_write_done(DISK, write.key, ok=True, taken_bytes=STORED // 4)
             node.catalog.check()
     usage = node.catalog.stats().tiers[DISK]

@@ -8,8 +8,8 @@ hardly do. What is left of the block (less than an element) follows. Each block 
 frames follow each other without gaps.
 
 The settings of zstd look for few matches, since there are few: its levels 1 and 3 are slower, and
-mostly longer too. Turning elements by a bit, so that an exponent is a byte of its own, made bf16 of
-real models 2% longer. See docs/performance.md.
+mostly longer too. Turning elements by a bit, so that an exponent is a byte of its own, made the
+bf16 KV of the models at hand 2% longer. See docs/performance.md.
 """
 
 import mmap

@@ -21,6 +21,7 @@ _SUBJECTS = {
     "policies": "policies",
     "copy": "copies",
     "disk": "disks",
+    "compression": "compressions",
     "acquire": "acquires",
     "ttft": "first_token",
     "nohit": "no_hits",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import xxhash
 
-from kvhaven.tiers.header import HEADER_BYTES, pack_header
+from kvhaven.tiers.header import HEADER_BYTES, PLAIN, Form, form_of, pack_header
 from kvhaven.types import ChunkKey, ShardId
 from tests.tiers import PAYLOAD, Piece, make_namespace
 
@@ -17,6 +17,17 @@ Damage = Callable[[bytes, Piece], bytes]
 
 def flip(at: int) -> Damage:
     return lambda raw, _: raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :]
+
+
+def form_in(raw: bytes) -> Form:
+    """Return how a payload is stored, also according to a header that is damaged already."""
+    return form_of(raw) if len(raw) >= HEADER_BYTES else PLAIN
+
+
+def flip_last(raw: bytes, piece: Piece) -> bytes:
+    """Change the last byte before the padding."""
+    length = form_in(raw).length or piece.shard.payload_bytes
+    return flip(HEADER_BYTES + length - 1)(raw, piece)
 
 
 def patch_header(at: int, value: bytes) -> Damage:
@@ -34,7 +45,7 @@ def swap_header(field: str, other: Callable[[Piece], object]) -> Damage:
 
     def change(raw: bytes, piece: Piece) -> bytes:
         shard = msgspec.structs.replace(piece.shard, **{field: other(piece)})
-        return pack_header(shard, piece.checksum) + raw[HEADER_BYTES:]
+        return pack_header(shard, piece.checksum, form_in(raw)) + raw[HEADER_BYTES:]
 
     return change
 
@@ -60,8 +71,9 @@ DAMAGE: dict[str, Damage] = {
     "bit in the header's zeros": flip(2000),
     "bit in the header's checksum": flip(4090),
     "first bit of the payload": flip(HEADER_BYTES),
-    "last bit of the payload": flip(HEADER_BYTES + PAYLOAD - 1),
+    "last bit of the payload": flip_last,
     "a newer version": patch_header(8, struct.pack("<I", 2)),
+    "another length of what is stored": patch_header(144, struct.pack("<Q", 5000)),
     "another header size": patch_header(12, struct.pack("<I", 8192)),
     "another model's file": swap_header("namespace", lambda _: make_namespace("other").digest),
     "another chunk's file": swap_header("key", lambda piece: ChunkKey(piece.shard.key[::-1])),

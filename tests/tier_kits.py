@@ -2,6 +2,7 @@
 """Every tier there is, over a store of its own: how to open it, and how to damage what it holds."""
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvhaven.tiers import worth
 from kvhaven.tiers.base import StoredShard, Tier
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
@@ -54,6 +56,11 @@ def disk_buffered(request: pytest.FixtureRequest, path: Path) -> Kit:
     return disk(request, path, direct_io="off")
 
 
+def disk_zstd(request: pytest.FixtureRequest, path: Path) -> Kit:
+    _always_compress(request)
+    return disk(request, path, compress=True)
+
+
 def memory(_: pytest.FixtureRequest, __: Path) -> Kit:
     store = MemoryStore()
 
@@ -79,7 +86,12 @@ def filesystem_buffered(request: pytest.FixtureRequest, path: Path) -> Kit:
     return filesystem(request, path, direct_io="off")
 
 
-def s3(request: pytest.FixtureRequest, _: Path) -> Kit:
+def filesystem_zstd(request: pytest.FixtureRequest, path: Path) -> Kit:
+    _always_compress(request)
+    return filesystem(request, path, compress=True)
+
+
+def s3(request: pytest.FixtureRequest, _: Path, **settings: Any) -> Kit:
     pytest.importorskip("obstore", reason="pip install 'kvhaven[s3]'")
     from tests.servers import Bucket
 
@@ -92,18 +104,29 @@ def s3(request: pytest.FixtureRequest, _: Path) -> Kit:
         name = f"some/prefix/{blob_name(shard)}"
         bucket.put(name, change(bucket.get(name)))
 
-    return Kit(lambda: opened(bucket.tier("some/prefix", absent_s=0, retry_s=0.05)), change)
+    settings |= {"absent_s": 0, "retry_s": 0.05}
+    return Kit(lambda: opened(bucket.tier("some/prefix", **settings)), change)
+
+
+def s3_zstd(request: pytest.FixtureRequest, path: Path) -> Kit:
+    _always_compress(request)
+    return s3(request, path, compress=True)
 
 
 def redis(request: pytest.FixtureRequest, _: Path) -> Kit:
     return _redis(request, "redis_server")
 
 
+def redis_zstd(request: pytest.FixtureRequest, _: Path) -> Kit:
+    _always_compress(request)
+    return _redis(request, "redis_server", compress=True)
+
+
 def redis_cluster(request: pytest.FixtureRequest, _: Path) -> Kit:
     return _redis(request, "redis_cluster_server")
 
 
-def _redis(request: pytest.FixtureRequest, server: str) -> Kit:
+def _redis(request: pytest.FixtureRequest, server: str, **settings: Any) -> Kit:
     pytest.importorskip("redis", reason="pip install 'kvhaven[redis]'")
     from redis import Redis
 
@@ -120,16 +143,27 @@ def _redis(request: pytest.FixtureRequest, server: str) -> Kit:
             if value is not None:
                 client.set(key, change(value))
 
-    return Kit(lambda: opened(redis_tier(url, retry_s=0.05)), change)
+    return Kit(lambda: opened(redis_tier(url, retry_s=0.05, **settings)), change)
+
+
+def _always_compress(request: pytest.FixtureRequest) -> None:
+    """Have no tier find out that memory is faster than zstd."""
+    pytest.importorskip("zstandard", reason="pip install 'kvhaven[zstd]'")
+    pytest.importorskip("numpy", reason="pip install 'kvhaven[zstd]'")
+    request.getfixturevalue("monkeypatch").setattr(worth, "MOST_SLOWER", math.inf)
 
 
 KITS: dict[str, Callable[[pytest.FixtureRequest, Path], Kit]] = {
     "disk": disk,
     "disk-buffered": disk_buffered,
+    "disk-zstd": disk_zstd,
     "memory": memory,
     "fs": filesystem,
     "fs-buffered": filesystem_buffered,
+    "fs-zstd": filesystem_zstd,
     "s3": s3,
+    "s3-zstd": s3_zstd,
     "redis": redis,
+    "redis-zstd": redis_zstd,
     "redis-cluster": redis_cluster,
 }

@@ -32,6 +32,9 @@ PAYLOAD = 10_000
 """Not a multiple of 4096, so that there is padding."""
 
 
+_EXPONENTS = bytes(0x3E + number % 4 for number in range(256))
+
+
 class Piece(NamedTuple):
     """A shard with its payload."""
 
@@ -55,11 +58,16 @@ def make_namespace(name: str = "model", sizes: tuple[int, ...] = (PAYLOAD,)) -> 
 
 
 def make_piece(namespace: Namespace, number: int = 0, at: int = 0) -> Piece:
-    """Return chunk `number`'s shard `at`; the same arguments give the same bytes."""
+    """Return chunk `number`'s shard `at`; the same arguments give the same bytes.
+
+    They are like bf16 of about the same size, of which zstd saves about a third.
+    """
     entry = namespace.table.shards[at]
     key = ChunkKey(hashlib.sha256(f"{namespace.digest.hex()} {number}".encode()).digest())
     payload = page_buffer(entry.payload_bytes)
-    payload[:] = random.Random(f"{key.hex()} {at}").randbytes(len(payload))
+    chosen = random.Random(f"{key.hex()} {at}")
+    payload[::2] = chosen.randbytes(len(payload) // 2)
+    payload[1::2] = chosen.randbytes(len(payload) // 2).translate(_EXPONENTS)
     checksum = Checksum(xxhash.xxh3_128_digest(payload[: entry.payload_bytes]))
     shard = StoredShard(namespace.digest, key, entry.id, entry.payload_bytes)
     return Piece(shard, payload, checksum)

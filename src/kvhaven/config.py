@@ -151,6 +151,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "behind or through",
         ),
     ] = "behind"
+    disk_compression: Annotated[
+        Literal["off", "zstd"],
+        setting(
+            "Compress what goes to the disk, without loss (zstd), where that is found to pay. "
+            "What is there is read in any case.",
+            "off or zstd",
+        ),
+    ] = "off"
     disk_store_on: Annotated[
         Literal["first", "second"],
         setting(
@@ -206,6 +214,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["first", "second"],
         setting("The same as disk_store_on for shared tiers.", "first or second"),
     ] = "first"
+    remote_compression: Annotated[
+        Literal["off", "zstd"],
+        setting("The same as disk_compression for shared tiers.", "off or zstd"),
+    ] = "off"
     remote_believe_s: Annotated[
         float,
         duration(

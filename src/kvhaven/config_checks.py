@@ -60,7 +60,13 @@ def notes(settings: "Settings", raws: Mapping[str, RawValue]) -> tuple[str, ...]
     return tuple(found)
 
 
-_DISK_ONLY = ("max_local_disk_size", "disk_direct_io", "disk_write", "disk_store_on")
+_DISK_ONLY = (
+    "max_local_disk_size",
+    "disk_direct_io",
+    "disk_write",
+    "disk_compression",
+    "disk_store_on",
+)
 _REMOTE_ONLY = (
     "s3_endpoint_url",
     "max_remote_size",
@@ -68,6 +74,7 @@ _REMOTE_ONLY = (
     "remote_ttl_s",
     "remote_write",
     "remote_store_on",
+    "remote_compression",
     "remote_believe_s",
     "fill_faster_tiers",
 )

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
+from kvhaven.tiers.header import stored_bytes
 from kvhaven.types import ChunkKey, NamespaceDigest
 from tests.simulation.catalog_model import (
     BY_DIGEST,
@@ -185,7 +186,7 @@ class FakeTiers:
             shards = namespace.table.shards
             for bit in range(1 + self._world.choose(len(shards))):
                 self._world.catalog.tier_found(
-                    tier, namespace.digest, key, bit, shards[bit].payload_bytes
+                    tier, namespace.digest, key, bit, stored_bytes(shards[bit].payload_bytes)
                 )
 
     def others_write(self) -> None:

@@ -21,6 +21,7 @@ from kvhaven.catalog.actions import (
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.tiers.base import Namespace
+from kvhaven.tiers.header import stored_bytes
 from kvhaven.types import (
     Checksum,
     ChunkKey,
@@ -155,7 +156,7 @@ class Node:
         """Have a tier hold chunks, as its scan would say."""
         for key in keys:  # what is found first counts as younger
             for bit, shard in enumerate(self.namespace.table.shards):
-                size = shard.payload_bytes
+                size = stored_bytes(shard.payload_bytes)
                 self.catalog.tier_found(tier, self.namespace.digest, key, bit, size)
 
     def reads(self) -> list[TierRead]:

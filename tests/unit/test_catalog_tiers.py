@@ -131,6 +131,18 @@ def test_an_offline_tier_is_given_nothing_and_forgets_what_waited() -> None:
     assert len(node.writes()) == 1
 
 
+def test_chunks_that_take_less_than_was_reserved_leave_room_for_more() -> None:
+    node, keys = Node(pages=8, tiers=[spec(chunks=4)]), keys_of("a", 8)
+    for batch in (keys[:3], keys[3:6], keys[6:]):
+        node.save(batch)
+        for write in node.writes():
+            node.catalog.tier_write_done(DISK, write.key, ok=True, taken_bytes=STORED // 4)
+            node.catalog.check()
+    usage = node.catalog.stats().tiers[DISK]
+    assert (usage.chunks, usage.used_bytes) == (8, 2 * STORED)
+    assert node.catalog.clear(tier=DISK) == (8, 2 * STORED)
+
+
 def test_a_chunk_larger_than_the_tier_is_not_written() -> None:
     node = Node(tiers=[spec(chunks=0)])
     node.save(keys_of("a", 1))
@@ -162,7 +174,7 @@ def test_clearing_a_namespace_leaves_the_others() -> None:
     other = namespace_of("other")
     node.catalog.add_namespace(other)
     node.save(keys)
-    node.catalog.tier_found(DISK, other.digest, others[0], 0, PAGE)
+    node.catalog.tier_found(DISK, other.digest, others[0], 0, STORED)
     assert node.catalog.clear(other.digest) == (1, STORED)
     assert node.resident(keys) == 2
     node.catalog.check()

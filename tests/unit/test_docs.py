@@ -21,6 +21,7 @@ from kvhaven.service.status import ServiceStatus
 from kvhaven.tiers import header
 from kvhaven.tiers.disk_manifest import pack_manifest
 from kvhaven.tiers.header import pack_header
+from kvhaven.tiers.packing import Packing
 from kvhaven.types import align_up
 from tests.tiers import content, make_namespace, make_piece
 
@@ -133,6 +134,23 @@ def test_the_documented_reader_reads_what_is_stored() -> None:
         damaged = bytearray(raw)
         damaged[at] ^= 1
         with pytest.raises(ValueError, match=r"not a shard|is damaged"):
+            read_shard(bytes(damaged))
+
+
+@pytest.mark.parametrize("size", [5_001, 300_003])
+def test_the_documented_reader_reads_what_is_stored_compressed(size: int) -> None:
+    pytest.importorskip("zstandard", reason="pip install 'kvhaven[zstd]'")
+    pytest.importorskip("numpy", reason="pip install 'kvhaven[zstd]'")
+    (code,) = blocks(section("formats.md", "The header"), "python")
+    read_shard = run(code, "read_shard")
+    piece = make_piece(make_namespace("model", (size,)))
+    raw = b"".join(Packing("test", zstd=True).pack(*piece))
+    assert len(raw) < 4096 + align_up(size)
+    assert read_shard(raw)[-1] == content(piece)
+    for at in (4096, len(raw) - 4096 + 10):
+        damaged = bytearray(raw)
+        damaged[at] ^= 1
+        with pytest.raises(ValueError, match="is damaged"):
             read_shard(bytes(damaged))
 
 

@@ -21,6 +21,7 @@ from kvhaven.tiers.filesystem_credits import Grant, Purse, Writer
 from kvhaven.tiers.filesystem_files import SharedFiles
 from kvhaven.tiers.filesystem_lease import NAME, Lease
 from kvhaven.tiers.filesystem_survey import Limits, Survey
+from kvhaven.tiers.packing import Packing
 from kvhaven.tiers.shared import SharedTier
 from kvhaven.tiers.shared_store import Blob, blob_name
 from tests.tier_kits import opened
@@ -39,7 +40,7 @@ QUICK: dict[str, Any] = {
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[SharedFiles]:
-    opened_files = SharedFiles(tmp_path, mode=0o600, known=False)
+    opened_files = SharedFiles(tmp_path, mode=0o600, packing=Packing("test"), known=False)
     yield opened_files
     opened_files.close()
 
@@ -197,6 +198,7 @@ def limited(path: Path, quota: int, **limits: Any) -> Service:
         executor=TierExecutor(),
         direct_io="off",
         mode=0o600,
+        compress=False,
         deadline_s=10,
         limits=Limits(quota_bytes=quota, **(QUICK | limits)),
     )
@@ -297,6 +299,7 @@ async def test_who_has_no_limits_where_others_have_is_told(
             mode=0o600,
             deadline_s=10,
             limits=None,
+            compress=False,
         )
         await store.open()
         await store.close(5)

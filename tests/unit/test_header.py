@@ -14,10 +14,14 @@ from kvhaven.errors import TierMissError
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.header import (
     HEADER_BYTES,
+    PLAIN,
+    Form,
+    header_of,
+    may_hold,
     pack_header,
+    require_checksum,
     stored_bytes,
     unpack_header,
-    verify_payload,
 )
 from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId
 
@@ -45,12 +49,23 @@ def reseal(raw: bytes) -> bytes:
     return raw[:4080] + xxhash.xxh3_128_digest(raw[:4080])
 
 
-@given(stored_shards, st.binary(min_size=16, max_size=16))
-def test_what_was_packed_is_unpacked(stored: StoredShard, checksum: bytes) -> None:
-    raw = pack_header(stored, Checksum(checksum))
+@given(
+    stored_shards,
+    st.binary(min_size=16, max_size=16),
+    st.builds(Form, u32, u32, st.integers(0, 2**64 - 1)),
+)
+def test_what_was_packed_is_unpacked(stored: StoredShard, checksum: bytes, form: Form) -> None:
+    raw = pack_header(stored, Checksum(checksum), form)
     assert len(raw) == HEADER_BYTES
     header = unpack_header(raw)
-    assert (header.stored, header.checksum) == (stored, checksum)
+    assert (header.stored, header.checksum, header.form) == (stored, checksum, form)
+
+
+def test_how_a_payload_is_stored_has_its_place_and_is_zero_without_codec() -> None:
+    assert unpack_header(pack_header(STORED, CHECKSUM)).form == PLAIN
+    raw = pack_header(STORED, CHECKSUM, Form(1, 2, 3))
+    assert struct.unpack_from("<IIQ", raw, 136) == (1, 2, 3)
+    assert not any(raw[128:136] + raw[152:4080])
 
 
 def test_the_layout_is_the_documented_one() -> None:
@@ -117,16 +132,16 @@ def test_another_version_or_size_is_named(at: int, value: int) -> None:
 def test_another_shards_header_is_named(change: dict[str, object], named: str) -> None:
     wanted = msgspec.structs.replace(STORED, **change)
     with pytest.raises(TierMissError, match=named):
-        verify_payload(pack_header(STORED, CHECKSUM), memoryview(PAYLOAD), wanted)
+        header_of(pack_header(STORED, CHECKSUM), wanted)
 
 
 def test_the_payload_is_verified_and_its_padding_is_not() -> None:
-    raw = pack_header(STORED, CHECKSUM)
-    assert verify_payload(raw, memoryview(PAYLOAD + b"anything"), STORED) == CHECKSUM
+    header = header_of(pack_header(STORED, CHECKSUM), STORED)
+    assert require_checksum(header, memoryview(PAYLOAD + b"anything")) == CHECKSUM
     with pytest.raises(TierMissError, match="checksum"):
-        verify_payload(raw, memoryview(b"Payload"), STORED)
+        require_checksum(header, memoryview(b"Payload"))
     with pytest.raises(TierMissError, match="6 of 7"):
-        verify_payload(raw, memoryview(PAYLOAD[:6]), STORED)
+        require_checksum(header, memoryview(PAYLOAD[:6]))
 
 
 @pytest.mark.parametrize(
@@ -145,3 +160,8 @@ def test_what_does_not_fit_is_refused(stored: StoredShard, checksum: Checksum) -
 
 def test_stored_bytes_count_header_and_padding() -> None:
     assert [stored_bytes(n) for n in (1, 4096, 4097)] == [8192, 8192, 12288]
+
+
+def test_a_stored_payload_is_whole_pages_and_never_longer_than_uncompressed() -> None:
+    fits = [size for size in range(20_000) if may_hold(size, 4097)]
+    assert fits == [8192, 12288]

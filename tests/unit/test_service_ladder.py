@@ -46,9 +46,9 @@ class SlowStore(MemoryStore):
         await self._first("read")
         return await super().read(shard, into)
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         await self._first("write")
-        await super().write(shard, payload, checksum)
+        return await super().write(shard, payload, checksum)
 
 
 class Node(NodeThread):

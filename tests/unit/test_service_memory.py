@@ -66,11 +66,11 @@ def test_what_was_damaged_in_memory_is_not_blessed_by_the_disk(short_dir: Path) 
         tier = next(iter(node.service.tiers.values()))
         write, begun, go_on = tier.write, threading.Event(), threading.Event()
 
-        async def late(shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+        async def late(shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
             begun.set()
             while not go_on.is_set():  # noqa: ASYNC110 - of another thread
                 await asyncio.sleep(0.01)
-            await write(shard, payload, checksum)
+            return await write(shard, payload, checksum)
 
         tier.write = late  # type: ignore[method-assign]
         engine.save(KEYS[:1])
@@ -354,8 +354,9 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(short_dir: Path) -> None:
     ) as node:
         tier = next(iter(node.service.tiers.values()))
 
-        async def never(shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+        async def never(shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
             await asyncio.sleep(3600)
+            return 0
 
         tier.write = never  # type: ignore[method-assign]
         with Engine(node.address) as engine:

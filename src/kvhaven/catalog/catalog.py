@@ -289,10 +289,15 @@ class Catalog:
         if entry is not None:
             self._tiers.promoted(entry, tier)
 
-    def tier_write_done(self, tier: TierName, key: ChunkKey, ok: bool) -> None:
-        """Answer a `TierWrite`. Raises KVHavenError if there is no such write."""
+    def tier_write_done(
+        self, tier: TierName, key: ChunkKey, ok: bool, taken_bytes: int | None = None
+    ) -> None:
+        """Answer a `TierWrite`: the chunk takes `taken_bytes` there; None: as uncompressed.
+
+        Raises KVHavenError if there is no such write.
+        """
         writes = self._tiers.writes_of(tier, key)
-        entry = writes.done(key, ok=ok)
+        entry = writes.done(key, ok=ok, taken_bytes=taken_bytes)
         if ok and not self._space.children.get(key):
             # The head of the chain may have been written long before: it stays the newer.
             self._tiers.indexes[tier].touch(e.key for e in self._space.chain(entry))
@@ -307,7 +312,7 @@ class Catalog:
         shard_bit: int,
         bytes_: int,
     ) -> None:
-        """Count a shard that the start-up scan found, of `bytes_` payload. Again is fine.
+        """Count a shard that the start-up scan found, which takes `bytes_` there. Again is fine.
 
         Raises KVHavenError for an unknown tier, namespace or shard, and for a shared tier.
         """

@@ -149,8 +149,9 @@ class Presence:
         """Count the bytes of a write."""
         self.writing_bytes += bytes_
 
-    def written(self, namespace: NamespaceState, key: ChunkKey) -> None:
+    def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
         """Believe that a chunk is there."""
+        del bytes_  # the tier is not ours to keep to a size
         self._believe(key, namespace, self.spec.believe_s, present=True)
 
     def unfinished(self, key: ChunkKey, namespace: NamespaceState) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvhaven.catalog.actions import Action, TierDelete
-from kvhaven.catalog.entries import NamespaceState, stored_bytes
+from kvhaven.catalog.entries import NamespaceState
 from kvhaven.catalog.tierspec import TierFigures, TierSpec
 from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey, NamespaceDigest
@@ -67,10 +67,11 @@ class TierIndex:
                 if key in stored:
                     stored.move_to_end(key)
 
-    def found(self, namespace: NamespaceState, key: ChunkKey, bit: int, payload: int) -> None:
-        """Count a shard that the scan found; it is older than anything used since start.
+    def found(self, namespace: NamespaceState, key: ChunkKey, bit: int, bytes_: int) -> None:
+        """Count a shard that the scan found and that takes `bytes_`.
 
-        Raises KVHavenError for a shard that the namespace does not have.
+        It is older than anything used since start. Raises KVHavenError for a shard that the
+        namespace does not have.
         """
         if not 0 <= bit < namespace.shards:
             raise KVHavenError(
@@ -83,7 +84,7 @@ class TierIndex:
             self.stored.move_to_end(key, last=False)
         if not stored.bitmap >> bit & 1:
             stored.bitmap |= 1 << bit
-            self._grow(stored, stored_bytes(payload))
+            self._grow(stored, bytes_)
             self.trim()
 
     def has_room(self, bytes_: int) -> bool:
@@ -99,11 +100,12 @@ class TierIndex:
         """Have what a failed write may have left deleted: it is not counted."""
         self.delete(key, namespace)
 
-    def written(self, namespace: NamespaceState, key: ChunkKey) -> None:
-        """Count a chunk that was written whole."""
+    def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
+        """Count a chunk that was written whole and takes `bytes_`; None: as uncompressed."""
         stored = self.stored.get(key) or self._insert(namespace, key)
         stored.bitmap = namespace.complete
-        self._grow(stored, namespace.stored_bytes - stored.bytes)
+        whole = namespace.stored_bytes if bytes_ is None else bytes_
+        self._grow(stored, whole - stored.bytes)
         self.stored.move_to_end(key)
         self.trim()
 

@@ -83,8 +83,8 @@ class TierState(Protocol):
     def write_begins(self, bytes_: int) -> None:
         """Make room for a write."""
 
-    def written(self, namespace: NamespaceState, key: ChunkKey) -> None:
-        """Note that a chunk was written whole."""
+    def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
+        """Note that a chunk was written whole and takes `bytes_`; None: as uncompressed."""
 
     def unfinished(self, key: ChunkKey, namespace: NamespaceState) -> None:
         """Note that a write failed, after which some of the chunk's shards may be there."""

@@ -70,8 +70,11 @@ class WriteBehind:
                     self.dropped += 1
             self._unpin(entry)
 
-    def done(self, key: ChunkKey, *, ok: bool) -> Entry:
-        """End a write and return its chunk; raises KeyError when none is under way."""
+    def done(self, key: ChunkKey, *, ok: bool, taken_bytes: int | None = None) -> Entry:
+        """End a write and return its chunk; raises KeyError when none is under way.
+
+        The chunk takes `taken_bytes` in the tier; None: as many as uncompressed.
+        """
         entry = self.writing.pop(key)
         entry.writes -= 1
         self.outstanding_bytes -= entry.extent.length
@@ -80,7 +83,7 @@ class WriteBehind:
         self.cancelled.discard(key)
         if ok and not cancelled:
             self.written += 1
-            self.index.written(entry.namespace, key)
+            self.index.written(entry.namespace, key, taken_bytes)
             return entry
         self.dropped += not ok
         if cancelled:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvhaven.catalog.stats import TierStats
     from kvhaven.service.status import ServiceStatus
+    from kvhaven.tiers.base import CompressionStatus
 
 Socket = Annotated[
     Path | None,
@@ -72,6 +73,7 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
             state += f", [yellow]writes off[/]: {health.last_error}"
         if health.holder:
             state += f", held by {health.holder}"
+        state += _compression(health.compression)
         queued = f"{tier.queued_writes + tier.outstanding_writes} queued" if tier else ""
         places.add_row(
             name,
@@ -108,3 +110,16 @@ def _lookups(tier: "TierStats | None") -> str:
     if tier is None or not tier.shared:
         return ""
     return f", {tier.found} of {tier.looked_up} chunks found"
+
+
+def _compression(chosen: "list[CompressionStatus] | None") -> str:
+    """Return what was chosen for each namespace, and what is stored for what was written."""
+    if chosen is None:
+        return ""
+    if not chosen:
+        return ", zstd: nothing written yet"
+    return "".join(
+        f", zstd {'on' if one.on else '[yellow]off[/]'} for {one.namespace[:16]} ({one.why}; "
+        f"{size_text(one.stored_bytes)} for {size_text(one.payload_bytes)} since the start)"
+        for one in chosen
+    )

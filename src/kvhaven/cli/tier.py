@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kvhaven tier`: look after a shared tier from any machine that reaches its store."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -163,6 +162,8 @@ def rm(
 
 def _with_store(url: str, work: "Callable[[SharedStore], Awaitable[T]]") -> T:
     """Open the store at `url` (default: that of the settings) and return what `work` returns."""
+    import asyncio  # noqa: PLC0415
+
     from kvhaven.config import load_settings  # noqa: PLC0415
     from kvhaven.service.ladder import store_at  # noqa: PLC0415
 

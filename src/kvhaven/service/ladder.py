@@ -23,7 +23,7 @@ _DIRECTORIES = ("fs", "file")
 def make_tiers(settings: Settings) -> dict[TierName, Tier]:
     """Return the tiers of the settings, the fastest first; none of them is started.
 
-    Raises `ConfigError` for a URL whose kind is unknown.
+    Raises `ConfigError` for a URL whose kind is unknown, and for packages that are absent.
     """
     tiers: dict[TierName, Tier] = {}
     if settings.local_disk is not None:
@@ -32,6 +32,7 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
             settings.max_local_disk_size,
             executor=TierExecutor(),
             direct_io=settings.disk_direct_io,
+            compress=settings.disk_compression == "zstd",
             retry_s=settings.breaker_pause_s,
         )
         tiers[TierName(disk.name)] = disk
@@ -66,7 +67,12 @@ def store_at(url: str, settings: Settings) -> SharedStore:
 
 
 def _open(url: str, settings: Settings) -> Tier:
-    return open_tier(url, retry_s=settings.breaker_pause_s, **_settings_of(url, settings))
+    return open_tier(
+        url,
+        retry_s=settings.breaker_pause_s,
+        compress=settings.remote_compression == "zstd",
+        **_settings_of(url, settings),
+    )
 
 
 def _kind(url: str) -> str:

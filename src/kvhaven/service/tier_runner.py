@@ -12,7 +12,6 @@ from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.errors import KVHavenError, TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard, Tier
-from kvhaven.tiers.header import stored_bytes
 from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, align_up
 
 T = TypeVar("T")
@@ -95,10 +94,10 @@ class TierRunner:
         async for found, shards in tier.scan():
             if not shards or namespace not in {None, found.digest}:
                 continue
-            await tier.delete(shards)
+            await tier.delete(list(shards))
             first = found.table.shards[0].id
             chunks += sum(shard.shard == first for shard in shards)
-            bytes_ += sum(stored_bytes(shard.payload_bytes) for shard in shards)
+            bytes_ += sum(shards.values())
         return chunks, bytes_
 
     async def close(self, deadline_s: float) -> None:
@@ -119,7 +118,9 @@ class TierRunner:
             logger.warning("tier %s: the scan ended early: %s", name, error)
         logger.info("tier %s: found %d shards from before", name, found)
 
-    def _found(self, name: TierName, namespace: Namespace, shards: Sequence[StoredShard]) -> int:
+    def _found(
+        self, name: TierName, namespace: Namespace, shards: Mapping[StoredShard, int]
+    ) -> int:
         try:
             self._catalog.add_namespace(namespace)
         except KVHavenError as error:
@@ -128,12 +129,10 @@ class TierRunner:
         self._namespaces.setdefault(namespace.digest, namespace)
         bits = {shard.id: bit for bit, shard in enumerate(namespace.table.shards)}
         count = 0
-        for stored in shards:
+        for stored, size in shards.items():
             bit = bits.get(stored.shard)
             if bit is not None:
-                self._catalog.tier_found(
-                    name, namespace.digest, stored.key, bit, stored.payload_bytes
-                )
+                self._catalog.tier_found(name, namespace.digest, stored.key, bit, size)
                 count += 1
         return count
 
@@ -274,14 +273,16 @@ class TierRunner:
 
     async def _write(self, action: TierWrite) -> None:
         tier = self._tiers[action.tier]
-        ok = False
+        taken: int | None = None
         try:
             await self._let_reads_go_first(action.tier)
             await self._introduce(action.tier, action.namespace)
             parts = self._parts(action.namespace, action.key, action.extent)
-            for (shard, part), checksum in zip(parts, action.checksums, strict=True):
+            sizes = [
                 await tier.write(shard, part, checksum)
-            ok = True
+                for (shard, part), checksum in zip(parts, action.checksums, strict=True)
+            ]
+            taken = sum(sizes)
         except TierError:
             self._introduced.discard((action.tier, action.namespace))
             self.check_health()
@@ -289,7 +290,7 @@ class TierRunner:
             # Whatever went wrong, the extent must be let go: a dropped write is a later miss.
             logger.exception("tier %s: a write failed unexpectedly", action.tier)
         self._tick()
-        self._catalog.tier_write_done(action.tier, action.key, ok)
+        self._catalog.tier_write_done(action.tier, action.key, taken is not None, taken)
         self._changed()
 
     async def _delete(self, action: TierDelete) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a tier: a place below the arena that keeps shards."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -28,6 +28,19 @@ class Namespace(msgspec.Struct, frozen=True):
     digest: NamespaceDigest
     fields: dict[str, str]
     table: ShardTable
+
+
+class CompressionStatus(msgspec.Struct, frozen=True):
+    """What was chosen for a namespace (digest in hex), and bytes written since the start.
+
+    `stored_bytes` is what was stored for `payload_bytes`, both with headers and padding.
+    """
+
+    namespace: str
+    on: bool
+    why: str
+    payload_bytes: int
+    stored_bytes: int
 
 
 class TierHealth(msgspec.Struct, frozen=True):
@@ -57,6 +70,8 @@ class TierHealth(msgspec.Struct, frozen=True):
     last_error: str = ""
     holder: str = ""
     """Who owns the tier's directory, when it is not this service."""
+    compression: list[CompressionStatus] | None = None
+    """For each namespace that was written; None where nothing is to be compressed."""
 
 
 class TierAudit(msgspec.Struct, frozen=True):
@@ -125,8 +140,10 @@ class Tier(Protocol):
         store failed, or the digest is known with another table.
         """
 
-    def scan(self) -> AsyncIterator[tuple[Namespace, Sequence[StoredShard]]]:
+    def scan(self) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
         """Yield what the tier holds, in batches, while other operations go on.
+
+        With each shard comes what it takes there, in bytes, header and padding included.
 
         Removes debris on its way (shared: what is surely nobody's any more, and nothing
         else). A namespace without shards yields one empty batch; its `add_namespace` is not
@@ -138,12 +155,13 @@ class Tier(Protocol):
         """
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Return, in the order of `shards`, whether each is there with its size. One batch.
+        """Return, in the order of `shards`, whether each is there. One batch.
 
-        A hint: no byte is looked at. True may be gone, or fail its checks, when it is read.
-        False may have been written since, within the tier's memory for absence (S3: seconds),
-        or not have been found by a `scan` yet. Unknown namespaces are asked for too. Raises
-        `TierError` when the store did not tell of all of them.
+        Its size must be one that such a shard may have; compressed ones are shorter. A hint: no
+        byte is looked at. True may be gone, or fail its checks, when it is read. False may have
+        been written since, within the tier's memory for absence (S3: seconds), or not have been
+        found by a `scan` yet. Unknown namespaces are asked for too. Raises `TierError` when the
+        store did not tell of all of them.
         """
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
@@ -154,8 +172,12 @@ class Tier(Protocol):
         store failed); `into` then holds anything.
         """
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         """Store a payload under its name, with the checksum given (it is not recomputed).
+
+        Returns what it takes there, in bytes, header and padding included: `stored_bytes` of
+        its payload, or less when it was compressed. A shared tier returns what it wrote: 0 when
+        it was there.
 
         `payload` is `payload_bytes` rounded up to 4096 long and stays unchanged until this
         returns. Storing what is there already is not an error. Raises `TierError`: the

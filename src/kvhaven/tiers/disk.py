@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
@@ -21,6 +21,7 @@ from kvhaven.tiers.disk_manifest import folder_name
 from kvhaven.tiers.disk_store import OpenStore
 from kvhaven.tiers.executor import Lane, TierExecutor
 from kvhaven.tiers.header import require_length, stored_bytes
+from kvhaven.tiers.packing import Packing, compression_of
 from kvhaven.types import Checksum
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class DiskTier:
 
     `executor` is the tier's own; `close` closes it. `capacity_bytes` is what the catalog keeps
     to; writes beyond it and a sixteenth are refused. `direct_io` "auto" uses direct I/O where
-    the file system takes it, "on" stays offline where it does not. Another service may hold
+    the file system takes it, "on" stays offline where it does not. `compress`: where it pays
+    (see `Packing`). Another service may hold
     the directory: `start` waits `lock_wait_s` for it. Every `retry_s` the tier looks whether
     it still owns the directory, opens it again if not, and probes what its breakers switched
     off: one for reads, one for writes, each after `failures` in a row. A system call that
@@ -57,6 +59,7 @@ class DiskTier:
         *,
         executor: TierExecutor,
         direct_io: DirectIO = "auto",
+        compress: bool = False,
         clock: Callable[[], float] = time.monotonic,
         lock_wait_s: float = 1.0,
         retry_s: float = 1.0,
@@ -73,6 +76,7 @@ class DiskTier:
         self._retry_s = retry_s
         self._keep_rejected = keep_rejected
         self._title = f"disk tier {path}"
+        self._packing = Packing(self._title, zstd=compress)
         slowest = executor.longest_running_s
         self._condition = Condition(
             self._title, slowest, clock, failures=failures, retry_s=retry_s, stall_s=stall_s
@@ -107,7 +111,7 @@ class DiskTier:
         if self._condition.serves(Lane.WRITE):
             await self._ensure_manifest(self._require(Lane.WRITE), namespace)
 
-    async def scan(self) -> AsyncIterator[tuple[Namespace, Sequence[StoredShard]]]:
+    async def scan(self) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
         """Yield what is there, a thousand names at a time, removing debris."""
         opened = self._require(Lane.READ)
         run = functools.partial(self._run, opened, Lane.BACKGROUND)
@@ -116,12 +120,12 @@ class DiskTier:
             namespace = await self._recognise(opened, folder)
             if namespace is None:
                 continue
-            yield namespace, ()
+            yield namespace, {}
             listings = opened.files.list_shards(namespace)
             while opened is self._opened:
                 with opened.index.listing() as add:
                     listed: Listed | None = await run(functools.partial(next, listings, None))
-                    kept = add(listed.found) if listed else []
+                    kept = add(listed.found) if listed else {}
                 if listed is None:
                     break
                 await run(functools.partial(opened.files.remove_debris, listed.debris))
@@ -153,7 +157,7 @@ class DiskTier:
         self._reads += 1
         return checksum
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         """Write a shard unless it is there."""
         require_length(shard, payload)
         opened = self._require(Lane.WRITE)
@@ -166,7 +170,7 @@ class DiskTier:
         async with opened.change([shard]):
             opened.owed.discard(shard)
             if shard in opened.index:
-                return
+                return opened.index.size(shard)
             size = stored_bytes(shard.payload_bytes)
             used = opened.index.used_bytes + opened.writing_bytes
             if used + size > self._capacity_bytes + self._capacity_bytes // _SLACK:
@@ -179,10 +183,12 @@ class DiskTier:
             try:
                 await self._ensure_manifest(opened, namespace)
                 work = functools.partial(opened.files.write, namespace, shard, payload, checksum)
-                await self._run(opened, Lane.WRITE, work, then=lambda _: opened.index.add(shard))
+                then = functools.partial(opened.index.add, shard)
+                taken: int = await self._run(opened, Lane.WRITE, work, then)
             finally:
                 opened.writing_bytes -= size
         self._writes += 1
+        return taken
 
     async def delete(self, shards: Sequence[StoredShard]) -> None:
         """Remove shards' files; what cannot be removed now is tried again later."""
@@ -213,6 +219,7 @@ class DiskTier:
             rejected=self._rejected,
             last_error=self._condition.last_error,
             holder=self._condition.holder,
+            compression=compression_of(self._packing),
         )
 
     async def check(self) -> TierAudit:
@@ -383,7 +390,9 @@ class DiskTier:
         if self._direct_io == "on" and not direct:
             directory.close()
             raise TierError('its file system takes no direct I/O: set it "auto" or "off"')
-        return ShardFiles(directory, direct=direct, keep_rejected=self._keep_rejected)
+        return ShardFiles(
+            directory, packing=self._packing, direct=direct, keep_rejected=self._keep_rejected
+        )
 
     def _take_over(self, files: ShardFiles) -> None:
         """Begin with what was opened; the namespaces stay known, their shards do not."""

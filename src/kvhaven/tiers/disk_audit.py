@@ -10,7 +10,6 @@ from kvhaven.errors import TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard, TierAudit
 from kvhaven.tiers.disk_files import Listed, ShardFiles, shard_path
 from kvhaven.tiers.disk_index import Index
-from kvhaven.tiers.header import stored_bytes
 from kvhaven.types import align_up
 
 T = TypeVar("T")
@@ -39,7 +38,7 @@ async def audit(files: ShardFiles, index: Index, run: Runner) -> TierAudit:
             continue
         right = await _audit_namespace(files, index, namespace, run, problems)
         shards += len(right)
-        used_bytes += sum(stored_bytes(shard.payload_bytes) for shard in right)
+        used_bytes += sum(right.values())
     for namespace in known.values():
         lost = list(index.shards(namespace.digest))
         problems += [f"{shard_path(shard)} is believed to be there" for shard in lost]
@@ -51,10 +50,10 @@ async def audit(files: ShardFiles, index: Index, run: Runner) -> TierAudit:
 
 async def _audit_namespace(
     files: ShardFiles, index: Index, namespace: Namespace, run: Runner, problems: list[str]
-) -> list[StoredShard]:
-    """Return the shards of a namespace that are right; note the others in `problems`."""
+) -> dict[StoredShard, int]:
+    """Return what is right of a namespace, with its sizes; note the rest in `problems`."""
     believed = set(index.shards(namespace.digest))
-    right = []
+    right = {}
     listings = files.list_shards(namespace)
     while True:
         listed: Listed | None = await run(functools.partial(next, listings, None))
@@ -62,7 +61,7 @@ async def _audit_namespace(
             break
         problems += [f"{shard_path(shard)} has a wrong size" for shard, _ in listed.misfits]
         problems += [f"{path} is no shard" for path in listed.debris]
-        for shard in listed.found:
+        for shard, size in listed.found.items():
             if shard not in believed:
                 problems.append(f"{shard_path(shard)} is not believed to be there")
             try:
@@ -70,12 +69,11 @@ async def _audit_namespace(
             except TierMissError as error:
                 problems.append(str(error))
             else:
-                right.append(shard)
+                right[shard] = size
         believed.difference_update(listed.found)
     problems += [f"{shard_path(shard)} is believed to be there" for shard in believed]
     return right
 
 
 def _verify(files: ShardFiles, shard: StoredShard) -> None:
-    with mmap.mmap(-1, align_up(shard.payload_bytes)) as page, memoryview(page) as view:
-        files.read(shard, view)
+    files.read(shard, memoryview(mmap.mmap(-1, align_up(shard.payload_bytes))))

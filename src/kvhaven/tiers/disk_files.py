@@ -28,7 +28,9 @@ from kvhaven.tiers.disk_manifest import (
     pack_manifest,
     unpack_manifest,
 )
-from kvhaven.tiers.header import HEADER_BYTES, pack_header, stored_bytes, verify_payload
+from kvhaven.tiers.executor import Lane
+from kvhaven.tiers.header import HEADER_BYTES, may_hold, stored_bytes
+from kvhaven.tiers.packing import Packing
 from kvhaven.types import Checksum, ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ class ShardRejectedError(TierMissError):
 class Listed(msgspec.Struct, frozen=True):
     """A part of a listing: files that may be right, and those whose size says otherwise."""
 
-    found: list[StoredShard]
+    found: dict[StoredShard, int]
+    """With their sizes."""
     misfits: list[tuple[StoredShard, int]]
     """The shard that should be there, and the inode of what is."""
     debris: list[str]
@@ -68,9 +71,12 @@ class ShardFiles:
     `OSError` for what the file system says, besides what each method names.
     """
 
-    def __init__(self, directory: Directory, *, direct: bool, keep_rejected: int) -> None:
+    def __init__(
+        self, directory: Directory, *, packing: Packing, direct: bool, keep_rejected: int
+    ) -> None:
         self.directory = directory
         self.direct = direct
+        self._packing = packing
         self._fd = directory.fd
         self._flag = os.O_DIRECT if direct else 0
         self._keep_rejected = keep_rejected
@@ -80,10 +86,12 @@ class ShardFiles:
 
     def write(
         self, namespace: Namespace, shard: StoredShard, payload: memoryview, checksum: Checksum
-    ) -> None:
-        """Write a temporary file in one call and give it its name."""
+    ) -> int:
+        """Write a temporary file in one call and give it its name; return its size."""
+        packed = self._packing.pack(shard, payload, checksum)
         page = self._header_page()
-        page[:] = pack_header(shard, checksum)
+        page[:] = packed.head
+        began = time.perf_counter()
         path = shard_path(shard)
         folder = shard_folder(shard)
         temporary = self._temporary(folder)
@@ -95,13 +103,16 @@ class ShardFiles:
             file = os.open(temporary, flags, 0o600, dir_fd=self._fd)
         try:
             try:
-                write_whole(file, [page, payload])
+                write_whole(file, [page, packed.body])
             finally:
                 os.close(file)
             os.rename(temporary, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except OSError:
             self._remove(temporary)
             raise
+        seconds = time.perf_counter() - began
+        self._packing.moved(Lane.WRITE, shard.namespace, packed.size, seconds)
+        return packed.size
 
     def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read and verify a shard; return its checksum.
@@ -119,18 +130,21 @@ class ShardFiles:
             self._reject_oddity(path)
             raise
         page = self._header_page()
+        began = time.perf_counter()
         try:
             status = os.fstat(file)
-            wanted = stored_bytes(shard.payload_bytes)
-            got = status.st_size if stat.S_ISREG(status.st_mode) else -1
-            if got == wanted:
-                got = os.preadv(file, [page, into], 0)
+            size = status.st_size if stat.S_ISREG(status.st_mode) else -1
+            fits = may_hold(size, shard.payload_bytes)
+            got = os.preadv(file, [page, into[: size - HEADER_BYTES]], 0) if fits else size
         finally:
             os.close(file)
-        if got != wanted:
-            raise ShardRejectedError(f"{path} has {got} bytes instead of {wanted}", status.st_ino)
+        if not fits or got != size:
+            most = stored_bytes(shard.payload_bytes)
+            raise ShardRejectedError(f"{path} has {got} bytes instead of {most}", status.st_ino)
+        seconds = time.perf_counter() - began
+        self._packing.moved(Lane.READ, shard.namespace, size, seconds)
         try:
-            return verify_payload(page[:], into, shard)
+            return self._packing.unpack(page[:], into, size, shard)
         except TierMissError as error:
             raise ShardRejectedError(f"{path}: {error}", status.st_ino) from error
 
@@ -217,7 +231,7 @@ class ShardFiles:
                 continue
             names = self._names(f"{folder}/{subfolder}")
             for start in range(0, len(names), BATCH):
-                listed = Listed([], [], [])
+                listed = Listed({}, [], [])
                 for name in names[start : start + BATCH]:
                     path = f"{folder}/{subfolder}/{name}"
                     parts = _FILE.fullmatch(name)
@@ -304,9 +318,9 @@ class ShardFiles:
         """Put a file among the found or the misfits, by its size."""
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-            fits = status.st_size == stored_bytes(stored.payload_bytes)
+            fits = may_hold(status.st_size, stored.payload_bytes)
             if fits and stat.S_ISREG(status.st_mode):
-                listed.found.append(stored)
+                listed.found[stored] = status.st_size
             else:
                 listed.misfits.append((stored, status.st_ino))
 

@@ -1,22 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a disk tier believes to hold: a bitmap of shards for each chunk, and the bytes."""
+"""What a disk tier believes to hold: each chunk's shards, and their bytes."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 from kvhaven.errors import TierError
 from kvhaven.tiers.base import Namespace, StoredShard
-from kvhaven.tiers.header import stored_bytes
-from kvhaven.types import ChunkKey, NamespaceDigest
+from kvhaven.types import PAGE_BYTES, ChunkKey, NamespaceDigest
+
+_DIGIT: Final = 32
+_LARGEST: Final = (1 << _DIGIT) - 1
 
 
 class _Space:
-    """One namespace's chunks. A shard's bit is its position in the namespace's table."""
+    """One namespace's chunks, each as one number, which takes less memory than a collection.
+
+    Its digits of 32 bits are the pages that each shard of the namespace's table takes, the first
+    one lowest; 0: it is not there.
+    """
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
         self.chunks: dict[ChunkKey, int] = {}
         self.positions = {shard.id: at for at, shard in enumerate(namespace.table.shards)}
+
+    def size(self, shard: StoredShard) -> int:
+        """Return the bytes that a shard of the table takes; 0 when it is not there."""
+        digits = self.chunks.get(shard.key, 0) >> self.positions[shard.shard] * _DIGIT
+        return (digits & _LARGEST) * PAGE_BYTES
+
+    def resize(self, shard: StoredShard, size: int) -> int:
+        """Note the bytes that a shard takes; return by how many that is more than before."""
+        grown = size - self.size(shard)
+        shift = self.positions[shard.shard] * _DIGIT
+        digits = self.chunks.get(shard.key, 0) + (grown // PAGE_BYTES << shift)
+        if digits:
+            self.chunks[shard.key] = digits
+        else:
+            self.chunks.pop(shard.key, None)
+        return grown
 
 
 class Index:
@@ -56,49 +79,39 @@ class Index:
             return False
         return space.namespace.table.shards[at].payload_bytes == shard.payload_bytes
 
-    def __contains__(self, shard: StoredShard) -> bool:
-        space = self._spaces.get(shard.namespace)
-        if space is None or not self.fits(shard):
-            return False
-        return bool(space.chunks.get(shard.key, 0) >> space.positions[shard.shard] & 1)
+    def size(self, shard: StoredShard) -> int:
+        """Return the bytes that a shard takes; 0 when it is not there."""
+        return self._spaces[shard.namespace].size(shard) if self.fits(shard) else 0
 
-    def add(self, shard: StoredShard) -> None:
-        """Note that a shard is there; one that is not of the table is none."""
-        if shard in self or not self.fits(shard):
-            return
-        space = self._spaces[shard.namespace]
-        bit = 1 << space.positions[shard.shard]
-        space.chunks[shard.key] = space.chunks.get(shard.key, 0) | bit
-        self.used_bytes += stored_bytes(shard.payload_bytes)
+    def __contains__(self, shard: StoredShard) -> bool:
+        return self.size(shard) > 0
+
+    def add(self, shard: StoredShard, size: int) -> None:
+        """Note that a shard is there and takes `size` bytes; one not of the table is none."""
+        if self.fits(shard):
+            self.used_bytes += self._spaces[shard.namespace].resize(shard, size)
 
     def discard(self, shard: StoredShard) -> None:
         """Note that a shard is not there."""
         for forgotten in self._listings:
             forgotten.add(shard)
-        if shard not in self:
-            return
-        space = self._spaces[shard.namespace]
-        left = space.chunks[shard.key] & ~(1 << space.positions[shard.shard])
-        if left:
-            space.chunks[shard.key] = left
-        else:
-            del space.chunks[shard.key]
-        self.used_bytes -= stored_bytes(shard.payload_bytes)
+        if self.fits(shard):
+            self.used_bytes += self._spaces[shard.namespace].resize(shard, 0)
 
     @contextlib.contextmanager
-    def listing(self) -> Iterator[Callable[[Iterable[StoredShard]], list[StoredShard]]]:
+    def listing(self) -> Iterator[Callable[[Mapping[StoredShard, int]], dict[StoredShard, int]]]:
         """Enclose the listing of files by a thread, which may name what is deleted meanwhile.
 
-        Yields a function that takes what was found, adds all of it that was not discarded
-        since the listing began, and returns that.
+        Yields a function that takes what was found, with its sizes, adds all of it that was not
+        discarded since the listing began, and returns that.
         """
         forgotten: set[StoredShard] = set()
         self._listings.append(forgotten)
 
-        def add(found: Iterable[StoredShard]) -> list[StoredShard]:
-            kept = [shard for shard in found if shard not in forgotten]
-            for shard in kept:
-                self.add(shard)
+        def add(found: Mapping[StoredShard, int]) -> dict[StoredShard, int]:
+            kept = {shard: size for shard, size in found.items() if shard not in forgotten}
+            for shard, size in kept.items():
+                self.add(shard, size)
             return kept
 
         try:
@@ -109,7 +122,8 @@ class Index:
     def shards(self, digest: NamespaceDigest) -> Iterator[StoredShard]:
         """Yield every shard of a namespace. The index must not change meanwhile."""
         space = self._spaces[digest]
-        for key, bits in space.chunks.items():
-            for at, shard in enumerate(space.namespace.table.shards):
-                if bits >> at & 1:
-                    yield StoredShard(digest, key, shard.id, shard.payload_bytes)
+        for key in space.chunks:
+            for shard in space.namespace.table.shards:
+                stored = StoredShard(digest, key, shard.id, shard.payload_bytes)
+                if space.size(stored):
+                    yield stored

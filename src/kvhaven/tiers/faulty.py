@@ -6,13 +6,14 @@ import contextlib
 import mmap
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
 import msgspec
 
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard, Tier, TierAudit, TierHealth
+from kvhaven.tiers.header import stored_bytes
 from kvhaven.types import Checksum
 
 T = TypeVar("T")
@@ -86,11 +87,12 @@ class FaultyTier:
         """Add it to the inner tier, or fail."""
         await self._call(lambda: self._inner.add_namespace(namespace))
 
-    async def scan(self) -> AsyncIterator[tuple[Namespace, Sequence[StoredShard]]]:
+    async def scan(self) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
         """Yield what the inner tier does, some shards left out, or fail on the way."""
         async for namespace, shards in self._inner.scan():
             await self._call(_nothing)
-            yield namespace, [shard for shard in shards if not self._hit("lose")]
+            left = {shard: size for shard, size in shards.items() if not self._hit("lose")}
+            yield namespace, left
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
         """Ask the inner tier, and lie about some."""
@@ -106,18 +108,18 @@ class FaultyTier:
             raise TierMissError(f"injected: {shard.key.hex()} was damaged on its way")
         return checksum
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         """Write to the inner tier, or nothing, or something else under the same checksum."""
         damage = self._damage(shard)
         if self._hit("lose"):
             await self._call(_nothing)
-            return
+            return stored_bytes(shard.payload_bytes)
         if damage is not None:
             copy = memoryview(mmap.mmap(-1, len(payload)))  # where direct I/O can take it from
             copy[:] = payload
             damage(copy)
             payload = copy
-        await self._call(lambda: self._inner.write(shard, payload, checksum))
+        return await self._call(lambda: self._inner.write(shard, payload, checksum))
 
     async def delete(self, shards: Sequence[StoredShard]) -> None:
         """Delete from the inner tier, or nothing."""

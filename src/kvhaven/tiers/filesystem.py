@@ -19,6 +19,7 @@ from kvhaven.tiers.filesystem_files import SharedFiles
 from kvhaven.tiers.filesystem_lease import NAME as OWNER
 from kvhaven.tiers.filesystem_survey import Limits
 from kvhaven.tiers.header import stored_bytes
+from kvhaven.tiers.packing import Packing
 from kvhaven.tiers.shared import SharedTier
 from kvhaven.tiers.shared_store import (
     Blob,
@@ -41,6 +42,7 @@ def filesystem_tier(
     executor: TierExecutor,
     direct_io: DirectIO = "auto",
     mode: int = 0o600,
+    compress: bool = False,
     deadline_s: float = 10.0,
     limits: Limits | None = None,
     known: bool = False,
@@ -55,11 +57,12 @@ def filesystem_tier(
         executor=executor,
         direct_io=direct_io,
         mode=mode,
+        compress=compress,
         deadline_s=deadline_s,
         limits=limits,
         known=known,
     )
-    return SharedTier(store, **watching)
+    return SharedTier(store, packing=store.packing, **watching)
 
 
 class FilesystemStore:
@@ -82,11 +85,13 @@ class FilesystemStore:
         executor: TierExecutor,
         direct_io: DirectIO,
         mode: int,
+        compress: bool,
         deadline_s: float,
         limits: Limits | None,
         known: bool = False,
     ) -> None:
         self.title = f"filesystem tier {path}"
+        self.packing = Packing(self.title, zstd=compress)
         self._path = path
         self._executor = executor
         self._direct_io = direct_io
@@ -130,22 +135,23 @@ class FilesystemStore:
         """Read and verify in a thread."""
         return await self._run(Lane.READ, lambda files: files.read(shard, into))
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         """Write in a thread, if there is credit for it."""
         size = stored_bytes(shard.payload_bytes)
         if self.caretaker is not None:
             self.caretaker.purse.take(size)
-        written = False
+        written = 0
         try:
             written = await self._run(
                 Lane.WRITE, lambda files: files.write(shard, payload, checksum)
             )
         except asyncio.CancelledError:
-            written = True  # perhaps
+            written = size  # perhaps
             raise
         finally:
-            if self.caretaker is not None and not written:
-                self.caretaker.purse.refund(size)
+            if self.caretaker is not None:
+                self.caretaker.purse.refund(size - written)
+        return written
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
         """Ask for the batch in as many threads as there are."""
@@ -225,7 +231,7 @@ class FilesystemStore:
         return self._files
 
     def _open(self) -> SharedFiles:
-        files = SharedFiles(self._path, mode=self._mode, known=self._known)
+        files = SharedFiles(self._path, mode=self._mode, packing=self.packing, known=self._known)
         with contextlib.ExitStack() as undo:
             undo.callback(files.close)
             files.direct = self._direct_io != "off" and direct_io_works(files.fd)

@@ -20,14 +20,16 @@ from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.disk_files import write_whole
 from kvhaven.tiers.disk_manifest import MOST_BYTES
-from kvhaven.tiers.header import HEADER_BYTES, pack_header, stored_bytes
+from kvhaven.tiers.executor import Lane
+from kvhaven.tiers.header import HEADER_BYTES, may_hold
+from kvhaven.tiers.packing import Packing
 from kvhaven.tiers.shared_store import (
     FOLDER,
     Blob,
     DamagedError,
     blob_name,
     require_size,
-    verify,
+    unpack,
 )
 from kvhaven.types import Checksum
 
@@ -57,7 +59,7 @@ class SharedFiles:
     system says, besides what each method names.
     """
 
-    def __init__(self, path: Path, *, mode: int, known: bool) -> None:
+    def __init__(self, path: Path, *, mode: int, packing: Packing, known: bool) -> None:
         """Open `path`; `known`: it was opened before, and must be the same store.
 
         Raises `TierError` when it is not there.
@@ -65,6 +67,7 @@ class SharedFiles:
         self.path = path
         self.direct = False
         self._mode = mode
+        self._packing = packing
         self._folder_mode = mode | (mode & 0o444) >> 2
         self._nonce = secrets.token_hex(8)
         self._numbers = itertools.count()  # its next() is atomic
@@ -94,26 +97,30 @@ class SharedFiles:
             return False
         return there
 
-    def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> bool:
+    def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         """Write a temporary file, see it on the server's disk, and give it its name.
 
-        Returns whether there was need to.
+        Returns how many bytes; 0 when it was there.
         """
         path = blob_name(shard)
         if self.contains([shard])[0]:
-            return False
+            return 0
+        packed = self._packing.pack(shard, payload, checksum)
         page = self._header_page()
-        page[:] = pack_header(shard, checksum)
-        self._put(path, [page, payload], os.O_DIRECT if self.direct else 0)
-        return True
+        page[:] = packed.head
+        began = time.perf_counter()
+        self._put(path, [page, packed.body], os.O_DIRECT if self.direct else 0)
+        seconds = time.perf_counter() - began
+        self._packing.moved(Lane.WRITE, shard.namespace, packed.size, seconds)
+        return packed.size
 
     def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read and verify. Raises `DamagedError` or `TierMissError`."""
         path = blob_name(shard)
         page = self._header_page()
-        wanted = stored_bytes(shard.payload_bytes)
+        began = time.perf_counter()
         try:
-            size, got = self._read_whole(path, wanted, [page, into])
+            size, got = self._read_whole(path, shard, page, into)
         except OSError as error:
             if error.errno in _GONE:
                 raise TierMissError(f"{path} is not stored") from None
@@ -121,14 +128,18 @@ class SharedFiles:
                 raise DamagedError(f"{path} is a link", b"link") from None
             raise
         require_size(size, shard, path)
-        if got != wanted:
-            raise OSError(errno.EIO, f"{got} of {wanted} bytes of {path} could be read")
-        return verify(page[:], into, shard, path)
+        if got != size:
+            raise OSError(errno.EIO, f"{got} of {size} bytes of {path} could be read")
+        seconds = time.perf_counter() - began
+        self._packing.moved(Lane.READ, shard.namespace, size, seconds)
+        return unpack(self._packing, page[:], into, size, shard, path)
 
     def contains(self, shards: Sequence[StoredShard]) -> list[bool]:
-        """Return whether each is there with its size."""
+        """Return whether each is there with a size that it may have."""
         return [
-            self._size(blob_name(shard)) == stored_bytes(shard.payload_bytes) for shard in shards
+            (size := self._size(blob_name(shard))) is not None
+            and may_hold(size, shard.payload_bytes)
+            for shard in shards
         ]
 
     def remove_all(self, paths: Sequence[str]) -> None:
@@ -259,15 +270,17 @@ class SharedFiles:
             raise
 
     def _read_whole(
-        self, path: str, wanted: int, buffers: list[mmap.mmap | memoryview]
+        self, path: str, shard: StoredShard, page: mmap.mmap, into: memoryview
     ) -> tuple[int, int]:
-        """Return a file's size and, if that is what is wanted, how many bytes were read."""
+        """Return a file's size and, if it may be the shard's, how many bytes were read."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECT if self.direct else 0)
         file = os.open(path, flags, dir_fd=self.fd)
         try:
             status = os.fstat(file)
             size = _size_of(status)
-            got = os.preadv(file, buffers, 0) if size == wanted else 0
+            got = 0
+            if may_hold(size, shard.payload_bytes):
+                got = os.preadv(file, [page, into[: size - HEADER_BYTES]], 0)
             self._note_use(file, status.st_mtime)
             return size, got
         finally:

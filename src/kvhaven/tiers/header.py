@@ -16,10 +16,15 @@ Little-endian; version 1:
 | 100 | 4 | shard: replica |
 | 104 | 8 | payload length in bytes, without padding |
 | 112 | 16 | xxh3-128 of the payload, big-endian (its canonical form) |
-| 128 | 3952 | zero |
+| 128 | 8 | zero |
+| 136 | 4 | codec of what follows: 0 none, 1 zstd |
+| 140 | 4 | width of its byte planes: 1, 2 or 4; 0 without codec |
+| 144 | 8 | length of what follows in bytes, without padding; 0 without codec |
+| 152 | 3928 | zero |
 | 4080 | 16 | xxh3-128 of bytes 0 to 4079 of this header, big-endian |
 
-The payload follows at 4096, padded to a multiple of 4096 with bytes that mean nothing.
+The payload follows at 4096, as the codec made it (see `zstd`), padded to a multiple of 4096 with
+bytes that mean nothing. Length and checksum at 104 and 112 are of the payload itself.
 """
 
 import struct
@@ -30,7 +35,7 @@ import xxhash
 
 from kvhaven.errors import TierMissError
 from kvhaven.tiers.base import StoredShard
-from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId, align_up
+from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, NamespaceDigest, ShardId, align_up
 
 HEADER_BYTES: Final = 4096
 MAGIC: Final = b"KVHAVEN\0"
@@ -38,19 +43,42 @@ FORMAT_VERSION: Final = 1
 
 _FIELDS: Final = struct.Struct("<8sII32s32sIIIIIIQ16s")
 _PREFIX: Final = struct.Struct("<8sII")
+_FORM: Final = struct.Struct("<IIQ")
+_FORM_AT: Final = 136
 _CHECKSUM_AT: Final = HEADER_BYTES - 16
 
 
+class Form(msgspec.Struct, frozen=True):
+    """How a payload is stored: codec, width of its byte planes, length. All 0: as it is."""
+
+    codec: int = 0
+    width: int = 0
+    length: int = 0
+
+
+PLAIN: Final = Form()
+
+
 class ShardHeader(msgspec.Struct, frozen=True):
-    """What a header says: whose payload follows, and its checksum."""
+    """What a header says: whose payload follows, its checksum, and how it is stored."""
 
     stored: StoredShard
     checksum: Checksum
+    form: Form = PLAIN
 
 
 def stored_bytes(payload_bytes: int) -> int:
-    """Return what a payload takes in a store: header, payload and padding, in bytes."""
+    """Return what a payload takes in a store: header, payload and padding, in bytes.
+
+    That is also the most that it takes: compressed only if that makes it shorter.
+    """
     return HEADER_BYTES + align_up(payload_bytes)
+
+
+def may_hold(size: int, payload_bytes: int) -> bool:
+    """Return whether `size` bytes in a store may be a payload's, compressed or not."""
+    whole = size % PAGE_BYTES == 0
+    return whole and HEADER_BYTES < size <= stored_bytes(payload_bytes)
 
 
 def require_length(stored: StoredShard, buffer: memoryview) -> None:
@@ -63,7 +91,7 @@ def require_length(stored: StoredShard, buffer: memoryview) -> None:
         )
 
 
-def pack_header(stored: StoredShard, checksum: Checksum) -> bytes:
+def pack_header(stored: StoredShard, checksum: Checksum, form: Form = PLAIN) -> bytes:
     """Return the 4096 bytes to write before a payload. Raises `ValueError` for bad fields."""
     shard = stored.shard
     if (len(stored.key), len(stored.namespace), len(checksum)) != (32, 32, 16):
@@ -87,7 +115,8 @@ def pack_header(stored: StoredShard, checksum: Checksum) -> bytes:
         )
     except struct.error as error:
         raise ValueError(f"shard {shard} does not fit into a header: {error}") from error
-    body = fields.ljust(_CHECKSUM_AT, b"\0")
+    stored_as = _FORM.pack(form.codec, form.width, form.length)
+    body = (fields.ljust(_FORM_AT, b"\0") + stored_as).ljust(_CHECKSUM_AT, b"\0")
     return body + xxhash.xxh3_128_digest(body)
 
 
@@ -113,15 +142,16 @@ def unpack_header(raw: bytes | memoryview) -> ShardHeader:
     )
     shard = ShardId(group, (l0, l1), (h0, h1), replica)
     stored = StoredShard(NamespaceDigest(namespace), ChunkKey(key), shard, length)
-    return ShardHeader(stored, Checksum(checksum))
+    return ShardHeader(stored, Checksum(checksum), form_of(raw))
 
 
-def verify_payload(raw: bytes | memoryview, payload: memoryview, wanted: StoredShard) -> Checksum:
-    """Return the payload's checksum after checking that these bytes are what is `wanted`.
+def form_of(raw: bytes | memoryview) -> Form:
+    """Return what a whole header says of how its payload is stored. Nothing is checked."""
+    return Form(*_FORM.unpack_from(raw, _FORM_AT))
 
-    `raw` holds the header, `payload` what followed it (padding may be included). Raises
-    `TierMissError` with the first thing that is wrong.
-    """
+
+def header_of(raw: bytes | memoryview, wanted: StoredShard) -> ShardHeader:
+    """Return the header in `raw`. Raises `TierMissError` unless it is that of `wanted`."""
     header = unpack_header(raw)
     found = header.stored
     if found != wanted:
@@ -137,8 +167,17 @@ def verify_payload(raw: bytes | memoryview, payload: memoryview, wanted: StoredS
                 f"{name} {is_} instead of {want}" for name, is_, want in named if is_ != want
             )
         )
-    if len(payload) < wanted.payload_bytes:
-        raise TierMissError(f"{len(payload)} of {wanted.payload_bytes} payload bytes are there")
-    if xxhash.xxh3_128_digest(payload[: wanted.payload_bytes]) != header.checksum:
+    return header
+
+
+def require_checksum(header: ShardHeader, payload: memoryview) -> Checksum:
+    """Return the checksum of a header, which `payload` (perhaps with padding) matches.
+
+    Raises `TierMissError` when it does not.
+    """
+    length = header.stored.payload_bytes
+    if len(payload) < length:
+        raise TierMissError(f"{len(payload)} of {length} payload bytes are there")
+    if xxhash.xxh3_128_digest(payload[:length]) != header.checksum:
         raise TierMissError("the payload does not match its checksum")
     return header.checksum

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from kvhaven.errors import TierMissError
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.executor import Lane
-from kvhaven.tiers.header import HEADER_BYTES, pack_header, stored_bytes
+from kvhaven.tiers.header import HEADER_BYTES, may_hold
+from kvhaven.tiers.packing import Packing
 from kvhaven.tiers.shared import SharedTier
 from kvhaven.tiers.shared_store import (
     FOLDER,
@@ -17,7 +18,7 @@ from kvhaven.tiers.shared_store import (
     blob_name,
     manifest_name,
     require_size,
-    verify,
+    unpack,
 )
 from kvhaven.types import Checksum
 
@@ -39,6 +40,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
         self.broken = ""
+        self._packing = Packing(self.title)
 
     async def open(self) -> None:
         """Fail while broken."""
@@ -59,14 +61,17 @@ class MemoryStore:
         if blob is None:
             raise TierMissError(f"{name} is not stored")
         require_size(len(blob), shard, name)
-        into[:] = memoryview(blob)[HEADER_BYTES:]
-        return verify(memoryview(blob)[:HEADER_BYTES], into, shard, name)
+        into[: len(blob) - HEADER_BYTES] = memoryview(blob)[HEADER_BYTES:]
+        return unpack(self._packing, blob[:HEADER_BYTES], into, len(blob), shard, name)
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         """Write unless it is there."""
         await self._pass()
-        if not self._has(shard):
-            self.blobs[blob_name(shard)] = pack_header(shard, checksum) + payload
+        if self._has(shard):
+            return 0
+        blob = b"".join(self._packing.pack(shard, payload, checksum))
+        self.blobs[blob_name(shard)] = blob
+        return len(blob)
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
         """Look all of them up."""
@@ -126,7 +131,7 @@ class MemoryStore:
 
     def _has(self, shard: StoredShard) -> bool:
         blob = self.blobs.get(blob_name(shard))
-        return blob is not None and len(blob) == stored_bytes(shard.payload_bytes)
+        return blob is not None and may_hold(len(blob), shard.payload_bytes)
 
     async def _pass(self) -> None:
         """Let others run, as a real store does, and fail while broken."""

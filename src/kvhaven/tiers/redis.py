@@ -3,6 +3,7 @@
 
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -25,7 +26,9 @@ from redis.exceptions import (
 from kvhaven.errors import ConfigError, TierError, TierMissError
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.executor import Lane
-from kvhaven.tiers.header import HEADER_BYTES, pack_header, stored_bytes
+from kvhaven.tiers.header import HEADER_BYTES, may_hold, stored_bytes
+from kvhaven.tiers.packing import Packing
+from kvhaven.tiers.packing_threads import PackingThreads
 from kvhaven.tiers.redis_pipelines import Command, Pipelines
 from kvhaven.tiers.remote_store import RemoteStore
 from kvhaven.tiers.retries import PassingError, Retries
@@ -37,7 +40,6 @@ from kvhaven.tiers.shared_store import (
     blob_name,
     manifest_name,
     require_size,
-    verify,
 )
 from kvhaven.types import Checksum
 
@@ -61,12 +63,19 @@ def redis_tier(
     *,
     ttl_s: int = 24 * 3600,
     most_shard_bytes: int = MOST_BYTES,
+    compress: bool = False,
     deadline_s: float = 10.0,
     **watching: Any,  # SharedTier's own settings, passed on
 ) -> SharedTier:
     """Return a tier over the server at `url`; see `RedisClient`. Raises `ConfigError`."""
-    client = RedisClient(url, ttl_s=ttl_s, most_shard_bytes=most_shard_bytes, deadline_s=deadline_s)
-    return SharedTier(RemoteStore(client, deadline_s), **watching)
+    client = RedisClient(
+        url,
+        ttl_s=ttl_s,
+        most_shard_bytes=most_shard_bytes,
+        compress=compress,
+        deadline_s=deadline_s,
+    )
+    return SharedTier(RemoteStore(client, deadline_s), packing=client.packing, **watching)
 
 
 class RedisClient:
@@ -81,7 +90,9 @@ class RedisClient:
 
     name = "redis"
 
-    def __init__(self, url: str, *, ttl_s: int, most_shard_bytes: int, deadline_s: float) -> None:
+    def __init__(
+        self, url: str, *, ttl_s: int, most_shard_bytes: int, compress: bool, deadline_s: float
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in SCHEMES or not (parts.hostname or parts.scheme == "unix"):
             raise ConfigError(
@@ -90,6 +101,8 @@ class RedisClient:
             )
         place = parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
         self.title = f"Redis tier {place}"
+        self.packing = Packing(self.title, zstd=compress)
+        self._threads = PackingThreads(self.packing)
         self._cluster = parts.scheme.endswith("+cluster")
         self._url = url.replace("+cluster", "", 1) if self._cluster else url
         self._ttl_s = ttl_s
@@ -124,7 +137,7 @@ class RedisClient:
 
     async def close(self, deadline_s: float) -> None:
         """Close all connections."""
-        del deadline_s  # that takes no time
+        await self._threads.close(deadline_s)
         await self._reads.close()
         await self._writes.close()
         await self._disconnect()
@@ -135,36 +148,42 @@ class RedisClient:
         commands: list[Command] = [("GET", PREFIX + name)]
         if self._ttl_s:
             commands.append(("EXPIRE", PREFIX + name, self._ttl_s))
-        size = stored_bytes(shard.payload_bytes)
-        value = (await self._ask(lambda: self._reads.ask(commands, size)))[0]
+        most = stored_bytes(shard.payload_bytes)
+        began = time.perf_counter()
+        value = (await self._ask(lambda: self._reads.ask(commands, most)))[0]
         if value is None:
             raise TierMissError(f"{name} is not stored")
-        require_size(len(value), shard, name)
+        size = len(value)
+        self.packing.moved(Lane.READ, shard.namespace, size, time.perf_counter() - began)
+        require_size(size, shard, name)
         whole = memoryview(value)
-        into[:] = whole[HEADER_BYTES:]
-        return verify(whole[:HEADER_BYTES], into, shard, name)
+        into[: size - HEADER_BYTES] = whole[HEADER_BYTES:]
+        return await self._threads.unpack(whole[:HEADER_BYTES], into, size, shard, name)
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
-        """Set a string unless one of its size is there."""
-        size = stored_bytes(shard.payload_bytes)
-        if size > self._most_bytes:
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
+        """Set a string unless one that may be it is there."""
+        most = stored_bytes(shard.payload_bytes)
+        if most > self._most_bytes:
             raise TierError(
-                f"{self.title} takes shards of at most {self._most_bytes} bytes, not {size}: use "
+                f"{self.title} takes shards of at most {self._most_bytes} bytes, not {most}: use "
                 f"a smaller chunk_size, or another tier"
             )
         if (await self.contains([shard]))[0]:
-            return
-        value = b"".join((pack_header(shard, checksum), payload))  # ours while it is sent
+            return 0
+        value = await self._threads.pack(shard, payload, checksum)  # ours while it is sent
         command: Command = ("SET", PREFIX + blob_name(shard), value)
         if self._ttl_s:
             command = (*command, "EX", self._ttl_s)
-        await self._ask(lambda: self._writes.ask([command], size))
+        began = time.perf_counter()
+        await self._ask(lambda: self._writes.ask([command], len(value)))
+        self.packing.moved(Lane.WRITE, shard.namespace, len(value), time.perf_counter() - began)
+        return len(value)
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
         """Ask for all lengths in one pipeline."""
         lengths = await self._lengths([PREFIX + blob_name(shard) for shard in shards])
         return [
-            length == stored_bytes(shard.payload_bytes)
+            may_hold(length, shard.payload_bytes)
             for shard, length in zip(shards, lengths, strict=True)
         ]
 

@@ -25,9 +25,10 @@ _REDIS: Final = ("redis", "rediss", "redis+cluster", "rediss+cluster", "unix")
 def open_tier(url: str, *, endpoints: Sequence[str] = (), **settings: Any) -> SharedTier:
     """Return the tier at `url`, not started yet: a path or fs://, s3:// or redis:// and its kin.
 
-    `endpoints` are those of an S3 store; `settings` are those of `filesystem_tier`, `s3_tier`
-    or `redis_tier`. Raises `ConfigError` when the URL is none of these, or when the package
-    that it needs is not installed. No part of the URL that may be secret is repeated.
+    `endpoints` are those of an S3 store; `settings` (`compress`, ...) are those of
+    `filesystem_tier`, `s3_tier` or `redis_tier`. Raises `ConfigError` when the URL is none of
+    these, or when a package is not installed that is needed. No part of the URL that may be
+    secret is repeated.
     """
     scheme, separator, rest = url.partition("://")
     scheme = scheme.lower()

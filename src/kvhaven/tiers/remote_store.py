@@ -25,7 +25,7 @@ class RemoteStore:
 
     The client is used in one thread alone; its operations end within `deadline_s`. It touches
     a caller's buffer between two of its `await`s only, never during one, so a call that is
-    cancelled is done with it at once.
+    cancelled is done with it at once; or while a thread (un)packs it, which it then waits for.
     """
 
     def __init__(self, client: SharedStore, deadline_s: float) -> None:
@@ -51,10 +51,10 @@ class RemoteStore:
         """Read and verify."""
         return await self._run(Lane.READ, functools.partial(self._client.read, shard, into))
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         """Write."""
         work = functools.partial(self._client.write, shard, payload, checksum)
-        await self._run(Lane.WRITE, work)
+        return await self._run(Lane.WRITE, work)
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
         """Ask for the batch in one call."""

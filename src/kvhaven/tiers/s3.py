@@ -19,7 +19,9 @@ from kvhaven.tiers import aws
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.disk_manifest import MOST_BYTES
 from kvhaven.tiers.executor import Lane
-from kvhaven.tiers.header import HEADER_BYTES, pack_header, stored_bytes
+from kvhaven.tiers.header import HEADER_BYTES, may_hold
+from kvhaven.tiers.packing import Packing
+from kvhaven.tiers.packing_threads import PackingThreads
 from kvhaven.tiers.presence import Presence
 from kvhaven.tiers.remote_store import RemoteStore
 from kvhaven.tiers.retries import PassingError, Retries
@@ -32,7 +34,6 @@ from kvhaven.tiers.shared_store import (
     blob_name,
     manifest_name,
     require_size,
-    verify,
 )
 from kvhaven.types import Checksum
 
@@ -54,6 +55,7 @@ def s3_tier(
     url: str,
     *,
     endpoints: Sequence[str] = (),
+    compress: bool = False,
     deadline_s: float = 10.0,
     present_s: float = 60.0,
     absent_s: float = 2.0,
@@ -64,9 +66,10 @@ def s3_tier(
 
     Raises `ConfigError` for another kind of URL.
     """
-    store = RemoteStore(S3Client(url, endpoints=endpoints, deadline_s=deadline_s), deadline_s)
+    client = S3Client(url, endpoints=endpoints, compress=compress, deadline_s=deadline_s)
     presence = Presence(clock, present_s=present_s, absent_s=absent_s)
-    return SharedTier(store, presence=presence, clock=clock, **watching)
+    store = RemoteStore(client, deadline_s)
+    return SharedTier(store, presence=presence, packing=client.packing, clock=clock, **watching)
 
 
 class S3Client:
@@ -80,7 +83,9 @@ class S3Client:
 
     name = "s3"
 
-    def __init__(self, url: str, *, endpoints: Sequence[str], deadline_s: float) -> None:
+    def __init__(
+        self, url: str, *, endpoints: Sequence[str], compress: bool, deadline_s: float
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query:
             raise ConfigError(
@@ -88,6 +93,8 @@ class S3Client:
                 "credentials in it: AWS's own places are looked at for those"
             )
         self.title = f"S3 tier s3://{parts.netloc}{parts.path.rstrip('/')}"
+        self.packing = Packing(self.title, zstd=compress)
+        self._threads = PackingThreads(self.packing)
         self._bucket = parts.netloc
         self._prefix = parts.path.strip("/")
         self._deadline_s = deadline_s
@@ -110,7 +117,7 @@ class S3Client:
 
     async def close(self, deadline_s: float) -> None:
         """Let the connections go."""
-        del deadline_s  # that takes no time
+        await self._threads.close(deadline_s)
         for endpoint in self._endpoints:
             endpoint.store = None
 
@@ -119,26 +126,30 @@ class S3Client:
         name = blob_name(shard)
 
         async def get(store: S3Store) -> Checksum:
+            began = time.perf_counter()
             found = await obstore.get_async(store, name)
-            require_size(found.meta["size"], shard, name)
+            size: int = found.meta["size"]
+            require_size(size, shard, name)
             head = memoryview(bytearray(HEADER_BYTES))
             at = 0
             async for piece in found.stream(min_chunk_size=_PIECE_BYTES):
                 at = _place(memoryview(piece), at, head, into)
-            if at != stored_bytes(shard.payload_bytes):
+            if at != size:
                 raise DamagedError(f"{name}: {at} bytes arrived", str(at).encode())
-            return verify(head, into, shard, name)
+            self.packing.moved(Lane.READ, shard.namespace, size, time.perf_counter() - began)
+            return await self._threads.unpack(head, into, size, shard, name)
 
         return await self._ask(get)
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
-        """Put an object unless it is there, if need be over one of another size.
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
+        """Put an object unless it is there, if need be over one of an impossible size.
 
         Where the server can refuse to overwrite, it is not asked beforehand: what is written was
         looked up and absent shortly before, and the question took a quarter of the throughput.
         """
         name = blob_name(shard)
-        body = b"".join((pack_header(shard, checksum), payload))  # ours while it is sent
+        body = await self._threads.pack(shard, payload, checksum)  # ours while it is sent
+        began = time.perf_counter()
         if self._create_only:
             try:
                 await self._ask(lambda store: _put(store, name, body, create=True))
@@ -147,9 +158,11 @@ class S3Client:
             except NotSupportedError:
                 self._create_only = False
             else:
-                return
-        if not await self._is_there(shard):
-            await self._ask(lambda store: _put(store, name, body, create=False))
+                return self._put_in(shard, len(body), time.perf_counter() - began)
+        if await self._is_there(shard):
+            return 0
+        await self._ask(lambda store: _put(store, name, body, create=False))
+        return self._put_in(shard, len(body), time.perf_counter() - began)
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
         """Ask for the heads of all, many at once."""
@@ -238,7 +251,12 @@ class S3Client:
                 found = await self._ask(lambda store: obstore.head_async(store, name))
             except TierMissError:
                 return False
-        return found["size"] == stored_bytes(shard.payload_bytes)
+        return may_hold(found["size"], shard.payload_bytes)
+
+    def _put_in(self, shard: StoredShard, size: int, seconds: float) -> int:
+        """Note how long an object of `size` bytes took; return that size."""
+        self.packing.moved(Lane.WRITE, shard.namespace, size, seconds)
+        return size
 
     async def _ask(self, work: Callable[[S3Store], Awaitable[T]]) -> T:
         """Make a request, again if need be; raise what its error means."""
@@ -305,7 +323,7 @@ class _Endpoint:
         if url and (parts.scheme not in {"http", "https"} or not parts.hostname):
             raise ConfigError(
                 f"s3_endpoint_url is {parts.scheme}://{parts.hostname}: it must be "
-                f"http://host:port or https://host:port, several of them with commas between"
+                f"http://host:port or https://host:port, several of them with spaces between"
             )
         self.shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if url else "AWS"
         self.store: S3Store | None = None

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from kvhaven.errors import TierError, TierMissError
@@ -14,7 +14,8 @@ from kvhaven.tiers.condition import Condition
 from kvhaven.tiers.disk_index import Index
 from kvhaven.tiers.disk_manifest import folder_name, pack_manifest
 from kvhaven.tiers.executor import Lane
-from kvhaven.tiers.header import require_length, stored_bytes
+from kvhaven.tiers.header import may_hold, require_length
+from kvhaven.tiers.packing import Packing, compression_of
 from kvhaven.tiers.presence import Presence
 from kvhaven.tiers.shared_audit import audit
 from kvhaven.tiers.shared_store import (
@@ -45,10 +46,10 @@ class SharedTier:
     Nothing is believed: what is read is verified, and what fails its check is read once more
     before it is removed for everybody, since it may have been damaged on its way to us alone.
     No book is kept of what is there, but `presence`, where there is one, remembers it for
-    seconds. Every `retry_s` the tier opens what it could not open, and probes what its
-    breakers switched off: one for reads, one for writes, each after `failures` in a row. An
-    operation that hangs for `stall_s` turns it off until it returns. `clock` returns seconds
-    that never go back. See `Tier` for the methods.
+    seconds. `packing` is the store's, for `health`. Every `retry_s` the tier opens what it could
+    not open, and probes what its breakers switched off: one for reads, one for writes, each
+    after `failures` in a row. An operation that hangs for `stall_s` turns it off until it
+    returns. `clock` returns seconds that never go back. See `Tier` for the methods.
     """
 
     shared = True
@@ -58,6 +59,7 @@ class SharedTier:
         store: SharedStore,
         *,
         presence: Presence | None = None,
+        packing: Packing | None = None,
         clock: Callable[[], float] = time.monotonic,
         retry_s: float = 1.0,
         stall_s: float = 10.0,
@@ -67,6 +69,7 @@ class SharedTier:
         self._store = store
         self._title = store.title
         self._presence = presence
+        self._packing = packing
         self._clock = clock
         self._retry_s = retry_s
         slowest = store.longest_running_s
@@ -110,30 +113,30 @@ class SharedTier:
         if self._condition.serves(Lane.WRITE):
             await self._ensure_manifest(namespace)
 
-    async def scan(self) -> AsyncIterator[tuple[Namespace, Sequence[StoredShard]]]:
+    async def scan(self) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
         """Yield what is there now; what is no shard is left alone."""
         self._condition.require(Lane.READ)
         for folder in await self._do(Lane.BACKGROUND, self._store.folders()):
             namespace = await self._recognise(folder)
             if namespace is None:
                 continue
-            yield namespace, ()
+            yield namespace, {}
             names = Names(namespace)
             listing = self._store.list_blobs(folder)
             while (page := await self._do(Lane.BACKGROUND, anext(listing, None))) is not None:
-                found = [
-                    shard
+                found = {
+                    shard: blob.size
                     for blob in page
                     if (shard := names.shard(blob.name)) is not None
-                    and blob.size == stored_bytes(shard.payload_bytes)
-                ]
+                    and may_hold(blob.size, shard.payload_bytes)
+                }
                 if found:
                     yield namespace, found
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
         """Ask the store for what is not remembered, in one batch."""
         self._condition.require(Lane.READ)
-        known = {shard: self._recall(shard) for shard in shards}
+        known = {shard: self._recall(shard) if self._exists(shard) else False for shard in shards}
         unknown = [shard for shard, there in known.items() if there is None]
         if unknown:
             found = await self._do(Lane.READ, self._store.contains(unknown))
@@ -162,7 +165,7 @@ class SharedTier:
         self._note(shard, there=True)
         return checksum
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         """Write a shard unless it is there."""
         require_length(shard, payload)
         self._condition.require(Lane.WRITE)
@@ -174,11 +177,12 @@ class SharedTier:
             )
         self._owed.discard(shard)
         if self._recall(shard):
-            return
+            return 0
         await self._ensure_manifest(namespace)
-        await self._do(Lane.WRITE, self._store.write(shard, payload, checksum))
+        written = await self._do(Lane.WRITE, self._store.write(shard, payload, checksum))
         self._writes += 1
         self._note(shard, there=True)
+        return written
 
     async def delete(self, shards: Sequence[StoredShard]) -> None:
         """Remove shards, for everybody; what cannot be removed now is tried again later."""
@@ -208,6 +212,7 @@ class SharedTier:
             errors=self._condition.errors,
             rejected=self._rejected,
             last_error=self._condition.last_error,
+            compression=compression_of(self._packing),
         )
 
     async def check(self) -> TierAudit:
@@ -238,6 +243,14 @@ class SharedTier:
             raise
         self._condition.succeeded(lane)
         return result
+
+    def _exists(self, shard: StoredShard) -> bool:
+        """Return whether there can be such a shard, as far as its namespace is known.
+
+        Its size in the store would not tell one of another length.
+        """
+        known = self._index.namespace(shard.namespace) is not None
+        return not known or self._index.fits(shard)
 
     def _recall(self, shard: StoredShard) -> bool | None:
         return None if self._presence is None else self._presence.recall(shard)

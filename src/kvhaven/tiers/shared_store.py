@@ -5,13 +5,12 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
-import xxhash
-
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.tiers.disk_manifest import MANIFEST_NAME, unpack_manifest
 from kvhaven.tiers.executor import Lane
-from kvhaven.tiers.header import stored_bytes, verify_payload
+from kvhaven.tiers.header import may_hold, stored_bytes
+from kvhaven.tiers.packing import Packing, UnsoundError
 from kvhaven.types import Checksum, ChunkKey
 
 FOLDER: Final = re.compile(r"[0-9a-f]{16}")
@@ -72,11 +71,11 @@ class SharedStore(Protocol):
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read and verify. Raises `TierMissError` when absent, `DamagedError` when wrong."""
 
-    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> None:
-        """Write; what is there with the right size already stays."""
+    async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
+        """Write; what is there with a right size already stays. Returns the bytes written."""
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Return whether each is there with its size."""
+        """Return whether each is there with a size that it may have."""
 
     async def remove(self, names: Sequence[str]) -> None:
         """Remove blobs by their names; absent ones are no error."""
@@ -152,18 +151,22 @@ async def read_manifest(store: SharedStore, folder: str) -> Namespace:
 
 def require_size(size: int, shard: StoredShard, where: str) -> None:
     """Raise `DamagedError` when what is stored for a shard cannot be it, by its size in bytes."""
-    wanted = stored_bytes(shard.payload_bytes)
-    if size != wanted:
-        raise DamagedError(f"{where} has {size} bytes instead of {wanted}", str(size).encode())
+    if not may_hold(size, shard.payload_bytes):
+        most = stored_bytes(shard.payload_bytes)
+        message = f"{where} has {size} bytes instead of {most} (or whole pages, compressed)"
+        raise DamagedError(message, str(size).encode())
 
 
-def verify(
-    head: bytes | memoryview, payload: memoryview, shard: StoredShard, where: str
+def unpack(
+    packing: Packing,
+    head: bytes | memoryview,
+    into: memoryview,
+    size: int,
+    shard: StoredShard,
+    where: str,
 ) -> Checksum:
-    """Return the checksum of what was read. Raises `DamagedError`, naming `where` it is from."""
+    """Do what `Packing.unpack` does. Raises `DamagedError`, naming `where` the bytes are from."""
     try:
-        return verify_payload(head, payload, shard)
-    except TierMissError as error:
-        evidence = xxhash.xxh3_128(head)
-        evidence.update(payload[: shard.payload_bytes])
-        raise DamagedError(f"{where}: {error}", evidence.digest()) from error
+        return packing.unpack(head, into, size, shard)
+    except UnsoundError as error:
+        raise DamagedError(f"{where}: {error}", error.evidence) from error

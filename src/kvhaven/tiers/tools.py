@@ -8,7 +8,7 @@ import msgspec
 
 from kvhaven.errors import TierMissError
 from kvhaven.tiers.filesystem_survey import Limits, Survey
-from kvhaven.tiers.header import stored_bytes
+from kvhaven.tiers.header import may_hold
 from kvhaven.tiers.shared_store import (
     Blob,
     Names,
@@ -67,9 +67,9 @@ async def collect(store: SharedStore, limits: Limits, *, dry_run: bool = False) 
     """Remove what is too old or too much, unused for longest first, and what is surely debris.
 
     It does what the owner of a shared directory does, once, and needs no lease for it: files
-    are immutable and a shard that is gone is a miss. Debris is what has not the size of its
-    shard, and in a directory temporary files that nobody writes any more. Raises `TierError`;
-    `ValueError` for a store that does not know how old anything is.
+    are immutable and a shard that is gone is a miss. Debris is what has a size that its shard
+    cannot have, and in a directory temporary files that nobody writes any more. Raises
+    `TierError`; `ValueError` for a store that does not know how old anything is.
     """
     survey = Survey()
     torn: set[str] = set()
@@ -111,7 +111,7 @@ async def _names(store: SharedStore, folder: str) -> Names | None:
 
 def _is_torn(blob: Blob, names: Names | None) -> bool:
     shard = names.shard(blob.name) if names else None
-    return shard is not None and blob.size != stored_bytes(shard.payload_bytes)
+    return shard is not None and not may_hold(blob.size, shard.payload_bytes)
 
 
 async def _shards(store: SharedStore) -> AsyncIterator[tuple[str, list[Blob]]]:

@@ -285,7 +285,7 @@ class Engines:
     def _expect_gap(self, engine: Engine, key: ChunkKey, busy: set[ChunkKey]) -> None:
         """Assert that a lease has ended before a chunk for a reason."""
         catalog = self._world.catalog
-        namespace = catalog._namespaces[engine.namespace.digest]
+        namespace = catalog._owners.part(engine.namespace.digest)
         if key not in busy and catalog._tiers.source(key, namespace) is None:
             assert self._world.may_be_missed(key), f"no tier was asked for {key.hex()}"
             self._world.counts["missed"] += 1

@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 _LEVELS = (
     {
-        *("errors", "types", "keys", "protocol", "config"),
+        *("errors", "types", "keys", "tenants", "protocol", "config"),
         *("config_checks", "config_lmcache", "config_sources", "config_urls", "config_values"),
     },
     {"arena", "catalog", "devices", "layouts", "tiers"},

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from kvhaven.config_values import format_size, parse_size
+from kvhaven.config_sizes import format_size, parse_size
 from kvhaven.keys import tenant_id
 from kvhaven.types import NO_TENANT, TENANT_BYTES, TenantId
 
@@ -89,6 +89,11 @@ def parse_quotas(value: object) -> Quotas:
             raise ValueError(f"pairs {numbers[tenant]} and {number} are of one tenant")
         named[tenant], numbers[tenant] = quota, number
     return Quotas(named, others)
+
+
+def quotas_of(setting: str | None) -> Quotas:
+    """Return what a setting says."""
+    return Quotas() if setting is None else parse_quotas(setting)
 
 
 def _pairs(value: object) -> Iterable[tuple[str, object]]:

@@ -22,7 +22,7 @@ from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.sessions import Sessions
 from kvhaven.catalog.space import Space
-from kvhaven.catalog.stats import CatalogStats
+from kvhaven.catalog.stats import CatalogStats, TenantStats
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.tierspec import TierSpec
 from kvhaven.errors import KVHavenError
@@ -415,6 +415,10 @@ class Catalog:
             self._leases,
             self._reservations,
         )
+
+    def tenant_stats(self, tenant: TenantId) -> TenantStats:
+        """Return the figures of one tenant, which may have nothing."""
+        return figures.of_tenant(self._owners, self._tiers, tenant)
 
     def unwritten(self) -> int:
         """Return how many chunks are, or wait to be, written to tiers that are online."""

@@ -80,6 +80,12 @@ def collect(
     )
 
 
+def of_tenant(owners: Owners, tiers: Tiers, tenant: TenantId) -> TenantStats:
+    """Return the figures of one tenant, known or not."""
+    usage = {name: index.figures().usage for name, index in tiers.own.items()}
+    return _tenant(owners.tenant(tenant), list(owners.parts(tenant=tenant)), usage)
+
+
 def _bytes(entries: dict[int, Entry]) -> int:
     return sum(e.extent.length for e in entries.values())
 
@@ -107,18 +113,19 @@ def _tenants(
     by_tenant: dict[Tenant, _Parts], usage: _UsageByTier
 ) -> tuple[dict[TenantId, TenantStats], int]:
     """Return the figures of the tenants that have most, and how many others have anything."""
-    found = {
-        tenant.id: TenantStats(
-            memory=Usage(sum(part.resident for part in parts), tenant.memory_bytes),
-            tiers=_in_tiers(parts, usage),
-            memory_quota=tenant.memory_quota,
-            disk_quota=tenant.disk_quota,
-        )
-        for tenant, parts in by_tenant.items()
-    }
+    found = {tenant.id: _tenant(tenant, parts, usage) for tenant, parts in by_tenant.items()}
     largest = sorted(found, key=lambda tenant: (-_all_bytes(found[tenant]), tenant))
     most = largest[:MOST_TENANTS]
     return {tenant: found[tenant] for tenant in most}, len(found) - len(most)
+
+
+def _tenant(tenant: Tenant, parts: _Parts, usage: _UsageByTier) -> TenantStats:
+    return TenantStats(
+        memory=Usage(sum(part.resident for part in parts), tenant.memory_bytes),
+        tiers=_in_tiers(parts, usage),
+        memory_quota=tenant.memory_quota,
+        disk_quota=tenant.disk_quota,
+    )
 
 
 def _all_bytes(stats: TenantStats) -> int:

@@ -21,7 +21,7 @@ from kvhaven.tiers.disk_manifest import folder_name
 from kvhaven.tiers.disk_store import OpenStore
 from kvhaven.tiers.executor import Lane, TierExecutor
 from kvhaven.tiers.header import require_length, stored_bytes
-from kvhaven.types import Checksum
+from kvhaven.types import Checksum, TenantId
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,9 @@ class DiskTier:
         if self._condition.serves(Lane.WRITE):
             await self._ensure_manifest(self._require(Lane.WRITE), namespace)
 
-    async def scan(self) -> AsyncIterator[tuple[Namespace, Sequence[StoredShard]]]:
+    async def scan(
+        self, tenant: TenantId | None = None
+    ) -> AsyncIterator[tuple[Namespace, Sequence[StoredShard]]]:
         """Yield what is there, a thousand names at a time, removing debris."""
         opened = self._require(Lane.READ)
         run = functools.partial(self._run, opened, Lane.BACKGROUND)
@@ -127,6 +129,8 @@ class DiskTier:
                 await run(functools.partial(opened.files.remove_debris, listed.debris))
                 for shard, inode in listed.misfits:
                     await self._reject(opened, shard, inode, "its size does not fit")
+                if tenant is not None:
+                    kept = [shard for shard in kept if shard.tenant == tenant]
                 yield namespace, kept
         opened.scanned = True
 

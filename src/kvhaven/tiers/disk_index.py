@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from kvhaven.errors import TierError
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.tiers.header import stored_bytes
-from kvhaven.types import ChunkKey, NamespaceDigest
+from kvhaven.types import KEY_BYTES, ChunkKey, NamespaceDigest, TenantId
 
 
 class _Space:
@@ -15,7 +15,7 @@ class _Space:
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
-        self.chunks: dict[ChunkKey, int] = {}
+        self.chunks: dict[bytes, int] = {}  # by tenant and key
         self.positions = {shard.id: at for at, shard in enumerate(namespace.table.shards)}
 
 
@@ -60,7 +60,8 @@ class Index:
         space = self._spaces.get(shard.namespace)
         if space is None or not self.fits(shard):
             return False
-        return bool(space.chunks.get(shard.key, 0) >> space.positions[shard.shard] & 1)
+        chunk = shard.tenant + shard.key
+        return bool(space.chunks.get(chunk, 0) >> space.positions[shard.shard] & 1)
 
     def add(self, shard: StoredShard) -> None:
         """Note that a shard is there; one that is not of the table is none."""
@@ -68,7 +69,8 @@ class Index:
             return
         space = self._spaces[shard.namespace]
         bit = 1 << space.positions[shard.shard]
-        space.chunks[shard.key] = space.chunks.get(shard.key, 0) | bit
+        chunk = shard.tenant + shard.key
+        space.chunks[chunk] = space.chunks.get(chunk, 0) | bit
         self.used_bytes += stored_bytes(shard.payload_bytes)
 
     def discard(self, shard: StoredShard) -> None:
@@ -78,11 +80,12 @@ class Index:
         if shard not in self:
             return
         space = self._spaces[shard.namespace]
-        left = space.chunks[shard.key] & ~(1 << space.positions[shard.shard])
+        chunk = shard.tenant + shard.key
+        left = space.chunks[chunk] & ~(1 << space.positions[shard.shard])
         if left:
-            space.chunks[shard.key] = left
+            space.chunks[chunk] = left
         else:
-            del space.chunks[shard.key]
+            del space.chunks[chunk]
         self.used_bytes -= stored_bytes(shard.payload_bytes)
 
     @contextlib.contextmanager
@@ -109,7 +112,8 @@ class Index:
     def shards(self, digest: NamespaceDigest) -> Iterator[StoredShard]:
         """Yield every shard of a namespace. The index must not change meanwhile."""
         space = self._spaces[digest]
-        for key, bits in space.chunks.items():
+        for chunk, bits in space.chunks.items():
+            tenant, key = TenantId(chunk[:-KEY_BYTES]), ChunkKey(chunk[-KEY_BYTES:])
             for at, shard in enumerate(space.namespace.table.shards):
                 if bits >> at & 1:
-                    yield StoredShard(digest, key, shard.id, shard.payload_bytes)
+                    yield StoredShard(digest, key, shard.id, shard.payload_bytes, tenant)

@@ -13,7 +13,7 @@ import msgspec
 
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard, Tier, TierAudit, TierHealth
-from kvhaven.types import Checksum
+from kvhaven.types import Checksum, TenantId
 
 T = TypeVar("T")
 
@@ -86,9 +86,11 @@ class FaultyTier:
         """Add it to the inner tier, or fail."""
         await self._call(lambda: self._inner.add_namespace(namespace))
 
-    async def scan(self) -> AsyncIterator[tuple[Namespace, Sequence[StoredShard]]]:
+    async def scan(
+        self, tenant: TenantId | None = None
+    ) -> AsyncIterator[tuple[Namespace, Sequence[StoredShard]]]:
         """Yield what the inner tier does, some shards left out, or fail on the way."""
-        async for namespace, shards in self._inner.scan():
+        async for namespace, shards in self._inner.scan(tenant):
             await self._call(_nothing)
             yield namespace, [shard for shard in shards if not self._hit("lose")]
 

@@ -39,6 +39,8 @@ class Node:
             (8, engines.settle),
             (8, engines.release),
             (8, engines.prefetch),
+            (6, engines.acquire_as_another),
+            (2, engines.limit),
             (8, tiers.others_write),
             (8, tiers.pass_time),
             (4, engines.disconnect),
@@ -63,6 +65,7 @@ class Node:
                 self.engines.updated(action.session, action.acquisition)
             else:
                 self.tiers.begin(action)
+        self.world.check_quotas()
         self._count += 1
         if self._audit_every and self._count % self._audit_every == 0:
             self.world.catalog.check()

@@ -41,6 +41,7 @@ class Node:
             (8, engines.prefetch),
             (6, engines.acquire_as_another),
             (2, engines.limit),
+            (1, tiers.clear_tenant),
             (8, tiers.others_write),
             (8, tiers.pass_time),
             (4, engines.disconnect),

@@ -228,20 +228,25 @@ class FakeTiers:
             world.counts["discarded"] += 1
 
     def clear(self) -> None:
-        """Somebody clears a namespace, a tenant, a tier, or all; a shared one only by name."""
+        """Somebody clears a namespace, a tier, or all; a shared store only by its name."""
         world = self._world
         namespace = (None, *BY_DIGEST)[world.choose(1 + len(BY_DIGEST))]
         tier = (None, TierName("memory"), *(t.name for t in TIERS))[world.choose(2 + len(TIERS))]
-        tenant = (None, *TENANTS)[world.choose(1 + len(TENANTS))]
-        kept = [key for key in world.catalog._space.entries if tenant not in (None, TENANT_OF[key])]
-        world.catalog.clear(namespace, tier, tenant)
-        assert world.catalog._space.entries.keys() >= set(kept), "another tenant's chunk is gone"
+        world.catalog.clear(namespace, tier)
         if tier in SHARED:
             store = self._stores[tier]
             for key in [k for k, s in store.items() if namespace in (None, s.namespace)]:
-                if tenant in (None, TENANT_OF[key]):
-                    del store[key]
+                del store[key]
         world.counts["cleared"] += 1
+
+    def clear_tenant(self) -> None:
+        """Somebody clears a tenant from memory and our own tiers: nobody else's chunks go."""
+        world, entries = self._world, self._world.catalog._space.entries
+        tenant = world.pick(TENANTS)
+        others = [key for key in entries if TENANT_OF[key] != tenant]
+        world.catalog.clear(tenant=tenant)
+        assert list(entries) == others, f"not all of {tenant.hex()} is gone, or more than that"
+        world.counts["tenant cleared"] += 1
 
     def _see(self, action: TierLookup) -> Found:
         """Return what a tier has of what is asked, now."""

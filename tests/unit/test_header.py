@@ -19,7 +19,7 @@ from kvhaven.tiers.header import (
     unpack_header,
     verify_payload,
 )
-from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId
+from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId, TenantId
 
 STORED = StoredShard(
     NamespaceDigest(bytes(range(32))),
@@ -37,6 +37,7 @@ stored_shards = st.builds(
     st.binary(min_size=32, max_size=32),
     st.builds(ShardId, u32, st.tuples(u32, u32), st.tuples(u32, u32), u32),
     st.integers(0, 2**64 - 1),
+    st.just(b"") | st.binary(min_size=8, max_size=8).filter(any),
 )
 
 
@@ -51,6 +52,26 @@ def test_what_was_packed_is_unpacked(stored: StoredShard, checksum: bytes) -> No
     assert len(raw) == HEADER_BYTES
     header = unpack_header(raw)
     assert (header.stored, header.checksum) == (stored, checksum)
+
+
+def test_a_tenants_name_lies_at_128_and_is_compared() -> None:
+    owned = msgspec.structs.replace(STORED, tenant=TenantId(b"tenant-8"))
+    raw = pack_header(owned, CHECKSUM)
+    assert raw[128:136] == b"tenant-8"
+    assert not any(raw[136:4080])
+    assert not any(pack_header(STORED, CHECKSUM)[128:4080])
+    payload = memoryview(PAYLOAD)
+    assert verify_payload(raw, payload, owned) == CHECKSUM
+    with pytest.raises(TierMissError, match=f"tenant {b'tenant-8'.hex()} instead of none"):
+        verify_payload(raw, payload, STORED)
+    with pytest.raises(TierMissError, match=f"tenant none instead of {b'tenant-8'.hex()}"):
+        verify_payload(pack_header(STORED, CHECKSUM), payload, owned)
+
+
+@pytest.mark.parametrize("tenant", [b"short", bytes(8), b"much too long"])
+def test_what_names_no_tenant_is_not_packed(tenant: bytes) -> None:
+    with pytest.raises(ValueError, match="names no tenant"):
+        pack_header(msgspec.structs.replace(STORED, tenant=TenantId(tenant)), CHECKSUM)
 
 
 def test_the_layout_is_the_documented_one() -> None:

@@ -36,7 +36,7 @@ class Lookups:
         for key in keys[: max(1, LOOKUP_SHARDS // namespace.shards)]:
             if key in self._space.entries or self._tiers.source(key, namespace) is not None:
                 continue
-            open_ = [tier for tier in online if not tier.decided(key)]
+            open_ = [tier for tier in online if not tier.decided(key, namespace)]
             if not open_:
                 break
             for tier in open_:
@@ -75,6 +75,10 @@ class Lookups:
     @staticmethod
     def _wait(lease: Lease, namespace: NamespaceState, tier: Presence, key: ChunkKey) -> None:
         lookup = tier.pending.get(key)
-        if lookup is not None and lookup.namespace is namespace and not tier.decided(key):
+        if (
+            lookup is not None
+            and lookup.namespace is namespace
+            and not tier.decided(key, namespace)
+        ):
             lookup.waiting.append(lease)
             lease.lookups.append(lookup)

@@ -77,9 +77,10 @@ class Presence:
         known = self._known(key)
         return known is not None and known.present and known.namespace is namespace
 
-    def decided(self, key: ChunkKey) -> bool:
+    def decided(self, key: ChunkKey, namespace: NamespaceState) -> bool:
         """Whether there is an answer that is believed, of whatever kind."""
-        return self._known(key) is not None
+        known = self._known(key)
+        return known is not None and known.namespace in {None, namespace}
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Change nothing: such a tier ages its chunks by itself."""

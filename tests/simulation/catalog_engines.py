@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 
 from kvhaven.catalog.actions import Acquisition, Leased, MemberId, SessionId, Ticket
 from kvhaven.tiers.base import Namespace
-from kvhaven.types import NO_TENANT, ChunkKey, TenantId
+from kvhaven.types import ChunkKey, TenantId
 from tests.simulation.catalog_model import (
     CHAIN_CHUNKS,
     CHAIN_KEYS,
     NAMESPACES,
     TENANT_OF,
-    TENANTS,
     Copy,
     Split,
     World,
@@ -197,34 +196,6 @@ class Engines:
             engine.loads[load.ticket] = load
             self._world.counts["hits"] += len(answer.chunks)
             self._answered(engine, load, answer)
-
-    def acquire_as_another(self) -> None:
-        """A scheduler asks for a tenant's chain as somebody else: it has nothing of it."""
-        process = self.process(lambda p: p.rank is None and p.connected)
-        if process is None:
-            return
-        engine, catalog = process.engine, self._world.catalog
-        digest = engine.namespace.digest
-        owner, keys = self._world.pick(CHAIN_KEYS[digest])
-        tenant = self._world.pick([t for t in (NO_TENANT, *TENANTS) if t != owner])
-        self._names += 1
-        ticket = Ticket(self._names)
-        answer = catalog.acquire(engine.id, ticket, digest, keys, tenant)
-        assert not answer.chunks, "a tenant's chunk was offered to another"
-        catalog.release(engine.id, ticket)
-        self._world.counts["asked as another"] += 1
-
-    def limit(self) -> None:
-        """Somebody changes a tenant's quotas."""
-        world = self._world
-        tenant, quota = world.pick(TENANTS), world.pick((None, 0, 9000, 28 << 10, 60 << 10))
-        world.catalog.limit_disk(tenant, None if quota is None else 4 * quota)
-        held = world.catalog._space.held.values()
-        world.quotas[tenant] = quota
-        world.excess[tenant] = sum(e.extent.length for e in held if TENANT_OF[e.key] == tenant)
-        with world.nobody_else_pays(tenant):
-            world.catalog.limit_memory(tenant, quota)
-        world.counts["limited"] += 1
 
     def updated(self, session: SessionId, answer: Acquisition) -> None:
         """The catalog says that a lease is final; it may not be heard."""

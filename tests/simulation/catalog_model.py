@@ -269,8 +269,6 @@ class World:
             memory_quotas=MEMORY_QUOTAS,
             disk_quotas=DISK_QUOTAS,
         )
-        self.quotas = {tenant: MEMORY_QUOTAS.of(tenant) for tenant in TENANTS}
-        self.excess = dict.fromkeys(TENANTS, 0)  # what one had when its quota was lowered
         self.memory = Memory()
         self.counts: Counter[str] = Counter()
         self.now = 0.0
@@ -292,21 +290,6 @@ class World:
         gone = [key for key in before if key not in entries]
         if self.allocator.refused == refused:
             assert not gone, f"{len(gone)} chunks of others went for tenant {tenant.hex()}"
-
-    def check_quotas(self) -> None:
-        """Assert that no tenant has more than it may, but for what was there and cannot go yet."""
-        space = self.catalog._space
-        for tenant, quota in self.quotas.items():
-            own = [e for e in space.held.values() if TENANT_OF[e.key] == tenant]
-            has = sum(entry.extent.length for entry in own)
-            if quota is None:
-                continue
-            self.excess[tenant] = min(self.excess[tenant], has)
-            most = max(quota, self.excess[tenant])
-            assert has <= most, f"tenant {tenant.hex()} has {has} bytes, and may have {quota}"
-            idle = [e for e in own if not e.pinned and e.listed and not space.children.get(e.key)]
-            assert has <= quota or not idle, f"tenant {tenant.hex()} keeps more than it may"
-            self.counts["at quota"] += has + PAGE_BYTES > quota > 0
 
     def may_be_read(self, tier: TierName, key: ChunkKey) -> bool:
         """Whether the catalog was told, not too long ago, that a shared tier has a chunk whole."""

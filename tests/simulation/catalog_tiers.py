@@ -11,7 +11,6 @@ from tests.simulation.catalog_model import (
     OWN,
     SHARED,
     TENANT_OF,
-    TENANTS,
     TIERS,
     Copy,
     World,
@@ -238,15 +237,6 @@ class FakeTiers:
             for key in [k for k, s in store.items() if namespace in (None, s.namespace)]:
                 del store[key]
         world.counts["cleared"] += 1
-
-    def clear_tenant(self) -> None:
-        """Somebody clears a tenant from memory and our own tiers: nobody else's chunks go."""
-        world, entries = self._world, self._world.catalog._space.entries
-        tenant = world.pick(TENANTS)
-        others = [key for key in entries if TENANT_OF[key] != tenant]
-        world.catalog.clear(tenant=tenant)
-        assert list(entries) == others, f"not all of {tenant.hex()} is gone, or more than that"
-        world.counts["tenant cleared"] += 1
 
     def _see(self, action: TierLookup) -> Found:
         """Return what a tier has of what is asked, now."""

@@ -380,17 +380,11 @@ class Catalog:
 
         What it has beyond goes at once, or, where somebody uses it, as soon as nobody does.
         """
-        self._owners.memory = self._owners.memory.changed(tenant, quota)
-        known = self._owners.tenant(tenant)
-        known.memory_quota = quota
-        self._space.quota_changed(known)
+        self._space.quota_changed(self._owners.limit_memory(tenant, quota))
 
     def limit_disk(self, tenant: TenantId, quota: int | None) -> None:
         """Give a tenant another quota of each tier of our own; see `limit_memory`."""
-        self._owners.disk = self._owners.disk.changed(tenant, quota)
-        known = self._owners.tenant(tenant)
-        known.disk_quota = quota
-        self._tiers.quota_changed(known)
+        self._tiers.quota_changed(self._owners.limit_disk(tenant, quota))
 
     # What comes of it
 

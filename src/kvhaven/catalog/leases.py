@@ -312,7 +312,7 @@ class Leases:
             else:
                 usable = entry.namespace is namespace and entry.state is not State.RESERVED
             if not usable or key in seen:
-                self.foreign += self._is_foreign(key, namespace)
+                self.foreign += self._lookups.is_foreign(key, namespace)
                 return plan, _End.NOWHERE if entry is None and key not in seen else _End.OTHER
             if entry is None or (entry.state is State.RESIDENT and not entry.leases):
                 room -= size
@@ -325,13 +325,6 @@ class Leases:
             seen.add(key)
             plan.append((key, entry, tier))
         return plan, _End.OTHER
-
-    def _is_foreign(self, key: ChunkKey, namespace: NamespaceState) -> bool:
-        """Whether a chunk is here, but another namespace's or another tenant's."""
-        entry = self._space.entries.get(key)
-        if entry is not None:
-            return entry.namespace is not namespace
-        return self._tiers.is_foreign(key, namespace)
 
     def _give_back(self, plan: Sequence[_Slot]) -> None:
         for _, entry, _ in plan:

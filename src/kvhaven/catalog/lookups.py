@@ -45,6 +45,13 @@ class Lookups:
             tier.ask(namespace, asking[tier.spec.name])
             self._wait(lease, namespace, tier, keys[0])
 
+    def is_foreign(self, key: ChunkKey, namespace: NamespaceState) -> bool:
+        """Whether a chunk is here, but another namespace's or another tenant's."""
+        entry = self._space.entries.get(key)
+        if entry is not None:
+            return entry.namespace is not namespace
+        return self._tiers.is_foreign(key, namespace)
+
     def answered(
         self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None
     ) -> list[Lease]:

@@ -63,6 +63,20 @@ class Owners:
             self._tenants[tenant] = known
         return known
 
+    def limit_memory(self, tenant: TenantId, quota: int | None) -> Tenant:
+        """Note a tenant's quota of the arena, and return the tenant."""
+        self.memory = self.memory.changed(tenant, quota)
+        known = self.tenant(tenant)
+        known.memory_quota = quota
+        return known
+
+    def limit_disk(self, tenant: TenantId, quota: int | None) -> Tenant:
+        """Note a tenant's quota of each tier of our own, and return the tenant."""
+        self.disk = self.disk.changed(tenant, quota)
+        known = self.tenant(tenant)
+        known.disk_quota = quota
+        return known
+
     def tenants(self) -> Iterator[Tenant]:
         """Yield the tenants of whom anything is here."""
         yield from self._tenants.values()

@@ -129,9 +129,7 @@ class DiskTier:
                 await run(functools.partial(opened.files.remove_debris, listed.debris))
                 for shard, inode in listed.misfits:
                     await self._reject(opened, shard, inode, "its size does not fit")
-                if tenant is not None:
-                    kept = [shard for shard in kept if shard.tenant == tenant]
-                yield namespace, kept
+                yield namespace, [shard for shard in kept if tenant in {None, shard.tenant}]
         opened.scanned = True
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:

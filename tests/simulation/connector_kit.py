@@ -82,7 +82,7 @@ class Bench:
         return chain.keys
 
     def fill(self, request: Request, chunks: int | None = None, salt: str | None = None) -> None:
-        """Store a request's first chunks (all) as the ranks do, as the tenant of `salt` if given."""
+        """Store a request's first chunks (all) as the ranks do, or as those of another salt."""
         tenant = tenant_id((request.cache_salt if salt is None else salt) or "")
         keys = self.keys(request)[:chunks]
         number = next(self._saves)

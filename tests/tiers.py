@@ -18,12 +18,14 @@ from kvhaven.tiers.base import Namespace, StoredShard, Tier
 from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.types import (
+    NO_TENANT,
     Checksum,
     ChunkKey,
     NamespaceDigest,
     Shard,
     ShardId,
     ShardTable,
+    TenantId,
     align_up,
 )
 
@@ -57,7 +59,9 @@ def make_namespace(name: str = "model", sizes: tuple[int, ...] = (PAYLOAD,)) -> 
     return Namespace(digest, {"model": name}, ShardTable(shards))
 
 
-def make_piece(namespace: Namespace, number: int = 0, at: int = 0) -> Piece:
+def make_piece(
+    namespace: Namespace, number: int = 0, at: int = 0, tenant: TenantId = NO_TENANT
+) -> Piece:
     """Return chunk `number`'s shard `at`; the same arguments give the same bytes.
 
     They are like bf16 of about the same size, of which zstd saves about a third.
@@ -69,7 +73,7 @@ def make_piece(namespace: Namespace, number: int = 0, at: int = 0) -> Piece:
     payload[::2] = chosen.randbytes(len(payload) // 2)
     payload[1::2] = chosen.randbytes(len(payload) // 2).translate(_EXPONENTS)
     checksum = Checksum(xxhash.xxh3_128_digest(payload[: entry.payload_bytes]))
-    shard = StoredShard(namespace.digest, key, entry.id, entry.payload_bytes)
+    shard = StoredShard(namespace.digest, key, entry.id, entry.payload_bytes, tenant)
     return Piece(shard, payload, checksum)
 
 
@@ -91,11 +95,13 @@ def content(piece: Piece) -> bytes:
     return bytes(piece.payload[: piece.shard.payload_bytes])
 
 
-async def scanned(tier: Tier) -> tuple[set[NamespaceDigest], set[StoredShard]]:
-    """Scan a tier; return the namespaces and shards it told of."""
+async def scanned(
+    tier: Tier, tenant: TenantId | None = None
+) -> tuple[set[NamespaceDigest], set[StoredShard]]:
+    """Scan a tier (for a tenant); return the namespaces and shards it told of."""
     namespaces: set[NamespaceDigest] = set()
     shards: set[StoredShard] = set()
-    async for namespace, batch in tier.scan():
+    async for namespace, batch in tier.scan(tenant):
         namespaces.add(namespace.digest)
         shards.update(batch)
     return namespaces, shards

@@ -17,14 +17,14 @@ import msgspec
 
 from kvhaven.config_checks import cross_check, notes, refuse_what_comes_later
 from kvhaven.config_lmcache import read_lmcache
+from kvhaven.config_sizes import GIB, MIB
 from kvhaven.config_sources import DEFAULT, RawValue, read_sources
 from kvhaven.config_values import (
-    GIB,
-    MIB,
     SettingInfo,
     Value,
     duration,
     parse_value,
+    quotas,
     setting,
     settings_of,
     shown_value,
@@ -127,6 +127,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 0
 
+    tenant_memory: Annotated[
+        str | None,
+        quotas("Bytes of the arena that each tenant (a cache salt) may take; none: any number."),
+    ] = None
+
     local_disk: Annotated[
         str | None,
         setting(
@@ -136,6 +141,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = None
     max_local_disk_size: Annotated[int, size("Bytes that the disk tier may take.")] = 20 * GIB
+    tenant_disk: Annotated[
+        str | None, quotas("Bytes of the disk tier that each tenant may take; none: any number.")
+    ] = None
     disk_direct_io: Annotated[
         Literal["auto", "on", "off"],
         setting(
@@ -193,6 +201,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_remote_namespace_size: Annotated[
         int | None,
         size("The same for each namespace, that is for each model, format and so on."),
+    ] = None
+    tenant_remote: Annotated[
+        str | None,
+        quotas(
+            "Bytes of a shared directory that each tenant may take, set alike on all nodes; none: "
+            "any number."
+        ),
     ] = None
     remote_ttl_s: Annotated[
         float | None,

@@ -4,8 +4,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from kvhaven.config_sizes import format_size
 from kvhaven.config_sources import DEFAULT, RawValue
-from kvhaven.config_values import SettingInfo, format_size, refuse
+from kvhaven.config_urls import has_directory
+from kvhaven.config_values import SettingInfo, refuse
 
 if TYPE_CHECKING:
     from kvhaven.config import Settings
@@ -57,11 +59,14 @@ def notes(settings: "Settings", raws: Mapping[str, RawValue]) -> tuple[str, ...]
                 for name in _TIERS_ONLY
                 if name in raws
             ]
+    elif "tenant_remote" in raws and not has_directory(settings.remote_url):
+        found.append("tenant_remote without effect: remote_url names no shared directory")
     return tuple(found)
 
 
 _DISK_ONLY = (
     "max_local_disk_size",
+    "tenant_disk",
     "disk_direct_io",
     "disk_write",
     "disk_compression",
@@ -71,6 +76,7 @@ _REMOTE_ONLY = (
     "s3_endpoint_url",
     "max_remote_size",
     "max_remote_namespace_size",
+    "tenant_remote",
     "remote_ttl_s",
     "remote_write",
     "remote_store_on",
@@ -84,6 +90,7 @@ _SERVICE_ONLY = (
     "arena_strict",
     "cache_policy",
     "verify_memory",
+    "tenant_memory",
     "local_disk",
     *_DISK_ONLY,
     "remote_url",

@@ -32,7 +32,7 @@ NOT_SETTINGS = {
 NOT_SETTINGS_PREFIXES = ("KVHAVEN_TEST_", "KVHAVEN_BENCH_", "KVHAVEN_DEMO_")
 """Variables for our own tests, benchmarks and demo."""
 
-_SECRET_LIKE = re.compile(r"password|secret|token|credential|key$", re.IGNORECASE)
+_SECRET_LIKE = re.compile(r"password|secret|token|credential|tenant|salt|key$", re.IGNORECASE)
 _SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?)")
 _SERVICE_LINK_URL = re.compile(r"(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)?")
 _SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)(://.*)?|\d+|[\d.]+|[\da-fA-F:]+")
@@ -69,9 +69,10 @@ def _read_extra(names: Collection[str], extra: Mapping[str, object]) -> dict[str
         name = key.removeprefix(EXTRA_PREFIX)
         _check_known(names, name, key, value, EXTRA_CONFIG)
         if name in found and found[name].value != value:
+            one, two = _shown(name, found[name].value), _shown(name, value)
             raise ConfigError(
                 f"setting {name} is given twice in {EXTRA_CONFIG}, plain and with the prefix "
-                f"{EXTRA_PREFIX!r}: {found[name].value!r} and {value!r}; keep one"
+                f"{EXTRA_PREFIX!r}: {one} and {two}; keep one"
             )
         found[name] = RawValue(value, EXTRA_CONFIG)
     return found
@@ -129,7 +130,7 @@ def read_yaml(path: Path, named_by: str) -> dict[str, RawValue]:
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"settings file {path} (named by {named_by}) is no YAML: {error}"
+            f"settings file {path} (named by {named_by}) is no YAML: {_without_text(error)}"
         ) from error
     if root is None:
         return {}
@@ -140,7 +141,7 @@ def read_yaml(path: Path, named_by: str) -> dict[str, RawValue]:
     found: dict[str, RawValue] = {}
     for key_node, value_node in root.value:
         origin = f"{path}:{key_node.start_mark.line + 1}"
-        name, value = str(key_node.value), _yaml_value(value_node)
+        name, value = str(key_node.value), _yaml_value(value_node, path)
         if name in found:
             raise ConfigError(
                 f"setting {name} is given twice, at {found[name].origin} and {origin}; keep one"
@@ -149,10 +150,32 @@ def read_yaml(path: Path, named_by: str) -> dict[str, RawValue]:
     return found
 
 
-def _yaml_value(node: yaml.Node) -> object:
+def _without_text(error: Exception) -> str:
+    """Return what is wrong with a file, and where, but none of its lines: one may be secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return str(error)
+
+
+def _yaml_value(node: yaml.Node, path: Path) -> object:
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag == "tag:yaml.org,2002:null" else node.value
+    if isinstance(node, yaml.MappingNode):
+        return _yaml_mapping(node, path)
     return yaml.safe_load(yaml.serialize(node))  # refused by the setting; shown in the message
+
+
+def _yaml_mapping(node: yaml.MappingNode, path: Path) -> dict[str, object]:
+    """Return a mapping below a setting; its keys may be secret (salts), so no error repeats one."""
+    found: dict[str, object] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.value in found:
+            raise ConfigError(
+                f"{path}:{key_node.start_mark.line + 1} has a key that was given before, or that "
+                "is no text; give each once"
+            )
+        found[key_node.value] = _yaml_value(value_node, path)
+    return found
 
 
 def _check_known(names: Collection[str], name: str, key: str, value: object, where: str) -> None:
@@ -162,8 +185,12 @@ def _check_known(names: Collection[str], name: str, key: str, value: object, whe
     nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     spelt = [ENV_PREFIX + n.upper() if key.startswith(ENV_PREFIX) else n for n in nearest]
     hint = f"did you mean {spelt[0]}?" if spelt else "nothing known is like it;"
-    shown = MASK if _SECRET_LIKE.search(key) else repr(value)
     raise ConfigError(
-        f"unknown setting {key} = {shown} in {where}: {hint} "
+        f"unknown setting {key} = {_shown(key, value)} in {where}: {hint} "
         f"`kvhaven config show` lists all settings"
     )
+
+
+def _shown(key: str, value: object) -> str:
+    """Return a value as it may be repeated."""
+    return MASK if _SECRET_LIKE.search(key) else repr(value)

@@ -28,6 +28,11 @@ def redacted(text: str) -> str:
     return _SECRETS.sub(rf"\g<1>{MASK}", _CREDENTIALS.sub(MASK, text))
 
 
+def has_directory(urls: str) -> bool:
+    """Whether one of these URLs is a directory."""
+    return any(urlsplit(url).scheme.lower() in {"file", "fs"} for url in urls.split())
+
+
 def _parse_url(url: str) -> str:
     if not url.isprintable():
         raise ValueError("a URL has no such characters")

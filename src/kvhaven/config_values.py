@@ -3,34 +3,25 @@
 
 import math
 import os
-import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from kvhaven.config_sizes import GIB, MIB, format_size, parse_size
 from kvhaven.config_sources import MASK, RawValue
 from kvhaven.config_urls import parse_urls, redacted
 from kvhaven.errors import ConfigError
-
-MIB = 1 << 20
-GIB = 1 << 30
+from kvhaven.tenants import parse_quotas
 
 _MAX_SOCKET_BYTES = 107  # sun_path of unix(7) less its closing zero
-_UNITS: dict[str, int] = {
-    "b": 1,
-    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
-    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
-    **{f"{prefix}i": 1024**power for power, prefix in enumerate("kmgt", start=1)},  # Kubernetes
-}
-_SIZE = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>[a-z]*)")
 _SWITCH = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
 
-Kind = Literal["bool", "int", "float", "text", "choice", "size", "path", "socket", "urls"]
+Kind = Literal["bool", "int", "float", "text", "choice", "size", "path", "socket", "urls", "quotas"]
 Value = str | int | float | bool | None
 
 
@@ -84,6 +75,15 @@ def size(doc: str, most: str = "1PiB") -> msgspec.Meta:
         f"a size from 1MiB to {most}, such as 20GiB, 512MiB or 1.5GB, or a plain number of GiB"
     )
     return setting(doc, allowed, kind="size", least=MIB, most=GIB << 20)
+
+
+def quotas(doc: str) -> msgspec.Meta:
+    """Annotate a field of bytes by tenant; its value is the text of a `Quotas`."""
+    allowed = (
+        "pairs SALT=SIZE separated by spaces or commas, or a mapping; tenant:0123456789abcdef "
+        "stands for a salt, * for all others; a size is 20GiB, 512MiB or none; or none"
+    )
+    return setting(doc, allowed, kind="quotas")
 
 
 def duration(doc: str, unit: str, most: float, least: float = 0) -> msgspec.Meta:
@@ -150,7 +150,7 @@ def _check_limits(info: SettingInfo, value: Value) -> None:
 
 def refuse(info: SettingInfo, raw: RawValue, reason: str = "") -> NoReturn:
     """Raise the `ConfigError` that names the key, its source, its value and what is allowed."""
-    shown = MASK if info.secret else repr(raw.value)
+    shown = MASK if info.secret or info.kind == "quotas" else repr(raw.value)
     if info.kind == "urls":
         shown = redacted(shown)
     because = f" ({reason})" if reason else ""
@@ -173,31 +173,6 @@ def shown_value(info: SettingInfo, value: Value) -> tuple[Value, str]:
     if info.kind == "size" and isinstance(value, int):
         return value, format_size(value)
     return value, f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def format_size(size: int) -> str:
-    """Write bytes in the largest unit that needs no more than two decimals: `20GiB`, `1.5MiB`."""
-    for unit, factor in (("TiB", GIB << 10), ("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
-        if size >= factor and size * 100 % factor == 0:
-            return f"{size / factor:.2f}".rstrip("0").rstrip(".") + unit
-    return f"{size}B"
-
-
-def parse_size(value: object) -> int:
-    """Return bytes. Plain numbers are GiB, as LMCache's are; GB is 1000 and GiB 1024 based.
-
-    Raises `ValueError` with the reason.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("not a size")
-    match = _SIZE.fullmatch(str(value).strip().lower())
-    if match is None:
-        raise ValueError("not a size")
-    unit = match["unit"]
-    if unit and unit not in _UNITS:
-        raise ValueError(f"unknown unit {unit}")
-    number, factor = match["number"], _UNITS[unit] if unit else GIB
-    return int(number) * factor if number.isdigit() else round(float(number) * factor)
 
 
 def _parse_bool(_info: SettingInfo, value: object) -> bool:
@@ -261,6 +236,14 @@ def _parse_socket(info: SettingInfo, value: object) -> str:
     return path
 
 
+def _parse_quotas(_info: SettingInfo, value: object) -> str:
+    """Return quotas as a text with tenants' names: from here on nobody knows the salts."""
+    quotas = parse_quotas(value)
+    if not str(quotas):
+        raise ValueError("no pairs")
+    return str(quotas)
+
+
 _PARSERS: dict[Kind, Callable[[SettingInfo, object], Value]] = {
     "bool": _parse_bool,
     "int": _parse_int,
@@ -271,4 +254,5 @@ _PARSERS: dict[Kind, Callable[[SettingInfo, object], Value]] = {
     "path": _parse_path,
     "socket": _parse_socket,
     "urls": lambda _info, value: parse_urls(value),
+    "quotas": _parse_quotas,
 }

@@ -16,6 +16,8 @@ are encoded as three bytes each, so that no text is refused).
   `i64 offset || u32 length || content hash`. The offset is that of the item's first token,
   counted from the chunk's first token: negative if the item began in an earlier chunk. Items are
   ordered by offset, length, content hash.
+- Tenant: the first 8 bytes of `SHA-256("kvhaven tenant 1\n" || cache salt)`; without a salt there
+  is none. It stands for the salt wherever people or files see it: usage, quotas, names of stores.
 
 `tests/unit/key_vectors.json` holds test vectors.
 """
@@ -29,11 +31,19 @@ from hashlib import sha256
 import msgspec
 
 from kvhaven.errors import KVHavenError
-from kvhaven.types import KEY_BYTES, ChunkKey, NamespaceDigest
+from kvhaven.types import (
+    KEY_BYTES,
+    NO_TENANT,
+    TENANT_BYTES,
+    ChunkKey,
+    NamespaceDigest,
+    TenantId,
+)
 
 UINT32_MAX = 2**32 - 1
 _NAMESPACE_TAG = b"kvhaven namespace 1\n"
 _EPOCH_TAG = b"kvhaven epoch 1\n"
+_TENANT_TAG = b"kvhaven tenant 1\n"
 _LORA, _SALT, _MEDIA = 1, 2, 3
 
 
@@ -74,6 +84,13 @@ def epoch_root(namespace: NamespaceDigest, epoch: bytes) -> bytes:
     return sha256(_EPOCH_TAG + namespace + epoch).digest()
 
 
+def tenant_id(salt: str) -> TenantId:
+    """Return the name of the tenant with this cache salt; the empty salt is nobody's."""
+    if not salt:
+        return NO_TENANT
+    return TenantId(sha256(_TENANT_TAG + _text(salt)).digest()[:TENANT_BYTES])
+
+
 class KeyChain:
     """The keys of one request's full chunks, extended as the request grows.
 
@@ -96,6 +113,8 @@ class KeyChain:
         self.keys: list[ChunkKey] = []
         """Keys of the full chunks so far, from the first chunk on."""
         extras = extras or Extras()
+        self.tenant = tenant_id(extras.salt)
+        """Whose chunks these are."""
         self._first_records = _record(_LORA, _text(extras.lora)) if extras.lora else b""
         if extras.salt:
             self._first_records += _record(_SALT, _text(extras.salt))

@@ -13,7 +13,15 @@ from typing import Annotated, Final
 import msgspec
 
 from kvhaven.errors import ProtocolError
-from kvhaven.types import CHECKSUM_BYTES, KEY_BYTES, ChunkKey, Shard, ShardTable
+from kvhaven.types import (
+    CHECKSUM_BYTES,
+    KEY_BYTES,
+    TENANT_BYTES,
+    ChunkKey,
+    Shard,
+    ShardTable,
+    TenantId,
+)
 
 VERSION: Final = 2
 FRAME_LIMIT: Final = 16 << 20
@@ -23,6 +31,11 @@ _LENGTH: Final = struct.Struct("<I")
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Sum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+Tenant = Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)]
+"""`TENANT_BYTES` bytes, or none."""
+NO_LIMIT: Final = -1
+MOST_QUOTA: Final = 1 << 50
+Quota = Annotated[int, msgspec.Meta(ge=NO_LIMIT, le=MOST_QUOTA)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
 
 
@@ -120,6 +133,7 @@ class Prefetch(Message, frozen=True, tag=True):
     """Promote what is stored below memory and mark the chain as used; no lease, no answer."""
 
     keys: bytes
+    tenant: Tenant = b""
 
 
 class Acquire(Message, frozen=True, tag=True):
@@ -128,6 +142,7 @@ class Acquire(Message, frozen=True, tag=True):
     ticket: int
     keys: bytes
     wait_ms: Milliseconds
+    tenant: Tenant = b""
 
 
 class Acquired(Message, frozen=True, tag=True):
@@ -170,6 +185,7 @@ class Reserve(Message, frozen=True, tag=True):
     parent: bytes
     keys: bytes
     save: int
+    tenant: Tenant = b""
 
 
 class Granted(Message, frozen=True, tag=True):
@@ -223,11 +239,15 @@ class StatusReply(Message, frozen=True, tag=True):
 
 
 class Clear(Message, frozen=True, tag=True):
-    """Drop a namespace (its digest, empty: all) from a tier (empty: from all and memory)."""
+    """Drop a namespace (its digest, empty: all) from a tier (empty: from all and memory).
+
+    With `tenant`, only what is that tenant's.
+    """
 
     id: int
     namespace: bytes
     tier: str
+    tenant: Tenant = b""
 
 
 class Cleared(Message, frozen=True, tag=True):
@@ -236,6 +256,25 @@ class Cleared(Message, frozen=True, tag=True):
     id: int
     chunks: int
     bytes: int
+
+
+class Limit(Message, frozen=True, tag=True):
+    """Give a tenant other quotas, in bytes; `NO_LIMIT`: none at all, nil: as it is."""
+
+    id: int
+    tenant: Tenant
+    memory: Quota | None = None
+    disk: Quota | None = None
+
+
+class Limited(Message, frozen=True, tag=True):
+    """The quotas of a tenant that count now (nil: none), and what it has."""
+
+    id: int
+    memory: int | None
+    disk: int | None
+    memory_bytes: int
+    disk_bytes: int
 
 
 class Flush(Message, frozen=True, tag=True):
@@ -265,10 +304,20 @@ ClientMessage = (
     | Abort
     | Status
     | Clear
+    | Limit
     | Flush
 )
 ServiceMessage = (
-    Welcome | Attached | Refused | Acquired | Granted | Ack | StatusReply | Cleared | Flushed
+    Welcome
+    | Attached
+    | Refused
+    | Acquired
+    | Granted
+    | Ack
+    | StatusReply
+    | Cleared
+    | Limited
+    | Flushed
 )
 Reliable = Release | Loaded | Commit | Abort
 
@@ -341,3 +390,10 @@ def split_keys(blob: bytes) -> list[ChunkKey]:
     if len(blob) % KEY_BYTES:
         raise ProtocolError(f"{len(blob)} bytes are not a whole number of {KEY_BYTES}-byte keys")
     return [ChunkKey(blob[at : at + KEY_BYTES]) for at in range(0, len(blob), KEY_BYTES)]
+
+
+def tenant_of(raw: bytes) -> TenantId:
+    """Return whom a message names, if anybody. Raises `ProtocolError` for half a name."""
+    if len(raw) not in {0, TENANT_BYTES}:
+        raise ProtocolError(f"{len(raw)} bytes name no tenant; {TENANT_BYTES} are needed")
+    return TenantId(raw)

@@ -11,11 +11,16 @@ ChunkKey = NewType("ChunkKey", bytes)
 NamespaceDigest = NewType("NamespaceDigest", bytes)
 """32 bytes: SHA-256 of a namespace's canonical form (see `keys`)."""
 
+TenantId = NewType("TenantId", bytes)
+"""8 bytes that name a tenant by its cache salt (see `keys`); none for requests without a salt."""
+
 Checksum = NewType("Checksum", bytes)
 """16 bytes: xxh3-128 of a shard's payload, big-endian, as `xxhash.xxh3_128_digest` gives it."""
 
 KEY_BYTES = 32
 CHECKSUM_BYTES = 16
+TENANT_BYTES = 8
+NO_TENANT = TenantId(b"")
 PAGE_BYTES = 4096
 """Shards start on this boundary in the arena and in files, so that direct I/O can move them."""
 

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
+from kvhaven.keys import tenant_id
 from kvhaven.tiers.base import StoredShard, Tier
-from kvhaven.types import Checksum
+from kvhaven.types import NO_TENANT, Checksum
 from tests.tier_damage import DAMAGE
 from tests.tier_kits import KITS, Kit
 from tests.tiers import (
@@ -31,6 +32,7 @@ from tests.tiers import (
 Open = Callable[[], AbstractAsyncContextManager[Tier]]
 
 SPACE = make_namespace("model", (10_000, 4096, 1))
+ANN, BEN = tenant_id("ann"), tenant_id("ben")
 OTHER = make_namespace("other model", (10_000,))
 
 
@@ -55,6 +57,26 @@ async def test_what_was_written_is_read(open_tier: Open) -> None:
             assert await tier.read(piece.shard, buffer) == piece.checksum
             assert bytes(buffer[: piece.shard.payload_bytes]) == content(piece)
         assert (await tier.check()).problems == ()
+
+
+async def test_what_a_tenant_wrote_is_there_for_it_alone(open_tier: Open) -> None:
+    """Even under the same key, which no two tenants have."""
+    pieces = [make_piece(SPACE, 0, 0, tenant) for tenant in (NO_TENANT, ANN, BEN)]
+    async with open_tier() as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, pieces[0], pieces[1])
+        assert list(await tier.contains([p.shard for p in pieces])) == [True, True, False]
+        with pytest.raises(TierMissError):
+            await fetch(tier, pieces[2].shard)
+        await store(tier, pieces[2])
+    async with open_tier() as tier:
+        assert (await scanned(tier))[1] == {piece.shard for piece in pieces}
+        for piece in pieces:
+            assert (await scanned(tier, piece.shard.tenant))[1] == {piece.shard}
+            assert await fetch(tier, piece.shard) == content(piece)
+        assert (await tier.check()).problems == ()
+        await tier.delete([pieces[1].shard])
+        assert list(await tier.contains([p.shard for p in pieces])) == [True, False, True]
 
 
 async def test_what_was_not_written_is_a_miss(open_tier: Open) -> None:

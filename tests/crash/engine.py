@@ -17,7 +17,7 @@ from kvhaven.client.rank import Grant, RankClient
 from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
 from kvhaven.keys import namespace_digest
 from kvhaven.protocol import AttachRank, AttachScheduler
-from kvhaven.types import Checksum, ChunkKey, Shard, ShardId, align_up
+from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Shard, ShardId, TenantId, align_up
 
 SHARD_BYTES = 10_000
 """Not a multiple of a page, so that there is padding."""
@@ -99,9 +99,10 @@ class Rank:
         parent: ChunkKey | None = None,
         wait_s: float = 5.0,
         save: int = 0,
+        tenant: TenantId = NO_TENANT,
     ) -> list[Grant]:
         """Return the grants there are."""
-        reservation = self.client.reserve(parent, keys, save)
+        reservation = self.client.reserve(parent, keys, save, tenant)
         if reservation is None:
             return []
         grants = self.client.grants(reservation, time.monotonic() + wait_s)
@@ -131,9 +132,10 @@ class Rank:
         parent: ChunkKey | None = None,
         wait_s: float = 5.0,
         save: int = 0,
+        tenant: TenantId = NO_TENANT,
     ) -> int:
         """Save chunks; return how many were granted."""
-        grants = self.reserve(keys, parent, wait_s, save)
+        grants = self.reserve(keys, parent, wait_s, save, tenant)
         self.client.commit([self.write(grant) for grant in grants])
         return len(grants)
 
@@ -200,9 +202,9 @@ class Scheduler:
         self.client.start(timeout_s)
         return self
 
-    def acquire(self, keys: Sequence[ChunkKey]) -> Lease | None:
+    def acquire(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> Lease | None:
         """Ask, and wait for the final answer."""
-        ticket = self.client.ask(keys)
+        ticket = self.client.ask(keys, tenant)
         if ticket is None:
             return None
         while True:
@@ -213,9 +215,11 @@ class Scheduler:
                 return None
             time.sleep(0.001)
 
-    def load(self, keys: Sequence[ChunkKey], ranks: Sequence[Rank]) -> int:
+    def load(
+        self, keys: Sequence[ChunkKey], ranks: Sequence[Rank], tenant: TenantId = NO_TENANT
+    ) -> int:
         """Acquire and have every rank load; return how many chunks were read and right."""
-        lease = self.acquire(keys)
+        lease = self.acquire(keys, tenant)
         if lease is None:
             return 0
         self.client.dispatched(lease.ticket)
@@ -250,14 +254,19 @@ class Engine:
         for rank in self.ranks:
             rank.close()
 
-    def save(self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None) -> int:
+    def save(
+        self,
+        keys: Sequence[ChunkKey],
+        parent: ChunkKey | None = None,
+        tenant: TenantId = NO_TENANT,
+    ) -> int:
         """Have every rank save; return the least that one was granted, when all is committed."""
         number = next(self._saves)
-        granted = min(rank.save(keys, parent, save=number) for rank in self.ranks)
+        granted = min(rank.save(keys, parent, save=number, tenant=tenant) for rank in self.ranks)
         for rank in self.ranks:
             rank.sync()
         return granted
 
-    def load(self, keys: Sequence[ChunkKey]) -> int:
+    def load(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> int:
         """Load; return how many chunks were read and right."""
-        return self.scheduler.load(keys, self.ranks)
+        return self.scheduler.load(keys, self.ranks, tenant)

@@ -5,8 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from kvhaven.client.control import connect
+from kvhaven.keys import tenant_id
 from tests.e2e.conftest import Control
-from tests.e2e.engines import CHUNK, NodeService, assert_nothing_held, assert_same, engine, prompts
+from tests.e2e.engines import (
+    CHUNK,
+    Engine,
+    NodeService,
+    assert_nothing_held,
+    assert_same,
+    engine,
+    prompts,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -143,6 +153,29 @@ def test_two_engines_and_another_model_on_one_small_service(
             assert min(hits) > 0
         with engine(other_model, tmp_path / "c.log", settings, in_process=True) as third:
             assert third.generate(asked[:1])[0]["cached"] == 0
+            check_tenants(third, service, asked[0])
         assert len(service.settled().namespaces) == 2
     finally:
         service.stop()
+
+
+def check_tenants(started: Engine, service: NodeService, prompt: list[int]) -> None:
+    """Two salts, one prompt: neither sees the other's, each is counted, and one is cleared."""
+    (plain,) = started.generate([prompt])
+    names = {salt: tenant_id(salt).hex() for salt in ("ann", "ben")}
+    for salt in names:
+        (first,) = started.generate([prompt], salts=[salt])
+        assert first["cached"] == 0
+        assert_same([first], [plain])
+    started.ask("reset")
+    for salt in names:
+        (again,) = started.generate([prompt], salts=[salt])
+        assert again["cached"] == full_chunks(prompt)
+        assert_same([again], [plain])
+    held = {one.tenant: one.chunks["memory"] for one in service.settled().tenants}
+    assert held == dict.fromkeys(names.values(), len(prompt) // CHUNK)
+    with connect(str(service.socket)) as control:
+        control.clear(tenant=tenant_id("ann"))
+    started.ask("reset")
+    cached = [started.generate([prompt], salts=[salt])[0]["cached"] for salt in names]
+    assert cached == [0, full_chunks(prompt)]

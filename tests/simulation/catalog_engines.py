@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 from kvhaven.catalog.actions import Acquisition, Leased, MemberId, SessionId, Ticket
 from kvhaven.tiers.base import Namespace
-from kvhaven.types import ChunkKey
+from kvhaven.types import ChunkKey, TenantId
 from tests.simulation.catalog_model import (
     CHAIN_CHUNKS,
     CHAIN_KEYS,
     NAMESPACES,
+    TENANT_OF,
     Copy,
     Split,
     World,
@@ -53,6 +54,7 @@ class Save:
     """
 
     number: int
+    tenant: TenantId
     parent: ChunkKey | None
     keys: list[ChunkKey]
     spoiled_on: int | None
@@ -160,9 +162,10 @@ class Engines:
     def prefetch(self) -> None:
         """A scheduler sees a new request."""
         if self.all:
-            namespace = self._world.pick(self.all).namespace
-            keys = self._world.pick(CHAIN_KEYS[namespace.digest])
-            self._world.catalog.prefetch(namespace.digest, keys)
+            digest = self._world.pick(self.all).namespace.digest
+            tenant, keys = self._world.pick(CHAIN_KEYS[digest])
+            with self._world.nobody_else_pays(tenant):
+                self._world.catalog.prefetch(digest, keys, tenant)
 
     def acquire(self) -> None:
         """A scheduler asks for a chain, twice; what is resident must be in the answer."""
@@ -171,7 +174,8 @@ class Engines:
             return
         engine, catalog = process.engine, self._world.catalog
         digest = engine.namespace.digest
-        keys = self._world.pick(CHAIN_KEYS[digest])[: 1 + self._world.choose(CHAIN_CHUNKS)]
+        tenant, chain = self._world.pick(CHAIN_KEYS[digest])
+        keys = chain[: 1 + self._world.choose(CHAIN_CHUNKS)]
         self._names += 1
         load = Load(Ticket(self._names), keys)
         resident = 0
@@ -182,12 +186,13 @@ class Engines:
         # What was in the arena may be evicted by the acquire itself.
         busy = {key for key in keys if key in catalog._space.entries}
         roomy = stats.leased_bytes + stats.promoting_bytes + most <= stats.pin_limit_bytes
-        answer = catalog.acquire(engine.id, load.ticket, digest, keys)
+        with self._world.nobody_else_pays(tenant):
+            answer = catalog.acquire(engine.id, load.ticket, digest, keys, tenant)
         assert len(answer.chunks) >= resident or not roomy, "a resident prefix was not offered"
         if roomy and not answer.promoting and len(answer.chunks) < len(keys):
             self._expect_gap(engine, keys[len(answer.chunks)], busy)
         if answer.chunks or answer.promoting:
-            assert catalog.acquire(engine.id, load.ticket, digest, keys) == answer
+            assert catalog.acquire(engine.id, load.ticket, digest, keys, tenant) == answer
             engine.loads[load.ticket] = load
             self._world.counts["hits"] += len(answer.chunks)
             self._answered(engine, load, answer)
@@ -285,7 +290,10 @@ class Engines:
     def _expect_gap(self, engine: Engine, key: ChunkKey, busy: set[ChunkKey]) -> None:
         """Assert that a lease has ended before a chunk for a reason."""
         catalog = self._world.catalog
-        namespace = catalog._namespaces[engine.namespace.digest]
+        namespace = catalog._owners.part(engine.namespace.digest, TENANT_OF[key])
+        asked = [tier.pending.get(key) for tier in catalog._tiers.shared.values()]
+        if any(lookup is not None and lookup.namespace is not namespace for lookup in asked):
+            return  # somebody asked for it as another, and it is not asked for twice
         if key not in busy and catalog._tiers.source(key, namespace) is None:
             assert self._world.may_be_missed(key), f"no tier was asked for {key.hex()}"
             self._world.counts["missed"] += 1

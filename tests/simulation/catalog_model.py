@@ -7,18 +7,22 @@ or bytes that are offered and are not their key's, is a failure, whatever the ca
 believes. A page holds the name of the shard that was written there, `(key, bit)`.
 """
 
+import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import Leased, TierName
 from kvhaven.catalog.policies import POLICIES
+from kvhaven.keys import tenant_id
+from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import (
+    NO_TENANT,
     PAGE_BYTES,
     Checksum,
     ChunkKey,
@@ -27,6 +31,7 @@ from kvhaven.types import (
     Shard,
     ShardId,
     ShardTable,
+    TenantId,
 )
 
 T = TypeVar("T")
@@ -78,17 +83,40 @@ NAMESPACES: Sequence[tuple[Namespace, Sequence[Split]]] = (
 BY_DIGEST = {namespace.digest: namespace for namespace, _ in NAMESPACES}
 
 
-def chain_of(namespace: Namespace, number: int) -> list[ChunkKey]:
-    """Return the keys of a chain; it shares its first `number` chunks with the later ones."""
-    keys, parent = [], bytes(namespace.digest)
+ALICE, BOB = tenant_id("alice"), tenant_id("bob")
+TENANTS = (ALICE, BOB)
+MEMORY_QUOTAS = Quotas({ALICE: 28 << 10}, others=40 << 10)
+DISK_QUOTAS = Quotas({ALICE: 100 << 10}, others=200 << 10)
+"""Chunks take 4 to 16 KiB of memory, and 8 to 32 of a tier: it is only ever a few of them."""
+
+
+class Chain(NamedTuple):
+    """Whose chunks, and their keys."""
+
+    tenant: TenantId
+    keys: list[ChunkKey]
+
+
+def chain_of(namespace: Namespace, number: int, tenant: TenantId) -> Chain:
+    """Return a chain; it shares its first `number` chunks with the tenant's later ones."""
+    keys, parent = [], namespace.digest + tenant
     for index in range(CHAIN_CHUNKS):
         branch = 0 if index < number else number + 1
         parent = hashlib.sha256(parent + bytes([index, branch])).digest()
         keys.append(ChunkKey(parent))
-    return keys
+    return Chain(tenant, keys)
 
 
-CHAIN_KEYS = {d: [chain_of(n, c) for c in range(CHAINS)] for d, n in BY_DIGEST.items()}
+CHAIN_KEYS = {
+    digest: [
+        *(chain_of(namespace, number, NO_TENANT) for number in range(CHAINS)),
+        *(chain_of(namespace, number, tenant) for tenant in TENANTS for number in range(2)),
+    ]
+    for digest, namespace in BY_DIGEST.items()
+}
+TENANT_OF = {
+    k: chain.tenant for chains in CHAIN_KEYS.values() for chain in chains for k in chain.keys
+}
 
 
 def bits_of(bitmap: int) -> list[int]:
@@ -212,6 +240,18 @@ class Heard:
         self.absent[tier, key] = now
 
 
+class WatchedAllocator(SlabAllocator):
+    """The real one; counts how often it had no room."""
+
+    refused = 0
+
+    def allocate(self, length: int) -> Extent | None:
+        """Allocate."""
+        extent = super().allocate(length)
+        self.refused += extent is None
+        return extent
+
+
 class World:
     """What all parts of the simulation share. `choose` decides what is left to chance.
 
@@ -220,9 +260,14 @@ class World:
 
     def __init__(self, choose: Choose, policy: str = "lru") -> None:
         self.choose = choose
-        self.allocator = SlabAllocator({0: ARENA_BYTES}, slab_bytes=16 << 10)
+        self.allocator = WatchedAllocator({0: ARENA_BYTES}, slab_bytes=16 << 10)
         self.catalog = Catalog(
-            self.allocator, POLICIES[policy](), tiers=TIERS, write_queue_bytes=64 << 10
+            self.allocator,
+            POLICIES[policy](),
+            tiers=TIERS,
+            write_queue_bytes=64 << 10,
+            memory_quotas=MEMORY_QUOTAS,
+            disk_quotas=DISK_QUOTAS,
         )
         self.memory = Memory()
         self.counts: Counter[str] = Counter()
@@ -235,6 +280,16 @@ class World:
     def pick(self, items: Sequence[T]) -> T:
         """Return one of these."""
         return items[self.choose(len(items))]
+
+    @contextlib.contextmanager
+    def nobody_else_pays(self, tenant: TenantId) -> Iterator[None]:
+        """Assert that meanwhile no other tenant's chunk goes, if the arena itself has room."""
+        entries, refused = self.catalog._space.entries, self.allocator.refused
+        before = [key for key in entries if TENANT_OF[key] != tenant]
+        yield
+        gone = [key for key in before if key not in entries]
+        if self.allocator.refused == refused:
+            assert not gone, f"{len(gone)} chunks of others went for tenant {tenant.hex()}"
 
     def may_be_read(self, tier: TierName, key: ChunkKey) -> bool:
         """Whether the catalog was told, not too long ago, that a shared tier has a chunk whole."""

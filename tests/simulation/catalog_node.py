@@ -7,6 +7,7 @@ from kvhaven.catalog.actions import Update
 from tests.simulation.catalog_engines import Engines
 from tests.simulation.catalog_model import ARENA_BYTES, Choose, World
 from tests.simulation.catalog_saving import Saving
+from tests.simulation.catalog_tenants import TenantEvents
 from tests.simulation.catalog_tiers import FakeTiers
 
 
@@ -22,7 +23,8 @@ class Node:
         self.engines = Engines(self.world)
         self.tiers = FakeTiers(self.world)
         self.saving = Saving(self.world, self.engines)
-        engines, saving, tiers = self.engines, self.saving, self.tiers
+        self.tenants = TenantEvents(self.world, self.engines)
+        engines, saving, tiers, tenants = self.engines, self.saving, self.tiers, self.tenants
         self.events: list[tuple[int, Callable[[], None]]] = [
             (150, saving.write),
             (60, saving.reserve),
@@ -39,6 +41,9 @@ class Node:
             (8, engines.settle),
             (8, engines.release),
             (8, engines.prefetch),
+            (6, tenants.acquire_as_another),
+            (2, tenants.limit),
+            (1, tenants.clear),
             (8, tiers.others_write),
             (8, tiers.pass_time),
             (4, engines.disconnect),
@@ -63,6 +68,7 @@ class Node:
                 self.engines.updated(action.session, action.acquisition)
             else:
                 self.tiers.begin(action)
+        self.tenants.check()
         self._count += 1
         if self._audit_every and self._count % self._audit_every == 0:
             self.world.catalog.check()

@@ -27,13 +27,13 @@ class Saving:
         if not self._engines.all:
             return
         engine = self._world.pick(self._engines.all)
-        keys = self._world.pick(CHAIN_KEYS[engine.namespace.digest])
+        tenant, keys = self._world.pick(CHAIN_KEYS[engine.namespace.digest])
         first = self._world.choose(CHAIN_CHUNKS)
         end = first + 1 + self._world.choose(CHAIN_CHUNKS - first)
         self._numbers += 1
         spoiled_on = self._world.choose(engine.world) if self._world.one_in(6) else None
         parent = keys[first - 1] if first else None
-        save = Save(self._numbers, parent, keys[first:end], spoiled_on)
+        save = Save(self._numbers, tenant, parent, keys[first:end], spoiled_on)
         engine.to_save.extend((rank, save) for rank in range(engine.world))
 
     def reserve(self) -> None:
@@ -49,9 +49,11 @@ class Saving:
         save = job[1]
         if self._world.one_in(4 if save.spoiled_on == rank else 12):
             return
-        grants = self._world.catalog.reserve(
-            process.id, engine.namespace.digest, save.parent, save.keys, save.number
-        )
+        digest = engine.namespace.digest
+        with self._world.nobody_else_pays(save.tenant):
+            grants = self._world.catalog.reserve(
+                process.id, digest, save.parent, save.keys, save.number, save.tenant
+            )
         for key, grant in zip(save.keys, grants, strict=True):
             if grant is not None:
                 assert grant.key == key

@@ -11,6 +11,7 @@ from tests.simulation.catalog_model import (
     CHAIN_KEYS,
     OWN,
     SHARED,
+    TENANT_OF,
     TIERS,
     Copy,
     World,
@@ -60,6 +61,9 @@ class FakeTiers:
     def begin(self, action: TierLookup | TierRead | TierWrite | TierDelete) -> None:
         """Begin an action of the catalog."""
         world, memory = self._world, self._world.memory
+        keys = action.keys if isinstance(action, TierLookup) else (action.key,)
+        asked_as = {TENANT_OF[key] for key in keys}
+        assert isinstance(action, TierLookup) or asked_as == {action.tenant}, f"{action} of another"
         if isinstance(action, TierDelete):
             for read, _ in self._reads:
                 being_read = (read.tier, read.key) == (action.tier, action.key)
@@ -185,9 +189,8 @@ class FakeTiers:
             namespace = BY_DIGEST[store[key].namespace]
             shards = namespace.table.shards
             for bit in range(1 + self._world.choose(len(shards))):
-                self._world.catalog.tier_found(
-                    tier, namespace.digest, key, bit, stored_bytes(shards[bit].payload_bytes)
-                )
+                size, tenant = stored_bytes(shards[bit].payload_bytes), TENANT_OF[key]
+                self._world.catalog.tier_found(tier, namespace.digest, key, bit, size, tenant)
 
     def others_write(self) -> None:
         """Another node writes a part of a chain to a shared tier, and maybe not all shards."""
@@ -195,7 +198,7 @@ class FakeTiers:
         store = self._stores[world.pick(tuple(SHARED))]
         digest = world.pick(tuple(BY_DIGEST))
         complete = BY_DIGEST[digest].table.complete
-        keys = world.pick(CHAIN_KEYS[digest])
+        _, keys = world.pick(CHAIN_KEYS[digest])
         for key in keys[: 1 + world.choose(len(keys))]:
             shards = complete & ~(1 << world.choose(4)) if world.one_in(8) else complete
             if key not in store or not store[key].readable:
@@ -212,7 +215,7 @@ class FakeTiers:
     def damage_memory(self) -> None:
         """A bit flips in a resident chunk, and verification finds it."""
         world = self._world
-        keys = world.pick(world.pick(tuple(CHAIN_KEYS.values())))
+        _, keys = world.pick(world.pick(tuple(CHAIN_KEYS.values())))
         resident = [key for key in keys if world.catalog.checksums(key) is not None]
         if resident:
             key = world.pick(resident)
@@ -225,7 +228,7 @@ class FakeTiers:
             world.counts["discarded"] += 1
 
     def clear(self) -> None:
-        """Somebody clears a namespace, or a tier, or all; a shared store only by its name."""
+        """Somebody clears a namespace, a tier, or all; a shared store only by its name."""
         world = self._world
         namespace = (None, *BY_DIGEST)[world.choose(1 + len(BY_DIGEST))]
         tier = (None, TierName("memory"), *(t.name for t in TIERS))[world.choose(2 + len(TIERS))]
@@ -239,4 +242,5 @@ class FakeTiers:
     def _see(self, action: TierLookup) -> Found:
         """Return what a tier has of what is asked, now."""
         store = self._stores[action.tier]
-        return {key: store[key].shards for key in action.keys if key in store}
+        own = [key for key in action.keys if TENANT_OF[key] == action.tenant]
+        return {key: store[key].shards for key in own if key in store}

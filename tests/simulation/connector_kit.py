@@ -20,7 +20,7 @@ from kvhaven.config import Settings
 from kvhaven.integrations.vllm.metadata import LoadJob, StepPlan, StepReport
 from kvhaven.integrations.vllm.scheduler import SchedulerSide
 from kvhaven.integrations.vllm.tracker import extras_of
-from kvhaven.keys import KeyChain
+from kvhaven.keys import KeyChain, tenant_id
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, Shard, ShardId
 from tests.simulation.node import Node
@@ -81,12 +81,13 @@ class Bench:
         chain.extend(list(request.all_token_ids))
         return chain.keys
 
-    def fill(self, request: Request, chunks: int | None = None) -> None:
-        """Store a request's first chunks (all) as the ranks do."""
+    def fill(self, request: Request, chunks: int | None = None, salt: str | None = None) -> None:
+        """Store a request's first chunks (all) as the ranks do, or as those of another salt."""
+        tenant = tenant_id((request.cache_salt if salt is None else salt) or "")
         keys = self.keys(request)[:chunks]
         number = next(self._saves)
         for rank in self.ranks:
-            reservation = rank.reserve(None, keys, number)
+            reservation = rank.reserve(None, keys, number, tenant)
             assert reservation is not None
             granted = rank.grants(reservation, time.monotonic() + 5)
             written = []

@@ -13,16 +13,18 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvhaven.catalog.actions import Grant, MemberId
-from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.lookups import Lookups
+from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.presence import Lookup, Presence
 from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.sessions import Lease, Member, Session
+from kvhaven.catalog.space import Space
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.errors import KVHavenError
-from kvhaven.types import Checksum, ChunkKey
+from kvhaven.types import NO_TENANT, Checksum, ChunkKey
 from tests.simulation.catalog_node import Node
 
 Found = dict[ChunkKey, int]
@@ -42,7 +44,11 @@ def simulate(seed: int, events: int, audit_every: int, policy: str = "lru") -> C
         if number % 2000 == 1999:
             node.step(rng.choice(node.rare))
     node.finish()
-    node.world.counts["evictions"] = node.world.catalog.stats().evictions
+    stats = node.world.catalog.stats()
+    node.world.counts["evictions"] = stats.evictions
+    node.world.counts["quota evictions"] = stats.quota_evictions
+    node.world.counts["quota refusals"] = stats.quota_refusals
+    node.world.counts["foreign"] = stats.foreign
     return node.world.counts
 
 
@@ -58,7 +64,8 @@ def test_no_history_breaks_a_promise() -> None:
             *("shared promotion done", "shared promotion failed", "looked up", "lookup failed"),
             *("found", "missed", "written to disk", "written to fs", "written to s3"),
             *("resident", "waiting", "discarded", "cleared", "gone", "reconnected", "evictions"),
-            *("twins", "shared"),
+            *("twins", "shared", "at quota", "asked as another", "limited"),
+            *("quota evictions", "quota refusals", "foreign"),
         )
         assert not [what for what in wanted if counts[what] < 5], f"seed {SEED}: {counts}"
 
@@ -317,7 +324,45 @@ def _break_pins_of_waiting_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriteBehind, "_unpin", lambda _, __: None)
 
 
+def _break_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take all who share a namespace for one."""
+    part = Owners.part
+    monkeypatch.setattr(Owners, "part", lambda self, digest, _=NO_TENANT: part(self, digest))
+
+
+def _break_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grant what is asked for, whatever the quota."""
+    monkeypatch.setattr(Space, "_within_quota", lambda *args: args[-1])
+
+
+def _break_whose_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make room for a tenant among all chunks."""
+
+    def shrink(self: Space[object], tenant: Tenant, most_bytes: int) -> None:
+        for policy in self.orders.classes.values():
+            while tenant.memory_bytes > most_bytes and self._evict_some(policy, 1):
+                pass
+
+    monkeypatch.setattr(Space, "_shrink", shrink)
+
+
+def _break_lowered_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a tenant what it has when its quota is lowered."""
+    monkeypatch.setattr(Space, "enforce_quotas", lambda _: None)
+
+
+def _break_clear_of_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clear everybody with one tenant."""
+    parts = Owners.parts
+    monkeypatch.setattr(Owners, "parts", lambda self, digest=None, _=None: parts(self, digest))
+
+
 BREAKAGES = [
+    _break_tenants,
+    _break_quotas,
+    _break_whose_quota,
+    _break_lowered_quotas,
+    _break_clear_of_a_tenant,
     _break_answers_keys,
     _break_answers_shards,
     _break_failed_answers,

@@ -20,20 +20,24 @@ from kvhaven.catalog.actions import (
 )
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.policy import EvictionPolicy
+from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
 from kvhaven.tiers.header import stored_bytes
 from kvhaven.types import (
+    NO_TENANT,
     Checksum,
     ChunkKey,
     NamespaceDigest,
     Shard,
     ShardId,
     ShardTable,
+    TenantId,
 )
 
 DISK = TierName("disk")
 PAGE = 4096
 BIG = 1 << 30
+NO_QUOTAS = Quotas()
 STORED = 2 * PAGE
 """Bytes that a chunk of one page takes in a tier."""
 
@@ -74,6 +78,8 @@ class Node:
         *,
         policy: str | EvictionPolicy = "lru",
         fill_faster: bool = True,
+        memory_quotas: Quotas = NO_QUOTAS,
+        disk_quotas: Quotas = NO_QUOTAS,
     ) -> None:
         self.allocator = SlabAllocator({0: pages * PAGE}, slab_bytes=PAGE)
         self.catalog = Catalog(
@@ -83,6 +89,8 @@ class Node:
             tiers=tiers,
             write_queue_bytes=None if write_queue is None else write_queue * PAGE,
             fill_faster=fill_faster,
+            memory_quotas=memory_quotas,
+            disk_quotas=disk_quotas,
         )
         self.world = len(split) or world
         self.shards = max(split).bit_length() if split else world
@@ -113,9 +121,11 @@ class Node:
         member: str = "s/0",
         parent: ChunkKey | None = None,
         save: int = 0,
+        tenant: TenantId = NO_TENANT,
     ) -> list[Grant | None]:
         """Reserve as a rank."""
-        return self.catalog.reserve(MemberId(member), self.namespace.digest, parent, keys, save)
+        digest = self.namespace.digest
+        return self.catalog.reserve(MemberId(member), digest, parent, keys, save, tenant)
 
     def grant(self, key: ChunkKey, member: str = "s/0", save: int = 0) -> Grant:
         """Reserve one chunk, which must be granted."""
@@ -132,9 +142,15 @@ class Node:
         ]
         return self.catalog.commit(MemberId(member), grant.key, grant.extent.generation, checksums)
 
-    def save(self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None) -> int:
+    def save(
+        self,
+        keys: Sequence[ChunkKey],
+        parent: ChunkKey | None = None,
+        tenant: TenantId = NO_TENANT,
+    ) -> int:
         """Have all ranks of `s` save chunks; return how many are resident then."""
-        grants = [self.reserve(keys, f"s/{rank}", parent) for rank in range(self.world)]
+        ranks = [f"s/{rank}" for rank in range(self.world)]
+        grants = [self.reserve(keys, rank, parent, tenant=tenant) for rank in ranks]
         for rank, granted in enumerate(grants):
             for grant in granted:
                 if grant is not None:
@@ -146,18 +162,22 @@ class Node:
         """Count the chunks that are resident."""
         return sum(self.catalog.checksums(key) is not None for key in keys)
 
-    def acquire(self, keys: Sequence[ChunkKey], session: str = "s") -> Acquisition:
+    def acquire(
+        self, keys: Sequence[ChunkKey], session: str = "s", tenant: TenantId = NO_TENANT
+    ) -> Acquisition:
         """Acquire under a new ticket."""
         self._ticket += 1
-        ticket = Ticket(self._ticket)
-        return self.catalog.acquire(SessionId(session), ticket, self.namespace.digest, keys)
+        ticket, digest = Ticket(self._ticket), self.namespace.digest
+        return self.catalog.acquire(SessionId(session), ticket, digest, keys, tenant)
 
-    def store(self, keys: Sequence[ChunkKey], tier: TierName = DISK) -> None:
+    def store(
+        self, keys: Sequence[ChunkKey], tier: TierName = DISK, tenant: TenantId = NO_TENANT
+    ) -> None:
         """Have a tier hold chunks, as its scan would say."""
         for key in keys:  # what is found first counts as younger
             for bit, shard in enumerate(self.namespace.table.shards):
                 size = stored_bytes(shard.payload_bytes)
-                self.catalog.tier_found(tier, self.namespace.digest, key, bit, size)
+                self.catalog.tier_found(tier, self.namespace.digest, key, bit, size, tenant)
 
     def reads(self) -> list[TierRead]:
         """Take all actions; return the reads."""

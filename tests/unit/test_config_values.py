@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhaven.config import setting_infos
+from kvhaven.config_sizes import format_size, parse_size
 from kvhaven.config_sources import RawValue
 from kvhaven.config_values import (
-    format_size,
-    parse_size,
     parse_value,
     setting,
     settings_of,

@@ -128,7 +128,7 @@ def test_the_documented_reader_reads_what_is_stored() -> None:
     assert len(raw) == 4096 + align_up(stored.payload_bytes)
     assert read_shard(raw) == (
         *(stored.key, stored.namespace, shard.group, shard.layers, shard.heads, shard.replica),
-        content(piece),
+        *(bytes(8), content(piece)),
     )
     for at in (0, 20, 4090, 4096):
         damaged = bytearray(raw)
@@ -178,6 +178,17 @@ def test_the_key_vectors_are_the_tests_own_and_the_documented_code_gives_them() 
         items = [(item["content_hash"], item["offset"], item["length"]) for item in extras["items"]]
         found = keys(root, vector["chunk_size"], tokens, extras["lora"], extras["salt"], items)
         assert [key.hex() for key in found] == vector["keys"], vector["name"]
+
+
+def test_the_names_of_tenants_are_the_tests_own_and_the_documented_code_gives_them() -> None:
+    file = ROOT / "tests" / "unit" / "key_vectors.json"
+    known = json.loads(file.read_text(encoding="utf-8"))["tenants"]
+    rows = table(section("formats.md", "Tenants"))
+    assert {salt.strip("`"): cells[1].strip("`") for salt, cells in rows.items()} | {
+        "": ""
+    } == known
+    tenant_id = run(blocks(section("formats.md", "Keys"), "python")[0], "tenant_id")
+    assert {salt: tenant_id(salt).hex() for salt in known} == known
 
 
 def settings_table() -> str:

@@ -10,9 +10,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
+from kvhaven.keys import tenant_id
+from kvhaven.tenants import Quotas
 from kvhaven.tiers import filesystem_credits as credit
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import FilesystemStore
@@ -23,9 +26,9 @@ from kvhaven.tiers.filesystem_lease import NAME, Lease
 from kvhaven.tiers.filesystem_survey import Limits, Survey
 from kvhaven.tiers.packing import Packing
 from kvhaven.tiers.shared import SharedTier
-from kvhaven.tiers.shared_store import Blob, blob_name
+from kvhaven.tiers.shared_store import Blob, blob_name, folder_of
 from tests.tier_kits import opened
-from tests.tiers import content, fetch, make_namespace, make_piece, store, until
+from tests.tiers import Piece, content, fetch, make_namespace, make_piece, store, until
 
 SPACE = make_namespace("model", (252 << 10,))
 FILE = 256 << 10
@@ -185,6 +188,35 @@ def test_what_nobody_used_for_long_goes_and_a_namespace_has_its_own_limit() -> N
     assert not doomed.take(Blob("c/00/x.kv", 4096, 0))  # came after the survey
 
 
+def test_a_tenant_has_its_own_limit_in_all_namespaces_together() -> None:
+    ann, ben = tenant_id("ann"), tenant_id("ben")
+    limits = Limits(tenants=Quotas({ann: 6 * 4096}, others=3 * 4096), namespace_bytes=11 * 4096)
+    one, two = "1" * 16, "2" * 16
+
+    def files_of(folder: str, *used_at: float) -> list[Blob]:
+        return [Blob(f"{folder}/00/{at}.kv", 4096, at) for at in used_at]
+
+    found = [
+        *files_of(f"{one}.t{ann.hex()}", 100, 200, 300, 400, 500),
+        *files_of(f"{two}.t{ann.hex()}", 150, 250, 350, 450),
+        *files_of(f"{one}.t{ben.hex()}", 1000, 1100, 1200, 1300),
+        *files_of(one, 900, 910, 920, 930, 940),
+        *files_of(two, 50),
+    ]
+    doomed = survey_of(*found).doomed(limits, 2000, 0)
+    gone = {(one.name.partition("/")[0], one.used_at) for one in found if doomed.take(one)}
+    assert gone == {
+        *((f"{one}.t{ann.hex()}", at) for at in (100, 200)),
+        (f"{two}.t{ann.hex()}", 150),
+        (f"{one}.t{ben.hex()}", 1000),
+    }
+    # What tenants have left counts in their namespace: it has 3 + 3 + 5, its limit is 11.
+    less = msgspec.structs.replace(limits, namespace_bytes=9 * 4096)
+    doomed = survey_of(*found).doomed(less, 2000, 0)
+    more = {(one.name.partition("/")[0], one.used_at) for one in found if doomed.take(one)}
+    assert more - gone == {(f"{one}.t{ann.hex()}", at) for at in (300, 400)}
+
+
 class Service(NamedTuple):
     """A tier with limits, and the part of it that keeps to them."""
 
@@ -192,7 +224,7 @@ class Service(NamedTuple):
     caretaker: Caretaker
 
 
-def limited(path: Path, quota: int, **limits: Any) -> Service:
+def limited(path: Path, quota: int | None, **limits: Any) -> Service:
     shared_store = FilesystemStore(
         path,
         executor=TierExecutor(),
@@ -207,7 +239,7 @@ def limited(path: Path, quota: int, **limits: Any) -> Service:
 
 
 @contextlib.asynccontextmanager
-async def service(path: Path, quota: int, **limits: Any) -> AsyncIterator[Service]:
+async def service(path: Path, quota: int | None, **limits: Any) -> AsyncIterator[Service]:
     made = limited(path, quota, **limits)
     async with opened(made.tier):
         await made.tier.add_namespace(SPACE)
@@ -220,6 +252,33 @@ def used(path: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             total += file.stat().st_size
     return total
+
+
+async def store_with_credit(tier: SharedTier, piece: Piece) -> None:
+    """Write a piece as soon as there is credit for it."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return await store(tier, piece)
+            except TierError:
+                await asyncio.sleep(0.02)
+
+
+async def test_the_owner_keeps_a_tenant_to_its_quota_and_leaves_others_alone(
+    tmp_path: Path,
+) -> None:
+    ann, ben = tenant_id("ann"), tenant_id("ben")
+    quotas = Quotas({ann: 3 * FILE})
+    async with service(tmp_path, None, tenants=quotas, survey_s=0.2) as one:
+        for number in range(8):
+            for tenant in (ann, ben):
+                piece = make_piece(SPACE, number, tenant=tenant)
+                await store_with_credit(one.tier, piece)
+        assert one.caretaker.owner
+        folders = {tenant: tmp_path / folder_of(SPACE.digest, tenant) for tenant in (ann, ben)}
+        await until(lambda: used(folders[ann]) <= 3 * FILE)
+        assert used(folders[ann]) == 3 * FILE
+        assert used(folders[ben]) == 8 * FILE
 
 
 async def test_writers_wait_for_credit_and_the_quota_holds(tmp_path: Path) -> None:

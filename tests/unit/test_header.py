@@ -23,7 +23,7 @@ from kvhaven.tiers.header import (
     stored_bytes,
     unpack_header,
 )
-from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId
+from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId, TenantId
 
 STORED = StoredShard(
     NamespaceDigest(bytes(range(32))),
@@ -41,6 +41,7 @@ stored_shards = st.builds(
     st.binary(min_size=32, max_size=32),
     st.builds(ShardId, u32, st.tuples(u32, u32), st.tuples(u32, u32), u32),
     st.integers(0, 2**64 - 1),
+    st.just(b"") | st.binary(min_size=8, max_size=8).filter(any),
 )
 
 
@@ -66,6 +67,25 @@ def test_how_a_payload_is_stored_has_its_place_and_is_zero_without_codec() -> No
     raw = pack_header(STORED, CHECKSUM, Form(1, 2, 3))
     assert struct.unpack_from("<IIQ", raw, 136) == (1, 2, 3)
     assert not any(raw[128:136] + raw[152:4080])
+
+
+def test_a_tenants_name_lies_at_128_and_is_compared() -> None:
+    owned = msgspec.structs.replace(STORED, tenant=TenantId(b"tenant-8"))
+    raw = pack_header(owned, CHECKSUM)
+    assert raw[128:136] == b"tenant-8"
+    assert not any(raw[136:4080])
+    assert not any(pack_header(STORED, CHECKSUM)[128:4080])
+    assert header_of(raw, owned).stored == owned
+    with pytest.raises(TierMissError, match=f"tenant {b'tenant-8'.hex()} instead of none"):
+        header_of(raw, STORED)
+    with pytest.raises(TierMissError, match=f"tenant none instead of {b'tenant-8'.hex()}"):
+        header_of(pack_header(STORED, CHECKSUM), owned)
+
+
+@pytest.mark.parametrize("tenant", [b"short", bytes(8), b"much too long"])
+def test_what_names_no_tenant_is_not_packed(tenant: bytes) -> None:
+    with pytest.raises(ValueError, match="names no tenant"):
+        pack_header(msgspec.structs.replace(STORED, tenant=TenantId(tenant)), CHECKSUM)
 
 
 def test_the_layout_is_the_documented_one() -> None:

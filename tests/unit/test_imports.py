@@ -11,8 +11,9 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 _LEVELS = (
     {
-        *("errors", "types", "keys", "protocol", "config"),
-        *("config_checks", "config_lmcache", "config_sources", "config_urls", "config_values"),
+        *("errors", "types", "keys", "tenants", "protocol", "config"),
+        *("config_checks", "config_lmcache", "config_sizes", "config_sources", "config_urls"),
+        "config_values",
     },
     {"arena", "catalog", "devices", "layouts", "tiers"},
     {"client", "service"},

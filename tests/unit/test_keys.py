@@ -20,6 +20,7 @@ from kvhaven.keys import (
     MediaItem,
     epoch_root,
     namespace_digest,
+    tenant_id,
 )
 from kvhaven.types import NamespaceDigest
 
@@ -102,6 +103,16 @@ def test_the_written_vectors_hold_here_and_in_the_reference(vector: dict[str, An
     chain = KeyChain(ours, vector["chunk_size"], extras_of(vector["extras"]))
     chain.extend(tokens)
     assert [key.hex() for key in chain.keys] == expected
+
+
+def test_a_tenant_has_the_written_name_and_a_chain_knows_its_own() -> None:
+    names = json.loads(VECTORS.read_text())["tenants"]
+    assert {salt: tenant_id(salt).hex() for salt in names} == names
+    for salt, name in names.items():
+        expected = hashlib.sha256(b"kvhaven tenant 1\n" + salt.encode()).digest()[:8]
+        assert name == (expected.hex() if salt else "")
+        assert KeyChain(ROOT, 4, Extras(salt=salt)).tenant == bytes.fromhex(name)
+    assert tenant_id("\ud800") != tenant_id("\udfff")
 
 
 def test_fields_are_told_apart_wherever_their_borders_lie() -> None:

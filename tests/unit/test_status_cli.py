@@ -93,7 +93,7 @@ def test_clear_by_the_first_digits_of_a_namespace(node: NodeThread) -> None:
 
 def test_clear_wants_to_know_what(node: NodeThread) -> None:
     said = kvhaven("clear", "--socket", node.address, status=1)
-    assert "say what to clear: --namespace, --tier, or --all" in said
+    assert "say what to clear: --namespace, --tenant, --tier, or --all" in said
     assert "no tier 'tape'" in kvhaven(
         "clear", "--tier", "tape", "--socket", node.address, status=1
     )

@@ -6,7 +6,7 @@ from typing import NewType
 
 import msgspec
 
-from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest
+from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Extent, NamespaceDigest, TenantId
 
 SessionId = NewType("SessionId", str)
 """One engine instance: its scheduler and all its ranks."""
@@ -84,6 +84,7 @@ class TierLookup(msgspec.Struct, frozen=True):
     number: int
     namespace: NamespaceDigest
     keys: tuple[ChunkKey, ...]
+    tenant: TenantId = NO_TENANT
 
 
 class TierRead(msgspec.Struct, frozen=True):
@@ -96,6 +97,7 @@ class TierRead(msgspec.Struct, frozen=True):
     namespace: NamespaceDigest
     key: ChunkKey
     extent: Extent
+    tenant: TenantId = NO_TENANT
 
 
 class TierWrite(msgspec.Struct, frozen=True):
@@ -109,6 +111,7 @@ class TierWrite(msgspec.Struct, frozen=True):
     key: ChunkKey
     extent: Extent
     checksums: tuple[Checksum, ...]
+    tenant: TenantId = NO_TENANT
 
 
 class TierDelete(msgspec.Struct, frozen=True):
@@ -117,6 +120,7 @@ class TierDelete(msgspec.Struct, frozen=True):
     tier: TierName
     namespace: NamespaceDigest
     key: ChunkKey
+    tenant: TenantId = NO_TENANT
 
 
 class Update(msgspec.Struct, frozen=True):

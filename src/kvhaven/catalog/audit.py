@@ -6,19 +6,21 @@ from itertools import pairwise
 
 from kvhaven.catalog.allocation import S
 from kvhaven.catalog.audit_lookups import check_lookups
-from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.leases import Leases
+from kvhaven.catalog.owners import Owners
+from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.sessions import Lease, Member, Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.tierindex import TierIndex
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.tierspec import WriteMode
 from kvhaven.catalog.writebehind import OUTSTANDING_BYTES, OUTSTANDING_CHUNKS, WriteBehind
-from kvhaven.types import ChunkKey, NamespaceDigest
+from kvhaven.types import ChunkKey
 
 
 def check(
-    namespaces: dict[NamespaceDigest, NamespaceState],
+    owners: Owners,
     space: Space[S],
     sessions: Sessions,
     tiers: Tiers,
@@ -29,7 +31,8 @@ def check(
     _check_space(space)
     for entry in space.held.values():
         _check_entry(entry, space)
-    _check_aging(namespaces, space)
+    _check_aging(owners, space)
+    _check_quotas(owners, space)
     _check_writers(space, sessions)
     _check_leases(space, sessions, leases)
     for own in tiers.own.values():
@@ -106,20 +109,50 @@ def _check_entry(entry: Entry, space: Space[S]) -> None:
         assert not entry.listed, f"{name} ages while it is filled"
 
 
-def _check_aging(namespaces: dict[NamespaceDigest, NamespaceState], space: Space[S]) -> None:
+def _check_aging(owners: Owners, space: Space[S]) -> None:
     """The policies and the counts of children are in step with the entries."""
     children = Counter(e.parent for e in space.entries.values() if e.parent is not None)
     assert children == space.children, "the counts of children are off"
-    for length, policy in space.classes.items():
+    listed = [e for e in space.entries.values() if e.listed]
+    _check_orders(space.orders.classes, listed, "all")
+    for tenant in owners.tenants():
+        own = [e for e in listed if e.namespace.tenant is tenant]
+        if tenant.orders is not None:
+            _check_orders(tenant.orders, own, f"tenant {tenant.id.hex()}")
+    for part in owners.parts():
+        resident = sum(
+            e.state is State.RESIDENT for e in space.entries.values() if e.namespace is part
+        )
+        name = f"namespace {part.namespace.digest.hex()} of tenant {part.tenant.id.hex()}"
+        assert resident == part.resident, f"{name}: {resident} are resident"
+
+
+def _check_orders(orders: dict[int, EvictionPolicy], listed: list[Entry], of: str) -> None:
+    """Each policy proposes what ages in its size class, each once."""
+    assert {e.extent.length for e in listed} <= orders.keys(), f"{of}: a class has no policy"
+    for length, policy in orders.items():
         order = list(policy.candidates())
         assert len(set(order)) == len(order), f"policy {policy.name} proposes a chunk twice"
-        listed = {k for k, e in space.entries.items() if e.listed and e.extent.length == length}
-        assert listed == set(order), f"policy {policy.name} does not know what class {length} holds"
-    for digest, namespace in namespaces.items():
-        resident = sum(
-            e.state is State.RESIDENT for e in space.entries.values() if e.namespace is namespace
-        )
-        assert resident == namespace.resident, f"namespace {digest.hex()}: {resident} are resident"
+        known = {e.key for e in listed if e.extent.length == length}
+        assert known == set(order), f"{of}: policy {policy.name} does not know class {length}"
+
+
+def _check_quotas(owners: Owners, space: Space[S]) -> None:
+    """Tenants are told apart, and have what is counted, within their quotas."""
+    for entry in space.held.values():
+        part = owners.part(entry.namespace.namespace.digest, entry.namespace.tenant.id)
+        assert entry.namespace is part, f"{_name(entry)} belongs to a part that nobody finds"
+    held = Counter[Tenant]()
+    for entry in space.held.values():
+        held[entry.namespace.tenant] += entry.extent.length
+    for tenant in owners.tenants():
+        name, quota = f"tenant {tenant.id.hex()}", tenant.memory_quota
+        assert held[tenant] == tenant.memory_bytes, f"{name} has {held[tenant]} bytes of memory"
+        assert quota == owners.memory.of(tenant.id), f"{name} has another quota of memory"
+        assert tenant.disk_quota == owners.disk.of(tenant.id), f"{name} has another quota of disk"
+        assert (quota is None) == (tenant.orders is None), f"{name} has no order, or needs none"
+        within = quota is None or held[tenant] <= quota or tenant in space.over
+        assert within, f"{name} has {held[tenant]} bytes of memory, and may have {quota}"
 
 
 def _check_writers(space: Space[S], sessions: Sessions) -> None:
@@ -191,15 +224,33 @@ def _check_index(index: TierIndex) -> None:
     name, spec = index.spec.name, index.spec
     used = sum(s.bytes for s in index.stored.values())
     assert used == index.used_bytes, f"tier {name} has {used} bytes, not {index.used_bytes}"
-    usage: dict[NamespaceDigest, tuple[int, int]] = {}
+    usage: dict[NamespaceState, tuple[int, int]] = {}
     for stored in index.stored.values():
-        chunks, bytes_ = usage.get(stored.namespace.namespace.digest, (0, 0))
-        usage[stored.namespace.namespace.digest] = chunks + 1, bytes_ + stored.bytes
-    known = {d: u for d, u in index.usage.items() if u[0]}
-    assert usage == known, f"tier {name}: the figures by namespace are off"
+        chunks, bytes_ = usage.get(stored.namespace, (0, 0))
+        usage[stored.namespace] = chunks + 1, bytes_ + stored.bytes
+    assert usage == index.usage, f"tier {name}: the figures by namespace are off"
+    assert index.writing.total() == index.writing_bytes, f"tier {name}: writes of tenants are off"
+    tenants = {part.tenant for part in usage}
+    limited = {tenant for tenant in tenants if tenant.disk_quota is not None}
+    assert index.shares.keys() == limited, f"tier {name}: shares of the wrong tenants"
+    for tenant in limited:
+        _check_share(index, tenant)
     kept = sum(s.bytes for k, s in index.stored.items() if k in index.reads)
     most = max(spec.capacity_bytes, index.writing_bytes + kept)
     assert used + index.writing_bytes <= most, f"tier {name} holds more than its capacity"
+
+
+def _check_share(index: TierIndex, tenant: Tenant) -> None:
+    name, share = f"tier {index.spec.name}, tenant {tenant.id.hex()}", index.shares[tenant]
+    own = {k: s for k, s in index.stored.items() if s.namespace.tenant is tenant}
+    assert own.keys() == share.order.keys(), f"{name}: other chunks are its share"
+    used = sum(stored.bytes for stored in own.values())
+    assert used == share.bytes, f"{name} has {used} bytes, not {share.bytes}"
+    assert list(share.order) == [k for k in index.stored if k in own], f"{name}: the order is off"
+    kept = sum(stored.bytes for key, stored in own.items() if key in index.reads)
+    writing, quota = index.writing[tenant], tenant.disk_quota
+    assert quota is not None
+    assert used + writing <= max(quota, writing + kept), f"{name} has more than {quota} bytes"
 
 
 def _check_writes(writes: WriteBehind, space: Space[S]) -> None:

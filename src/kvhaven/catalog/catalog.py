@@ -15,18 +15,20 @@ from kvhaven.catalog.actions import (
     TierName,
 )
 from kvhaven.catalog.allocation import Allocator, S
-from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.entries import Entry, State
 from kvhaven.catalog.leases import Leases
+from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.sessions import Sessions
 from kvhaven.catalog.space import Space
-from kvhaven.catalog.stats import CatalogStats
+from kvhaven.catalog.stats import CatalogStats, TenantStats
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.tierspec import TierSpec
 from kvhaven.errors import KVHavenError
+from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
-from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest
+from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Extent, NamespaceDigest, TenantId
 
 MEMORY = TierName("memory")
 """The arena's name where a tier can be named."""
@@ -43,6 +45,10 @@ class Catalog:
     promoting bytes together (default: half of the arena); `write_queue_bytes` bounds what
     waits to be written to each tier (default: a quarter). `tiers` are asked in this order, the
     fastest first; with `fill_faster`, what was read from one is written to those before it.
+
+    Every chunk belongs to a tenant, or to nobody. Who asks for it as another gets a miss. A tenant
+    keeps to its quota of the arena (`memory_quotas`) and of each tier of our own (`disk_quotas`)
+    by evicting its own chunks; where these cannot go, it gets nothing new.
     """
 
     def __init__(
@@ -54,12 +60,14 @@ class Catalog:
         tiers: Sequence[TierSpec] = (),
         write_queue_bytes: int | None = None,
         fill_faster: bool = True,
+        memory_quotas: Quotas = Quotas(),  # noqa: B008  it is frozen
+        disk_quotas: Quotas = Quotas(),  # noqa: B008
     ) -> None:
         capacity = allocator.capacity_bytes
         if any(spec.name == MEMORY for spec in tiers):
             raise KVHavenError(f"a tier cannot be named {MEMORY}: that is the arena; rename it")
         self._actions: list[Action] = []
-        self._namespaces: dict[NamespaceDigest, NamespaceState] = {}
+        self._owners = Owners(memory_quotas, disk_quotas)
         self._space = Space(allocator, policy)
         self._sessions = Sessions()
         self._tiers = Tiers(
@@ -85,16 +93,7 @@ class Catalog:
 
         Raises KVHavenError if it has no shards, or was known with another shard table.
         """
-        if not namespace.table.extent_bytes:
-            raise KVHavenError(f"namespace {namespace.digest.hex()} has no shards, or empty ones")
-        known = self._namespaces.get(namespace.digest)
-        if known is None:
-            self._namespaces[namespace.digest] = NamespaceState(namespace)
-        elif known.namespace.table != namespace.table:
-            raise KVHavenError(
-                f"namespace {namespace.digest.hex()} is known with {known.namespace.table}, "
-                f"but now comes with {namespace.table}; the digest must name the geometry too"
-            )
+        self._owners.add(namespace)
 
     def attach(
         self,
@@ -117,7 +116,7 @@ class Catalog:
         another rank's in part, another `world` or namespace than the session's, or a rank or
         scheduler that another connected member is already.
         """
-        known = self._namespace(namespace)
+        known = self._owners.part(namespace)
         gaps = holds & (holds + (holds & -holds))
         if bool(holds) != (rank is not None) or holds & ~known.complete or gaps:
             raise KVHavenError(
@@ -168,8 +167,9 @@ class Catalog:
         ticket: Ticket,
         namespace: NamespaceDigest,
         keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
     ) -> Acquisition:
-        """Lease the longest resident prefix of a chain, and promote what follows it.
+        """Lease the longest resident prefix of a tenant's chain, and promote what follows it.
 
         `keys` begins at the chain's head. Consecutive chunks behind the prefix that an online
         tier holds are promoted, as far as space and the pin limit go, and the ticket waits
@@ -179,7 +179,7 @@ class Catalog:
         present state. A ticket that got nothing, and waits for nothing, is not remembered.
         Raises KVHavenError for an unknown session or namespace.
         """
-        return self._leases.acquire(session, ticket, self._namespace(namespace), keys)
+        return self._leases.acquire(session, ticket, self._owners.part(namespace, tenant), keys)
 
     def settle(self, session: SessionId, ticket: Ticket) -> Acquisition:
         """Stop waiting: return the final answer, the prefix that is ready now.
@@ -188,9 +188,11 @@ class Catalog:
         """
         return self._leases.settle(session, ticket)
 
-    def prefetch(self, namespace: NamespaceDigest, keys: Sequence[ChunkKey]) -> int:
+    def prefetch(
+        self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT
+    ) -> int:
         """Touch, ask and promote as `acquire`, without a lease; return promotions begun at once."""
-        return self._leases.prefetch(self._namespace(namespace), keys)
+        return self._leases.prefetch(self._owners.part(namespace, tenant), keys)
 
     def release(self, session: SessionId, ticket: Ticket) -> None:
         """End a lease that no rank was or will be told of; an unknown one is fine."""
@@ -226,19 +228,22 @@ class Catalog:
         parent: ChunkKey | None,
         keys: Sequence[ChunkKey],
         save: int,
+        tenant: TenantId = NO_TENANT,
     ) -> list[Grant | None]:
-        """Reserve space for consecutive chunks; `parent` is the key before the first.
+        """Reserve space for a tenant's consecutive chunks; `parent` is the key before the first.
 
         `save` names, within the session, the save that this is a rank's part of; the ranks
         that ask for a chunk with the same `save` get the same extent. A grant is to write all
         shards of the rank, or, if another rank of the save was granted the same ones, none.
         None for a chunk means: this rank has no part in it. It is here, on its way, another
-        save's, or committed by this rank already, or there is no space even after eviction.
+        save's, or committed by this rank already, or there is no space even after eviction, or
+        the tenant's quota has none.
         What another save left incomplete, and nobody writes any more, is dropped for this one.
         Raises KVHavenError for a member that is no connected rank, an unknown namespace, or
         another one than the member's.
         """
-        return self._reservations.reserve(member, self._namespace(namespace), parent, keys, save)
+        part = self._owners.part(namespace, tenant)
+        return self._reservations.reserve(member, part, parent, keys, save)
 
     def commit(
         self, member: MemberId, key: ChunkKey, generation: int, checksums: Sequence[Checksum]
@@ -311,12 +316,14 @@ class Catalog:
         key: ChunkKey,
         shard_bit: int,
         bytes_: int,
+        tenant: TenantId = NO_TENANT,
     ) -> None:
         """Count a shard that the start-up scan found, which takes `bytes_` there. Again is fine.
 
         Raises KVHavenError for an unknown tier, namespace or shard, and for a shared tier.
         """
-        self._tiers.own_index(tier).found(self._namespace(namespace), key, shard_bit, bytes_)
+        part = self._owners.part(namespace, tenant)
+        self._tiers.own_index(tier).found(part, key, shard_bit, bytes_)
 
     def tier_forgot(self, tier: TierName, key: ChunkKey) -> None:
         """Note that a tier lost a chunk by itself."""
@@ -347,30 +354,52 @@ class Catalog:
             self._space.doom(entry)
 
     def clear(
-        self, namespace: NamespaceDigest | None = None, tier: TierName | None = None
+        self,
+        namespace: NamespaceDigest | None = None,
+        tier: TierName | None = None,
+        tenant: TenantId | None = None,
     ) -> tuple[int, int]:
         """Drop all chunks of a namespace (None: of all) from a tier (None: from all of our own).
 
+        With `tenant`, only that tenant's; `NO_TENANT` is what belongs to nobody.
         `TierName("memory")` is the arena alone. A shared tier is only touched when it is named:
         writes to it end undone, and what it was heard to hold is forgotten; its store is the
         caller's to clear. Returns chunks and bytes dropped, a chunk in two places counted twice.
         What is pinned is out of sight now; its space follows. Raises KVHavenError for an unknown
         namespace or tier.
         """
-        known = None if namespace is None else self._namespace(namespace)
+        parts = frozenset(self._owners.parts(namespace, tenant))
         chunks = bytes_ = 0
         if tier in (None, MEMORY):
-            chunks, bytes_ = self._leases.clear(known)
+            chunks, bytes_ = self._leases.clear(parts)
         if tier != MEMORY:
             names = tuple(self._tiers.own) if tier is None else (tier,)
-            more = self._tiers.clear(names, known)
+            more = self._tiers.clear(names, parts)
             chunks, bytes_ = chunks + more[0], bytes_ + more[1]
         return chunks, bytes_
+
+    # Quotas
+
+    def limit_memory(self, tenant: TenantId, quota: int | None) -> None:
+        """Give a tenant another quota of the arena in bytes; None is none at all.
+
+        What it has beyond goes at once, or, where somebody uses it, as soon as nobody does.
+        """
+        self._space.quota_changed(self._owners.limit_memory(tenant, quota))
+
+    def limit_disk(self, tenant: TenantId, quota: int | None) -> None:
+        """Give a tenant another quota of each tier of our own; see `limit_memory`."""
+        self._tiers.quota_changed(self._owners.limit_disk(tenant, quota))
 
     # What comes of it
 
     def take_actions(self) -> list[Action]:
-        """Return what is to be done since the last call, in order."""
+        """Return what is to be done since the last call, in order.
+
+        Before, tenants with more than their quota give up what nobody uses any more.
+        """
+        if self._space.over:
+            self._space.enforce_quotas()
         actions = self._actions.copy()
         self._actions.clear()
         return actions
@@ -378,7 +407,7 @@ class Catalog:
     def stats(self) -> CatalogStats:
         """Return the figures of this moment, without walking over all chunks."""
         return figures.collect(
-            self._namespaces,
+            self._owners,
             self._space,
             self._sessions,
             self._tiers,
@@ -386,15 +415,18 @@ class Catalog:
             self._reservations,
         )
 
+    def tenant_stats(self, tenant: TenantId) -> TenantStats:
+        """Return the figures of one tenant, which may have nothing."""
+        return figures.of_tenant(self._owners, self._tiers, tenant)
+
+    def unwritten(self) -> int:
+        """Return how many chunks are, or wait to be, written to tiers that are online."""
+        online = [w for w in self._tiers.writes.values() if w.index.online]
+        return sum(len(writes.queue) + len(writes.writing) for writes in online)
+
     def check(self) -> None:
         """Audit every invariant. Raises AssertionError that names what is off."""
-        audit.check(self._namespaces, self._space, self._sessions, self._tiers, self._leases)
-
-    def _namespace(self, digest: NamespaceDigest) -> NamespaceState:
-        known = self._namespaces.get(digest)
-        if known is None:
-            raise KVHavenError(f"namespace {digest.hex()} is unknown; add_namespace comes first")
-        return known
+        audit.check(self._owners, self._space, self._sessions, self._tiers, self._leases)
 
     def _resident(self, key: ChunkKey, extent: Extent | None) -> Entry | None:
         entry = self._space.entries.get(key)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the catalog knows of one namespace and of one chunk in the arena."""
+"""What the catalog knows of one tenant, one namespace, and one chunk in the arena."""
 
 import enum
 
 from kvhaven.catalog.actions import MemberId, SessionId, Source
+from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.tiers.base import Namespace
-from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, Extent, align_up
+from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, Extent, TenantId, align_up
 
 SaveId = tuple[SessionId, int]
 """One save of one engine, on all its ranks: the session, and the save's number in it."""
@@ -29,14 +30,41 @@ def stored_bytes(payload_bytes: int) -> int:
     return PAGE_BYTES + align_up(payload_bytes)
 
 
+class Tenant:
+    """What a tenant has of the arena, and what it may have there and in each tier of our own.
+
+    `orders` are policies of its own, by extent length: in which order its chunks go when it has
+    a quota. Without one there are none.
+    """
+
+    __slots__ = ("__weakref__", "disk_quota", "id", "memory_bytes", "memory_quota", "orders")
+
+    def __init__(self, tenant: TenantId, memory_quota: int | None, disk_quota: int | None) -> None:
+        self.id = tenant
+        self.memory_quota = memory_quota
+        self.disk_quota = disk_quota
+        self.memory_bytes = 0  # of all extents that are handed out for its chunks
+        self.orders: dict[int, EvictionPolicy] | None = None if memory_quota is None else {}
+
+
 class NamespaceState:
-    """A namespace with the figures that are needed often."""
+    """A tenant's part of a namespace, with the figures that are needed often."""
 
-    __slots__ = ("complete", "extent_bytes", "namespace", "resident", "shards", "stored_bytes")
+    __slots__ = (
+        "__weakref__",
+        "complete",
+        "extent_bytes",
+        "namespace",
+        "resident",
+        "shards",
+        "stored_bytes",
+        "tenant",
+    )
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace, tenant: Tenant) -> None:
         table = namespace.table
         self.namespace = namespace
+        self.tenant = tenant
         self.shards = len(table.shards)
         self.complete = table.complete
         self.extent_bytes = table.extent_bytes

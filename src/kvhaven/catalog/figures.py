@@ -3,41 +3,59 @@
 
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.allocation import S
-from kvhaven.catalog.entries import Entry, NamespaceState
+from kvhaven.catalog.entries import Entry, NamespaceState, Tenant
 from kvhaven.catalog.leases import Leases
+from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.sessions import Member, Sessions
 from kvhaven.catalog.space import Space
-from kvhaven.catalog.stats import CatalogStats, NamespaceStats, TierStats, Usage
+from kvhaven.catalog.stats import (
+    MOST_TENANTS,
+    CatalogStats,
+    NamespaceStats,
+    TenantStats,
+    TierStats,
+    Usage,
+)
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.tierspec import TierState
 from kvhaven.catalog.writebehind import WriteBehind
-from kvhaven.types import NamespaceDigest
+from kvhaven.types import NamespaceDigest, TenantId
+
+_Parts = list[NamespaceState]
+_UsageByTier = dict[TierName, dict[NamespaceState, tuple[int, int]]]
 
 
 def collect(
-    namespaces: dict[NamespaceDigest, NamespaceState],
+    owners: Owners,
     space: Space[S],
     sessions: Sessions,
     tiers: Tiers,
     leases: Leases,
     reservations: Reservations,
 ) -> CatalogStats:
-    """Return all figures; the cost grows with namespaces and leases, not with chunks."""
+    """Return all figures; the cost grows with namespaces, tenants and leases, not with chunks."""
     usage = {name: index.figures().usage for name, index in tiers.own.items()}
     quarantine = {m.id: _quarantined(m, sessions) for m in sessions.lost()}
+    by_namespace: dict[NamespaceDigest, _Parts] = {}
+    by_tenant: dict[Tenant, _Parts] = {tenant: [] for tenant in owners.tenants()}
+    for part in owners.parts():
+        by_namespace.setdefault(part.namespace.digest, []).append(part)
+        if part.tenant in by_tenant:
+            by_tenant[part.tenant].append(part)
+    tenants, more_tenants = _tenants(by_tenant, usage)
     held: dict[int, Entry] = {}
     for entries in quarantine.values():
         held.update(entries)
     return CatalogStats(
-        namespaces={d: _namespace(n, usage) for d, n in namespaces.items()},
+        namespaces={d: _namespace(parts, usage) for d, parts in by_namespace.items()},
         tiers={name: _tier(tiers.indexes[name], w) for name, w in tiers.writes.items()},
         sessions=len(sessions.sessions),
         members=len(sessions.members),
         capacity_bytes=space.allocator.capacity_bytes,
         used_bytes=space.allocator.used_bytes,
         pin_limit_bytes=leases.pin_limit,
-        resident_chunks=sum(n.resident for n in namespaces.values()),
+        resident_chunks=sum(p.resident for parts in by_namespace.values() for p in parts),
         leases=sum(len(s.leases) for s in sessions.sessions.values()),
         leased_bytes=space.leased_bytes,
         promoting_bytes=space.promoting_bytes,
@@ -54,7 +72,18 @@ def collect(
         missed_chunks=leases.misses,
         promoted_chunks=leases.promoted,
         failed_promotions=leases.failed_promotions,
+        foreign=leases.foreign,
+        quota_evictions=space.quota_evictions,
+        quota_refusals=space.quota_refusals,
+        tenants=tenants,
+        more_tenants=more_tenants,
     )
+
+
+def of_tenant(owners: Owners, tiers: Tiers, tenant: TenantId) -> TenantStats:
+    """Return the figures of one tenant, known or not."""
+    usage = {name: index.figures().usage for name, index in tiers.own.items()}
+    return _tenant(owners.tenant(tenant), list(owners.parts(tenant=tenant)), usage)
 
 
 def _bytes(entries: dict[int, Entry]) -> int:
@@ -71,15 +100,45 @@ def _quarantined(member: Member, sessions: Sessions) -> dict[int, Entry]:
     return held
 
 
-def _namespace(
-    namespace: NamespaceState, usage: dict[TierName, dict[NamespaceDigest, tuple[int, int]]]
-) -> NamespaceStats:
-    digest = namespace.namespace.digest
+def _namespace(parts: _Parts, usage: _UsageByTier) -> NamespaceStats:
+    resident = sum(part.resident for part in parts)
     return NamespaceStats(
-        fields=namespace.namespace.fields,
-        memory=Usage(namespace.resident, namespace.resident * namespace.extent_bytes),
-        tiers={name: Usage(*known.get(digest, (0, 0))) for name, known in usage.items()},
+        fields=parts[0].namespace.fields,
+        memory=Usage(resident, resident * parts[0].extent_bytes),
+        tiers=_in_tiers(parts, usage),
     )
+
+
+def _tenants(
+    by_tenant: dict[Tenant, _Parts], usage: _UsageByTier
+) -> tuple[dict[TenantId, TenantStats], int]:
+    """Return the figures of the tenants that have most, and how many others have anything."""
+    found = {tenant.id: _tenant(tenant, parts, usage) for tenant, parts in by_tenant.items()}
+    largest = sorted(found, key=lambda tenant: (-_all_bytes(found[tenant]), tenant))
+    most = largest[:MOST_TENANTS]
+    return {tenant: found[tenant] for tenant in most}, len(found) - len(most)
+
+
+def _tenant(tenant: Tenant, parts: _Parts, usage: _UsageByTier) -> TenantStats:
+    return TenantStats(
+        memory=Usage(sum(part.resident for part in parts), tenant.memory_bytes),
+        tiers=_in_tiers(parts, usage),
+        memory_quota=tenant.memory_quota,
+        disk_quota=tenant.disk_quota,
+    )
+
+
+def _all_bytes(stats: TenantStats) -> int:
+    return stats.memory.bytes + sum(tier.bytes for tier in stats.tiers.values())
+
+
+def _in_tiers(parts: _Parts, usage: _UsageByTier) -> dict[TierName, Usage]:
+    """Return what parts of namespaces have in each tier of our own."""
+    found = {}
+    for name, known in usage.items():
+        counted = [known.get(part, (0, 0)) for part in parts]
+        found[name] = Usage(sum(c for c, _ in counted), sum(b for _, b in counted))
+    return found
 
 
 def _tier(index: TierState, writes: WriteBehind) -> TierStats:

@@ -2,7 +2,7 @@
 """Leases: which chunks a ticket may load, what it waits for, and when nobody loads any more."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from kvhaven.catalog.actions import (
     Acquisition,
@@ -69,6 +69,7 @@ class Leases:
         self.misses = 0
         self.promoted = 0
         self.failed_promotions = 0
+        self.foreign = 0
         self._space = space
         self._tiers = tiers
         self._sessions = sessions
@@ -192,11 +193,11 @@ class Leases:
         self._hand_over(entry)
         return entry
 
-    def clear(self, namespace: NamespaceState | None) -> tuple[int, int]:
-        """Drop a namespace's chunks (all, for None) from memory; return how many, and bytes."""
+    def clear(self, parts: Collection[NamespaceState]) -> tuple[int, int]:
+        """Drop the chunks of parts of namespaces from memory; return how many, and bytes."""
         chunks = bytes_ = 0
         for entry in tuple(self._space.entries.values()):
-            if namespace is not None and entry.namespace is not namespace:
+            if entry.namespace not in parts:
                 continue
             if entry.state is State.RESIDENT:
                 chunks += 1
@@ -263,7 +264,7 @@ class Leases:
             if entry is not None and entry.state is State.RESIDENT:
                 space.lease(entry)
         wanted = sum(entry is None for _, entry, _ in plan)
-        extents = space.allocate(namespace.extent_bytes, wanted) if wanted else []
+        extents = space.allocate(namespace, wanted) if wanted else []
         begun = 0
         touched: list[Entry] = []
         for index, (key, found, tier) in enumerate(plan, first):
@@ -311,6 +312,7 @@ class Leases:
             else:
                 usable = entry.namespace is namespace and entry.state is not State.RESERVED
             if not usable or key in seen:
+                self.foreign += self._lookups.is_foreign(key, namespace)
                 return plan, _End.NOWHERE if entry is None and key not in seen else _End.OTHER
             if entry is None or (entry.state is State.RESIDENT and not entry.leases):
                 room -= size

@@ -36,7 +36,7 @@ class Lookups:
         for key in keys[: max(1, LOOKUP_SHARDS // namespace.shards)]:
             if key in self._space.entries or self._tiers.source(key, namespace) is not None:
                 continue
-            open_ = [tier for tier in online if not tier.decided(key)]
+            open_ = [tier for tier in online if not tier.decided(key, namespace)]
             if not open_:
                 break
             for tier in open_:
@@ -44,6 +44,13 @@ class Lookups:
         for tier in online:
             tier.ask(namespace, asking[tier.spec.name])
             self._wait(lease, namespace, tier, keys[0])
+
+    def is_foreign(self, key: ChunkKey, namespace: NamespaceState) -> bool:
+        """Whether a chunk is here, but another namespace's or another tenant's."""
+        entry = self._space.entries.get(key)
+        if entry is not None:
+            return entry.namespace is not namespace
+        return self._tiers.is_foreign(key, namespace)
 
     def answered(
         self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None
@@ -75,6 +82,10 @@ class Lookups:
     @staticmethod
     def _wait(lease: Lease, namespace: NamespaceState, tier: Presence, key: ChunkKey) -> None:
         lookup = tier.pending.get(key)
-        if lookup is not None and lookup.namespace is namespace and not tier.decided(key):
+        if (
+            lookup is not None
+            and lookup.namespace is namespace
+            and not tier.decided(key, namespace)
+        ):
             lookup.waiting.append(lease)
             lease.lookups.append(lookup)

@@ -2,7 +2,7 @@
 """What a shared tier was heard to hold: answers, and how long they are believed."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvhaven.catalog.actions import Action, TierDelete, TierLookup
@@ -77,9 +77,10 @@ class Presence:
         known = self._known(key)
         return known is not None and known.present and known.namespace is namespace
 
-    def decided(self, key: ChunkKey) -> bool:
+    def decided(self, key: ChunkKey, namespace: NamespaceState) -> bool:
         """Whether there is an answer that is believed, of whatever kind."""
-        return self._known(key) is not None
+        known = self._known(key)
+        return known is not None and known.namespace in {None, namespace}
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Change nothing: such a tier ages its chunks by itself."""
@@ -101,8 +102,8 @@ class Presence:
         lookup = self.lookups[self._numbers] = Lookup(self._numbers, namespace, wanted)
         self.pending.update(dict.fromkeys(wanted, lookup))
         self.looked_up += len(wanted)
-        digest = namespace.namespace.digest
-        self._actions.append(TierLookup(self.spec.name, lookup.number, digest, wanted))
+        digest, tenant = namespace.namespace.digest, namespace.tenant.id
+        self._actions.append(TierLookup(self.spec.name, lookup.number, digest, wanted, tenant))
 
     def answered(self, number: int, found: Mapping[ChunkKey, int] | None) -> Lookup:
         """Take an answer (see `Catalog.tier_looked_up`) and return the question."""
@@ -141,13 +142,17 @@ class Presence:
         else:
             del self.reads[key]
 
-    def has_room(self, bytes_: int) -> bool:  # noqa: ARG002 - the tier itself knows
+    def has_room(self, namespace: NamespaceState) -> bool:  # noqa: ARG002 - the tier itself knows
         """Say yes: whether it fits, the tier itself decides."""
         return True
 
-    def write_begins(self, bytes_: int) -> None:
+    def write_begins(self, namespace: NamespaceState) -> None:
         """Count the bytes of a write."""
-        self.writing_bytes += bytes_
+        self.writing_bytes += namespace.stored_bytes
+
+    def write_ended(self, namespace: NamespaceState) -> None:
+        """Count them no longer."""
+        self.writing_bytes -= namespace.stored_bytes
 
     def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
         """Believe that a chunk is there."""
@@ -159,13 +164,14 @@ class Presence:
 
     def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
         """Have a chunk deleted; a read under way then misses, as when another node deletes."""
-        self._actions.append(TierDelete(self.spec.name, namespace.namespace.digest, key))
+        digest, tenant = namespace.namespace.digest, namespace.tenant.id
+        self._actions.append(TierDelete(self.spec.name, digest, key, tenant))
         return self.forget(key)
 
-    def clear(self, namespace: NamespaceState | None) -> tuple[int, int]:
+    def clear(self, parts: Collection[NamespaceState]) -> tuple[int, int]:
         """Believe nothing of these chunks any more; the store itself is the service's to clear."""
         for key, known in tuple(self.known.items()):
-            if namespace is None or known.namespace in (None, namespace):
+            if known.namespace is None or known.namespace in parts:
                 del self.known[key]
         return 0, 0
 

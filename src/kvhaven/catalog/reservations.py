@@ -184,7 +184,7 @@ class Reservations:
         parents = [p for p in (chain[i] for i in missing.values()) if p in space.entries]
         for parent in parents:
             space.adopt(parent)
-        extents = space.allocate(namespace.extent_bytes, len(missing))
+        extents = space.allocate(namespace, len(missing))
         for (key, index), extent in zip(missing.items(), extents, strict=False):
             entry = space.insert(namespace, key, chain[index], extent, State.RESERVED)
             entry.owner, entry.awaited = owner, ranks

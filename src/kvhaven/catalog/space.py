@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Generic
 
 from kvhaven.catalog.allocation import Allocator, S
-from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
+from kvhaven.catalog.orders import Orders
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.types import ChunkKey, Extent
 
@@ -14,7 +15,8 @@ class Space(Generic[S]):
     """Every entry of the arena, and the only caller of the allocator.
 
     An extent goes back to the allocator in one place (`free_if_idle`), and only when its
-    entry is doomed and nothing pins it.
+    entry is doomed and nothing pins it. What a tenant has of the arena is counted where extents
+    are handed out, so no extent is ever handed out beyond a quota.
     """
 
     def __init__(self, allocator: Allocator[S], policy: EvictionPolicy) -> None:
@@ -27,12 +29,17 @@ class Space(Generic[S]):
         self.promoting_bytes = 0
         self.doomed_bytes = 0
         self.evictions = 0
-        self.classes: dict[int, EvictionPolicy] = {}  # by extent length
-        self._policy = policy
+        self.quota_evictions = 0  # of these, those for the tenant's own quota
+        self.quota_refusals = 0  # chunks for which a tenant's quota had no room
+        self.orders = Orders(policy)
+        self.over: set[Tenant] = set()  # who has more than a quota that was lowered
         self._clock = 0
 
-    def allocate(self, length: int, count: int) -> list[Extent]:
-        """Return up to `count` new extents of `length` bytes, evicting for them if need be."""
+    def allocate(self, namespace: NamespaceState, count: int) -> list[Extent]:
+        """Return up to `count` new extents for a namespace's chunks, evicting if need be."""
+        length, tenant = namespace.extent_bytes, namespace.tenant
+        if tenant.memory_quota is not None:
+            count = self._within_quota(tenant, tenant.memory_quota, length, count)
         extents: list[Extent] = []
         while len(extents) < count:
             extent = self.allocator.allocate(length)
@@ -40,7 +47,28 @@ class Space(Generic[S]):
                 extents.append(extent)
             elif not self._make_room(length, count - len(extents)):
                 break
+        tenant.memory_bytes += len(extents) * length
         return extents
+
+    def quota_changed(self, tenant: Tenant) -> None:
+        """Keep a tenant to its quota from now on; what is pinned goes when that ends."""
+        if tenant.memory_quota is None:
+            tenant.orders = None
+            self.over.discard(tenant)
+            return
+        if tenant.orders is None:
+            self.orders.begin(tenant, self.entries.values())
+        self.over.add(tenant)
+        self.enforce_quotas()
+
+    def enforce_quotas(self) -> None:
+        """Evict what tenants have beyond quotas that were lowered, as far as it can go now."""
+        for tenant in tuple(self.over):
+            quota = tenant.memory_quota
+            assert quota is not None, "over no quota"
+            self._shrink(tenant, quota)
+            if tenant.memory_bytes <= quota:
+                self.over.remove(tenant)
 
     def insert(
         self,
@@ -96,18 +124,16 @@ class Space(Generic[S]):
         if not entry.listed:
             entry.listed = True
             entry.stamp = self._clock
-            self._class(entry.extent.length).added(entry.key)
+            self.orders.added(entry)
 
     def touch(self, entries: Sequence[Entry]) -> None:
         """Note a use of resident chunks of one namespace, given from the head to the tail."""
         if not entries:
             return
         self._clock = clock = self._clock + 1
-        keys = []
-        for entry in reversed(entries):
+        for entry in entries:
             entry.stamp = clock
-            keys.append(entry.key)
-        self._class(entries[0].extent.length).touched(keys)
+        self.orders.touched(entries[::-1])
 
     def arrange(self, entries: Sequence[Entry]) -> None:
         """Put resident chunks of one namespace in order, from the tail to the head: no use."""
@@ -116,7 +142,7 @@ class Space(Generic[S]):
         self._clock = clock = self._clock + 1
         for entry in entries:
             entry.stamp = clock
-        self._class(entries[0].extent.length).arranged(e.key for e in entries)
+        self.orders.arranged(entries)
 
     def chain(self, entry: Entry) -> Iterable[Entry]:
         """Yield a chunk and those before it, tail to head, as far as they are in the arena."""
@@ -152,7 +178,7 @@ class Space(Generic[S]):
     def doom(self, entry: Entry) -> None:
         """Take a chunk out of sight; its space follows when nothing pins it."""
         if entry.listed:
-            self._class(entry.extent.length).removed(entry.key)
+            self.orders.removed(entry)
             entry.listed = False
         self._hide(entry)
         self.free_if_idle(entry)
@@ -162,6 +188,7 @@ class Space(Generic[S]):
         if entry.state is State.DOOMED and not entry.pinned:
             del self.held[entry.extent.generation]
             self.doomed_bytes -= entry.extent.length
+            entry.namespace.tenant.memory_bytes -= entry.extent.length
             self.allocator.free(entry.extent)
 
     def evictable(self, entry: Entry) -> bool:
@@ -172,11 +199,28 @@ class Space(Generic[S]):
         """
         return entry.listed and not entry.pinned
 
-    def _class(self, length: int) -> EvictionPolicy:
-        policy = self.classes.get(length)
-        if policy is None:
-            policy = self.classes[length] = self._policy.fresh()
-        return policy
+    def _within_quota(self, tenant: Tenant, quota: int, length: int, count: int) -> int:
+        """Return how many of `count` extents a tenant may have, evicting its own chunks first."""
+        possible = min(count, quota // length) if self.allocator.fits(length) else 0
+        if possible:
+            self._shrink(tenant, quota - possible * length)
+        allowed = max(0, min(possible, (quota - tenant.memory_bytes) // length))
+        self.quota_refusals += count - allowed
+        return allowed
+
+    def _shrink(self, tenant: Tenant, most_bytes: int) -> None:
+        """Evict a tenant's own chunks down to so many bytes, as far as they can go.
+
+        Those that the policy names first; of several size classes the one used least lately.
+        """
+        orders = tenant.orders or {}
+        while (excess := tenant.memory_bytes - most_bytes) > 0:
+            oldest = [e for policy in orders.values() if (e := self._oldest(policy)) is not None]
+            if not oldest:
+                return
+            length = min(oldest, key=lambda entry: entry.stamp).extent.length
+            count = 1 if len(orders) > 1 else -(-excess // length)
+            self.quota_evictions += self._evict_some(orders[length], count)
 
     def _hide(self, entry: Entry) -> None:
         if entry.state is State.RESIDENT:
@@ -191,7 +235,7 @@ class Space(Generic[S]):
     def _evict(self, entry: Entry) -> None:
         if entry.state is State.RESIDENT:
             self.evictions += 1
-        self._class(entry.extent.length).evicted(entry.key)
+        self.orders.evicted(entry)
         entry.listed = False
         self._hide(entry)
         self.free_if_idle(entry)
@@ -205,15 +249,16 @@ class Space(Generic[S]):
         """
         if not self.allocator.fits(length):
             return False
-        oldest = self._oldest(length)
+        policy = self.orders.of(length)
+        oldest = self._oldest(policy)
         if oldest is None:
             return self._empty_slabs(length, None)
         if self._colder_elsewhere(length, oldest.stamp) and self._empty_slabs(length, oldest.stamp):
             return True
-        return self._evict_own(length, count)
+        return bool(self._evict_some(policy, count))
 
-    def _evict_own(self, length: int, count: int) -> bool:
-        policy = self._class(length)
+    def _evict_some(self, policy: EvictionPolicy, count: int) -> int:
+        """Evict up to `count` chunks in a policy's order; return how many could go."""
         victims: list[Entry] = []
         passed: list[ChunkKey] = []
         for key in policy.candidates():
@@ -227,12 +272,12 @@ class Space(Generic[S]):
             if len(victims) == count:
                 break
         for entry in victims:
-            policy.evicted(entry.key)
+            self.orders.evicted(entry)
             entry.listed = False
             self.free_if_idle(entry)
         if victims:
             policy.passed(passed)
-        return bool(victims)
+        return len(victims)
 
     def _count_victim(self, entry: Entry) -> None:
         if entry.state is State.RESIDENT:
@@ -243,9 +288,8 @@ class Space(Generic[S]):
         """Whether a chunk can be evicted by itself: a leaf that nothing pins."""
         return not self.children.get(entry.key) and self.evictable(entry)
 
-    def _oldest(self, length: int) -> Entry | None:
-        """Return what the class would evict next, if anything."""
-        policy = self._class(length)
+    def _oldest(self, policy: EvictionPolicy) -> Entry | None:
+        """Return what would be evicted next in a policy's order, if anything."""
         passed: list[ChunkKey] = []
         for key in policy.candidates():
             entry = self.entries[key]
@@ -260,10 +304,10 @@ class Space(Generic[S]):
 
     def _colder_elsewhere(self, length: int, stamp: int) -> bool:
         """Whether the slab of another class's oldest chunk was not used since `stamp`."""
-        for other in self.classes:
+        for other, policy in self.orders.classes.items():
             if other == length:
                 continue
-            entry = self._oldest(other)
+            entry = self._oldest(policy)
             if entry is not None and entry.stamp < stamp:
                 age = self._age(self.allocator.slab_of(entry.extent))
                 if age is not None and age < stamp:

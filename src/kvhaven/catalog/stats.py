@@ -4,7 +4,10 @@
 import msgspec
 
 from kvhaven.catalog.actions import MemberId, TierName
-from kvhaven.types import NamespaceDigest
+from kvhaven.types import NamespaceDigest, TenantId
+
+MOST_TENANTS = 1000
+"""There may be as many tenants as there are users; figures must fit into an answer."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -20,6 +23,18 @@ class NamespaceStats(msgspec.Struct, frozen=True):
     fields: dict[str, str]
     memory: Usage
     tiers: dict[TierName, Usage]
+
+
+class TenantStats(msgspec.Struct, frozen=True):
+    """What a tenant has, and its quotas in bytes (None: none): of memory, and of each tier.
+
+    In memory, what is being written or promoted counts too, and what is out of sight in use.
+    """
+
+    memory: Usage
+    tiers: dict[TierName, Usage]
+    memory_quota: int | None
+    disk_quota: int | None
 
 
 class TierStats(msgspec.Struct, frozen=True):
@@ -85,3 +100,13 @@ class CatalogStats(msgspec.Struct, frozen=True):
     """Asked for, neither resident nor being promoted."""
     promoted_chunks: int
     failed_promotions: int
+    foreign: int = 0
+    """Requests that ended before a chunk which is here as another tenant's (a client's bug)."""
+    quota_evictions: int = 0
+    """Of the evictions, those that made room within the tenant's own quota."""
+    quota_refusals: int = 0
+    """Chunks that were not saved or promoted because the tenant's quota had no room."""
+    tenants: dict[TenantId, TenantStats] = {}
+    """The tenants that have most, `MOST_TENANTS` of them."""
+    more_tenants: int = 0
+    """How many others have anything."""

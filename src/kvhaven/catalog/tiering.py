@@ -2,10 +2,10 @@
 """All tiers together: where a chunk can be promoted from, and where it is to be written."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvhaven.catalog.actions import Action, TierName, TierRead
-from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.presence import Presence
 from kvhaven.catalog.tierindex import TierIndex
 from kvhaven.catalog.tierspec import StoreOn, TierSpec, TierState, WriteMode
@@ -81,6 +81,16 @@ class Tiers:
                 return index
         return None
 
+    def is_foreign(self, key: ChunkKey, namespace: NamespaceState) -> bool:
+        """Whether a tier of our own has a chunk, but as another namespace's or tenant's."""
+        found = [index.stored.get(key) for index in self.own.values()]
+        return any(stored is not None and stored.namespace is not namespace for stored in found)
+
+    def quota_changed(self, tenant: Tenant) -> None:
+        """Keep a tenant to its quota in each tier of our own from now on."""
+        for index in self.own.values():
+            index.quota_changed(tenant)
+
     def writes_of(self, tier: TierName, key: ChunkKey) -> WriteBehind:
         """Return the writes to a tier. Raises KVHavenError unless this chunk's is under way."""
         self.index(tier)
@@ -103,8 +113,8 @@ class Tiers:
     def read(self, index: TierState, entry: Entry) -> None:
         """Ask for the read that fills a chunk."""
         index.read_begins(entry.key, entry.extent.length)
-        digest = entry.namespace.namespace.digest
-        self._actions.append(TierRead(index.spec.name, digest, entry.key, entry.extent))
+        digest, tenant = entry.namespace.namespace.digest, entry.namespace.tenant.id
+        self._actions.append(TierRead(index.spec.name, digest, entry.key, entry.extent, tenant))
 
     def computed(self, entry: Entry) -> None:
         """Have a chunk that was computed and is resident now written where it is to be."""
@@ -150,13 +160,15 @@ class Tiers:
         for writes in self.writes.values():
             writes.cancel(lambda e: e is entry)
 
-    def clear(self, tiers: Iterable[TierName], namespace: NamespaceState | None) -> tuple[int, int]:
-        """Delete a namespace's chunks (all, for None); return how many, and their bytes."""
+    def clear(
+        self, tiers: Iterable[TierName], parts: Collection[NamespaceState]
+    ) -> tuple[int, int]:
+        """Delete the chunks of parts of namespaces; return how many, and their bytes."""
         chunks = bytes_ = 0
         for name in tiers:
             index = self.index(name)
-            self.writes[name].cancel(lambda e: namespace is None or e.namespace is namespace)
-            more = index.clear(namespace)
+            self.writes[name].cancel(lambda e: e.namespace in parts)
+            more = index.clear(parts)
             chunks, bytes_ = chunks + more[0], bytes_ + more[1]
         return chunks, bytes_
 

@@ -2,14 +2,14 @@
 """What the catalog is told of a tier, and what it wants of a tier's bookkeeping."""
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import msgspec
 
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.entries import NamespaceState
-from kvhaven.types import ChunkKey, NamespaceDigest
+from kvhaven.types import ChunkKey
 
 
 class WriteMode(enum.Enum):
@@ -77,11 +77,14 @@ class TierState(Protocol):
     def read_ended(self, key: ChunkKey, bytes_: int) -> None:
         """End a read; raises KeyError when there is none."""
 
-    def has_room(self, bytes_: int) -> bool:
-        """Whether a write of so many bytes can fit at all, beside those under way."""
+    def has_room(self, namespace: NamespaceState) -> bool:
+        """Whether a chunk can be written at all, beside those under way."""
 
-    def write_begins(self, bytes_: int) -> None:
-        """Make room for a write."""
+    def write_begins(self, namespace: NamespaceState) -> None:
+        """Make room for a chunk."""
+
+    def write_ended(self, namespace: NamespaceState) -> None:
+        """Count the bytes of a write no longer as under way."""
 
     def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
         """Note that a chunk was written whole and takes `bytes_`; None: as uncompressed."""
@@ -92,20 +95,20 @@ class TierState(Protocol):
     def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
         """Have a chunk deleted, whether it is counted or not; return the bytes counted."""
 
-    def clear(self, namespace: NamespaceState | None) -> tuple[int, int]:
-        """Delete a namespace's chunks (all, for None), as far as they are known; count them."""
+    def clear(self, parts: Collection[NamespaceState]) -> tuple[int, int]:
+        """Delete the chunks of parts of namespaces, as far as they are known; count them."""
 
     def figures(self) -> "TierFigures":
         """Return the figures of this moment."""
 
 
 class TierFigures(msgspec.Struct, frozen=True):
-    """What a tier's bookkeeping counts: `usage` is chunks and bytes by namespace."""
+    """What a tier's bookkeeping counts: `usage` is chunks and bytes by namespace and tenant."""
 
     used_bytes: int
     chunks: int
     evictions: int
-    usage: dict[NamespaceDigest, tuple[int, int]]
+    usage: dict[NamespaceState, tuple[int, int]]
     looking_up: int = 0
     looked_up: int = 0
     found: int = 0

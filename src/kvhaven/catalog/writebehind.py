@@ -60,10 +60,9 @@ class WriteBehind:
         """Hand out what the tier can take now."""
         while self.queue and self._has_room(self.queue[0].extent.length):
             entry = self._next()
-            stored_bytes = entry.namespace.stored_bytes
             index = self.index
             if not index.holds(entry.key, entry.namespace):
-                fits = index.has_room(stored_bytes)
+                fits = index.has_room(entry.namespace)
                 if entry.state is State.RESIDENT and entry.key not in self.writing and fits:
                     self._hand_out(entry)
                 else:
@@ -78,7 +77,7 @@ class WriteBehind:
         entry = self.writing.pop(key)
         entry.writes -= 1
         self.outstanding_bytes -= entry.extent.length
-        self.index.writing_bytes -= entry.namespace.stored_bytes
+        self.index.write_ended(entry.namespace)
         cancelled = key in self.cancelled
         self.cancelled.discard(key)
         if ok and not cancelled:
@@ -135,7 +134,9 @@ class WriteBehind:
         entry.writes += 1
         self.writing[entry.key] = entry
         self.outstanding_bytes += entry.extent.length
-        index.write_begins(namespace.stored_bytes)
+        index.write_begins(namespace)
         checksums = tuple(c for c in entry.checksums if c is not None)
-        digest = namespace.namespace.digest
-        self._actions.append(TierWrite(index.spec.name, digest, entry.key, entry.extent, checksums))
+        digest, tenant = namespace.namespace.digest, namespace.tenant.id
+        self._actions.append(
+            TierWrite(index.spec.name, digest, entry.key, entry.extent, checksums, tenant)
+        )

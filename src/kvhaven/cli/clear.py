@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from kvhaven.cli.tenants import Tenant, tenant_of
 from kvhaven.errors import KVHavenError
+from kvhaven.types import NO_TENANT
 
 _WAIT_S = 3600.0
 """A shared tier is listed and deleted from bit by bit."""
@@ -32,9 +34,10 @@ def clear(
     everything: Annotated[
         bool, typer.Option("--all", help="All namespaces, in memory and on this node's disk.")
     ] = False,
+    tenant: Tenant = "",
     socket: Annotated[Path | None, typer.Option(help="The service's socket.")] = None,
 ) -> None:
-    """Empty a namespace, a tier, or all. Chunks in use go when they are let go."""
+    """Empty a namespace, a tenant, a tier, or all. Chunks in use go when they are let go."""
     import msgspec  # noqa: PLC0415 - keeps other commands quick
 
     from kvhaven.cli.address import find_socket  # noqa: PLC0415
@@ -42,8 +45,9 @@ def clear(
     from kvhaven.config import load_settings  # noqa: PLC0415
     from kvhaven.service.status import ServiceStatus  # noqa: PLC0415
 
-    if not (namespace or tier or everything):
-        raise KVHavenError("say what to clear: --namespace, --tier, or --all")
+    if not (namespace or tenant or tier or everything):
+        raise KVHavenError("say what to clear: --namespace, --tenant, --tier, or --all")
+    who = tenant_of(tenant) if tenant else NO_TENANT
     with connect(find_socket(load_settings().settings, socket)) as control:
         known = msgspec.json.decode(control.status(), type=ServiceStatus).namespaces
         digests = [row.digest for row in known if row.digest.startswith(namespace.lower())]
@@ -53,5 +57,5 @@ def clear(
                 f"{', '.join(row.digest[:16] for row in known) or 'none'}"
             )
         digest = bytes.fromhex(digests[0]) if namespace else b""
-        cleared = control.clear(digest, tier, wait_s=_WAIT_S)
+        cleared = control.clear(digest, tier, wait_s=_WAIT_S, tenant=who)
     typer.echo(f"cleared {cleared.chunks} chunks, {cleared.bytes} bytes")

@@ -8,9 +8,9 @@ import yaml
 
 from kvhaven.config import check_value, setting_infos
 from kvhaven.config_lmcache import TAKEN, read_lmcache_file, translate
+from kvhaven.config_sizes import format_size
 from kvhaven.config_sources import RawValue
 from kvhaven.config_urls import redacted
-from kvhaven.config_values import format_size
 
 
 def import_lmcache(path: Path) -> str:

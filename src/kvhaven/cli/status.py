@@ -95,6 +95,7 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
             ]
             namespaces.add_row(namespace.digest[:16], namespace.model, *cells)
         console.print(namespaces)
+    _print_tenants(console, status)
     members = Table("engine", "process", "state")
     for member in status.members:
         state = "connected" if member.connected else "[yellow]lost[/]"
@@ -103,6 +104,24 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
         members.add_row(member.session, member.role, state)
     if status.members:
         console.print(members)
+
+
+def _print_tenants(console: "Console", status: "ServiceStatus") -> None:
+    from rich.table import Table  # noqa: PLC0415
+
+    if not status.tenants:
+        return
+    table = Table("tenant", *status.tenants[0].chunks)
+    for tenant in status.tenants:
+        cells = []
+        for place, chunks in tenant.chunks.items():
+            quota = tenant.quotas.get(place)
+            of = "" if quota is None else f" of {size_text(quota)}"
+            cells.append(f"{chunks} chunks, {size_text(tenant.bytes[place])}{of}")
+        table.add_row(tenant.tenant, *cells)
+    if status.catalog.more_tenants:
+        table.caption = f"and {status.catalog.more_tenants} tenants that have less"
+    console.print(table)
 
 
 def _lookups(tier: "TierStats | None") -> str:

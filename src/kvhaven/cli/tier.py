@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from kvhaven.cli.tenants import Tenant, tenant_of
 from kvhaven.cli.text import age_text, size_text
 from kvhaven.errors import ConfigError, KVHavenError
 
@@ -139,23 +140,30 @@ def rm(
     namespace: Annotated[
         str, typer.Option(help="A namespace's digest, or its first digits, as `usage` shows them.")
     ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="All namespaces.")] = False,
+    tenant: Tenant = "",
+    everything: Annotated[bool, typer.Option("--all", help="All namespaces and tenants.")] = False,
 ) -> None:
-    """Remove a namespace, or all, for every node. Whoever asks for it computes it again."""
+    """Remove a namespace, a tenant, or all, for every node. Who asks for it computes it again."""
     from kvhaven.tiers import tools  # noqa: PLC0415
+    from kvhaven.tiers.shared_store import tenant_of as owner_of  # noqa: PLC0415
 
-    if bool(namespace) == everything:
-        raise KVHavenError("say what to remove: --namespace or --all")
+    if bool(namespace or tenant) == everything:
+        raise KVHavenError("say what to remove: --namespace, --tenant, or --all")
+    owner = tenant_of(tenant) if tenant else None
 
     async def run(store: "SharedStore") -> "Removed":
         folders = await store.folders()
-        found = [folder for folder in folders if folder.startswith(namespace.lower()[:16])]
-        if namespace and len(found) != 1:
+        spaces = sorted({folder.partition(".")[0] for folder in folders})
+        chosen = [space for space in spaces if space.startswith(namespace.lower()[:16])]
+        if namespace and len(chosen) != 1:
             raise KVHavenError(
-                f"{len(found)} namespaces begin with {namespace!r}; there are "
-                f"{', '.join(folders) or 'none'}"
+                f"{len(chosen)} namespaces begin with {namespace!r}; there are "
+                f"{', '.join(spaces) or 'none'}"
             )
-        return await tools.empty(store, found)
+        found = [folder for folder in folders if folder.partition(".")[0] in chosen]
+        return await tools.empty(
+            store, [folder for folder in found if owner in {None, owner_of(folder)}]
+        )
 
     _tell("removed", _with_store(url, run))
 
@@ -199,7 +207,7 @@ def _one_url(url: str, settings: "Settings") -> str:
 
 
 def _size(option: str, text: str) -> int | None:
-    from kvhaven.config_values import parse_size  # noqa: PLC0415
+    from kvhaven.config_sizes import parse_size  # noqa: PLC0415
 
     try:
         return parse_size(text) if text else None

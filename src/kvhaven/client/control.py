@@ -17,6 +17,8 @@ from kvhaven.protocol import (
     Flushed,
     FrameReader,
     Hello,
+    Limit,
+    Limited,
     Message,
     Refused,
     ServiceMessage,
@@ -26,6 +28,7 @@ from kvhaven.protocol import (
     decode_service,
     encode,
 )
+from kvhaven.types import NO_TENANT, TenantId
 
 M = TypeVar("M", bound=Message)
 
@@ -53,13 +56,27 @@ class Control:
         """Return the service's status as JSON (`service.status.ServiceStatus`)."""
         return self._ask(Status(next(self._ids)), StatusReply, self._timeout_s).status
 
-    def clear(self, namespace: bytes = b"", tier: str = "", wait_s: float | None = None) -> Cleared:
+    def clear(
+        self,
+        namespace: bytes = b"",
+        tier: str = "",
+        wait_s: float | None = None,
+        tenant: TenantId = NO_TENANT,
+    ) -> Cleared:
         """Drop a namespace (empty: all) from a tier (empty: from memory and the node's disk).
 
+        With `tenant`, only what is that tenant's.
         A shared tier may take minutes: wait `wait_s` seconds for it. It is cleared for all nodes.
         """
         timeout_s = self._timeout_s if wait_s is None else wait_s
-        return self._ask(Clear(next(self._ids), namespace, tier), Cleared, timeout_s)
+        request = Clear(next(self._ids), namespace, tier, tenant)
+        return self._ask(request, Cleared, timeout_s)
+
+    def limit(
+        self, tenant: TenantId, memory: int | None = None, disk: int | None = None
+    ) -> Limited:
+        """Give a tenant other quotas in bytes; `NO_LIMIT` is none at all, None leaves one alone."""
+        return self._ask(Limit(next(self._ids), tenant, memory, disk), Limited, self._timeout_s)
 
     def flush(self, wait_s: float) -> int:
         """Wait until what is resident is stored in the tiers; return what is left undone."""

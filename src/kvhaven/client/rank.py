@@ -25,7 +25,7 @@ from kvhaven.protocol import (
     Reserve,
     ServiceMessage,
 )
-from kvhaven.types import Checksum, ChunkKey, ShardTable
+from kvhaven.types import NO_TENANT, Checksum, ChunkKey, ShardTable, TenantId
 
 logger = logging.getLogger(__name__)
 
@@ -179,9 +179,13 @@ class RankClient:
         self._unmap(arenas)
 
     def reserve(
-        self, parent: ChunkKey | None, keys: Sequence[ChunkKey], save: int
+        self,
+        parent: ChunkKey | None,
+        keys: Sequence[ChunkKey],
+        save: int,
+        tenant: TenantId = NO_TENANT,
     ) -> Reservation | None:
-        """Ask for space for consecutive chunks; None when the service is away or slow.
+        """Ask for space for a tenant's consecutive chunks; None if the service is away or slow.
 
         `save` is the number of the save, the same on all ranks and used for no other. A slow
         service is asked for nothing once a second, to see whether it has recovered.
@@ -191,9 +195,9 @@ class RankClient:
             if now < self._next_probe:
                 return None
             self._next_probe = now + _PROBE_EVERY_S
-            self._ask(None, (), save, now)
+            self._ask(Reserve(0, b"", b"", save), (), now)
             return None
-        return self._ask(parent, keys, save, now)
+        return self._ask(Reserve(0, parent or b"", b"".join(keys), save, tenant), keys, now)
 
     def grants(self, reservation: Reservation, deadline: float) -> list[Grant | None]:
         """Wait for an answer until `deadline` (`time.monotonic`), then do without.
@@ -290,14 +294,13 @@ class RankClient:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _ask(
-        self, parent: ChunkKey | None, keys: Sequence[ChunkKey], save: int, now: float
-    ) -> Reservation | None:
+    def _ask(self, request: Reserve, keys: Sequence[ChunkKey], now: float) -> Reservation | None:
+        """Send a request under an id of its own."""
         reservation = Reservation(keys, now)
         with self._lock:
             id_ = next(self._ids)
             self._reservations[id_] = reservation
-        if not self._link.post(Reserve(id_, parent or b"", b"".join(keys), save)):
+        if not self._link.post(msgspec.structs.replace(request, id=id_)):
             with self._lock:
                 self._reservations.pop(id_, None)
             return None

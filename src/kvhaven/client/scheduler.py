@@ -24,7 +24,7 @@ from kvhaven.protocol import (
     Release,
     ServiceMessage,
 )
-from kvhaven.types import ChunkKey
+from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +135,13 @@ class SchedulerClient:
                 }
             )
 
-    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+    def prefetch(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> None:
         """Have what is stored below memory promoted, and the chain marked as used."""
         if keys and self.responsive:
-            self._link.post(Prefetch(b"".join(keys)))
+            self._link.post(Prefetch(b"".join(keys), tenant))
 
-    def ask(self, keys: Sequence[ChunkKey]) -> int | None:
-        """Ask for a lease on the longest prefix of `keys`; return its ticket.
+    def ask(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> int | None:
+        """Ask for a lease on the longest prefix of a tenant's `keys`; return its ticket.
 
         None when the service is away or slow: that is a miss, at once. Now and then one
         question is sent to a slow service all the same, to see whether it has recovered.
@@ -150,12 +150,12 @@ class SchedulerClient:
         if not self.responsive:
             if self._link.up and now >= self._next_probe:
                 self._next_probe = now + _PROBE_EVERY_S
-                self._probe(keys, now)
+                self._probe(keys, tenant, now)
             return None
         ticket = next(self._tickets)
         with self._lock:
             self._questions[ticket] = _Question(now)
-        if not self._post_question(ticket, keys):
+        if not self._post_question(ticket, keys, tenant):
             with self._lock:
                 self._questions.pop(ticket, None)
             return None
@@ -284,16 +284,15 @@ class SchedulerClient:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _post_question(self, ticket: int, keys: Sequence[ChunkKey]) -> bool:
-        return self._link.post(
-            Acquire(ticket, b"".join(keys), int(self._promote_deadline_s * 1000))
-        )
+    def _post_question(self, ticket: int, keys: Sequence[ChunkKey], tenant: TenantId) -> bool:
+        wait_ms = int(self._promote_deadline_s * 1000)
+        return self._link.post(Acquire(ticket, b"".join(keys), wait_ms, tenant))
 
-    def _probe(self, keys: Sequence[ChunkKey], now: float) -> None:
+    def _probe(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
         ticket = next(self._tickets)
         with self._lock:
             self._note_late(ticket, now)
-        if self._post_question(ticket, keys[:1]):
+        if self._post_question(ticket, keys[:1], tenant):
             self._post_release([ticket])
 
     def _note_late(self, ticket: int, asked: float) -> None:

@@ -10,6 +10,7 @@ from kvhaven.catalog import StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.catalog import MEMORY
 from kvhaven.config import Settings
+from kvhaven.tenants import quotas_of
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import TierExecutor
@@ -88,7 +89,8 @@ def _settings_of(url: str, settings: Settings) -> dict[str, Any]:
 
 def _filesystem_settings(settings: Settings) -> dict[str, Any]:
     quota, ttl_s = settings.max_remote_size, settings.remote_ttl_s
-    limits = Limits(quota, settings.max_remote_namespace_size, ttl_s)
+    tenants = quotas_of(settings.tenant_remote)
+    limits = Limits(quota, settings.max_remote_namespace_size, ttl_s, tenants)
     return {"direct_io": settings.disk_direct_io, "limits": limits if limits.any else None}
 
 

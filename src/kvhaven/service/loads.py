@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import Acquisition, SessionId, Ticket, Update
 from kvhaven.errors import ProtocolError
-from kvhaven.protocol import Acquire, Acquired, Loaded, Prefetch, Release, split_keys
+from kvhaven.protocol import Acquire, Acquired, Loaded, Prefetch, Release, split_keys, tenant_of
 from kvhaven.service.sessions import Member, Sessions
 from kvhaven.service.verify import Verifier
 
@@ -41,14 +41,15 @@ class Loads:
     def prefetch(self, member: Member, message: Prefetch) -> None:
         """Promote and touch, for nobody in particular."""
         _require_scheduler(member)
-        self._catalog.prefetch(member.session.digest, split_keys(message.keys))
+        keys, tenant = split_keys(message.keys), tenant_of(message.tenant)
+        self._catalog.prefetch(member.session.digest, keys, tenant)
 
     def acquire(self, member: Member, message: Acquire) -> None:
         """Lease what is resident; answer now, or when what is promoted has come."""
         _require_scheduler(member)
         session, ticket = member.session, Ticket(message.ticket)
-        keys = split_keys(message.keys)
-        acquisition = self._catalog.acquire(session.id, ticket, session.digest, keys)
+        keys, tenant = split_keys(message.keys), tenant_of(message.tenant)
+        acquisition = self._catalog.acquire(session.id, ticket, session.digest, keys, tenant)
         if not acquisition.promoting:
             self._answer(member, acquisition)
             return

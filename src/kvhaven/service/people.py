@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people ask: status, clear, flush."""
+"""What people ask: status, clear, limit, flush."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -8,11 +8,21 @@ from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.catalog import MEMORY
 from kvhaven.errors import KVHavenError
-from kvhaven.protocol import Clear, Cleared, Flush, Flushed, Refused
+from kvhaven.protocol import (
+    NO_LIMIT,
+    Clear,
+    Cleared,
+    Flush,
+    Flushed,
+    Limit,
+    Limited,
+    Refused,
+    tenant_of,
+)
 from kvhaven.service.connection import Connection
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.tiers.base import Tier
-from kvhaven.types import NamespaceDigest
+from kvhaven.types import NO_TENANT, NamespaceDigest
 
 _FLUSH_POLL_S = 0.005
 
@@ -34,7 +44,7 @@ class People:
         self._act = act
 
     async def clear(self, connection: Connection, message: Clear) -> None:
-        """Drop a namespace (or all) from a tier, or from memory and all tiers of our own.
+        """Drop a namespace (or all), or a tenant, from a tier, or from memory and our own tiers.
 
         A shared tier, which must be named, is cleared for everybody; that may take minutes.
         """
@@ -45,15 +55,33 @@ class People:
         namespace = NamespaceDigest(message.namespace) if message.namespace else None
         tier = TierName(message.tier) if message.tier else None
         try:
+            tenant = tenant_of(message.tenant) or None
             # First: so that nothing is written there, or believed to be there, that was before.
-            chunks, bytes_ = self._catalog.clear(namespace, tier)
+            chunks, bytes_ = self._catalog.clear(namespace, tier, tenant)
             self._act()
             if tier is not None and tier in self._shared:
-                chunks, bytes_ = await self._runner.clear(tier, namespace)
+                chunks, bytes_ = await self._runner.clear(tier, namespace, tenant)
         except KVHavenError as error:
             connection.send(Refused(message.id, str(error)))
             return
         connection.send(Cleared(message.id, chunks, bytes_))
+
+    def limit(self, connection: Connection, message: Limit) -> None:
+        """Change a tenant's quotas until the service ends, and say what counts now."""
+        tenant = tenant_of(message.tenant)
+        if tenant == NO_TENANT:
+            reason = "requests without a cache salt are no tenant's and have no quota; name one"
+            connection.send(Refused(message.id, reason))
+            return
+        if message.memory is not None:
+            self._catalog.limit_memory(tenant, _quota(message.memory))
+        if message.disk is not None:
+            self._catalog.limit_disk(tenant, _quota(message.disk))
+        self._act()
+        now = self._catalog.tenant_stats(tenant)
+        disk = sum(usage.bytes for usage in now.tiers.values())
+        answer = Limited(message.id, now.memory_quota, now.disk_quota, now.memory.bytes, disk)
+        connection.send(answer)
 
     async def answer_flush(self, connection: Connection, message: Flush) -> None:
         """Answer when everything is stored, or at the deadline."""
@@ -72,8 +100,8 @@ class People:
 
     def _writes_left(self) -> int:
         self._act()
-        return sum(
-            tier.queued_writes + tier.outstanding_writes
-            for tier in self._catalog.stats().tiers.values()
-            if tier.online
-        )
+        return self._catalog.unwritten()
+
+
+def _quota(given: int) -> int | None:
+    return None if given == NO_LIMIT else given

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from kvhaven.catalog import Catalog
 from kvhaven.errors import ProtocolError
-from kvhaven.protocol import Abort, Commit, Granted, Reserve, split_keys
+from kvhaven.protocol import Abort, Commit, Granted, Reserve, split_keys, tenant_of
 from kvhaven.service.connection import Connection
 from kvhaven.service.sessions import Member
 from kvhaven.types import KEY_BYTES, Checksum, ChunkKey
@@ -23,7 +23,7 @@ class Saves:
             raise ProtocolError("a scheduler writes no chunks")
         if message.parent and len(message.parent) != KEY_BYTES:
             raise ProtocolError(f"a parent of {len(message.parent)} bytes is no key")
-        keys = split_keys(message.keys)
+        keys, tenant = split_keys(message.keys), tenant_of(message.tenant)
         session = member.session
         if session.namespace is None or not keys:
             connection.send(Granted(message.id, [None] * len(keys)))
@@ -31,7 +31,9 @@ class Saves:
         offset = session.holdings.offsets[member.rank]
         grants: list[tuple[int, int, int, bool] | None] = []
         parent = ChunkKey(message.parent) if message.parent else None
-        for grant in self._catalog.reserve(member.id, session.digest, parent, keys, message.save):
+        for grant in self._catalog.reserve(
+            member.id, session.digest, parent, keys, message.save, tenant
+        ):
             if grant is None:
                 grants.append(None)
                 continue

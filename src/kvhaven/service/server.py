@@ -23,6 +23,7 @@ from kvhaven.protocol import (
     ClientMessage,
     Commit,
     Flush,
+    Limit,
     Loaded,
     Prefetch,
     Reliable,
@@ -41,6 +42,7 @@ from kvhaven.service.sessions import Member, Sessions
 from kvhaven.service.status import describe
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.service.verify import Verifier
+from kvhaven.tenants import quotas_of
 from kvhaven.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ class Service:
             tiers=specs_of(settings, tiers),
             write_queue_bytes=min(settings.write_queue_bytes, allocator.capacity_bytes // 2),
             fill_faster=settings.fill_faster_tiers,
+            memory_quotas=quotas_of(settings.tenant_memory),
+            disk_quotas=quotas_of(settings.tenant_disk),
         )
         self.verifier = Verifier(self.catalog, arena, settings.verify_memory)
         self._stop_deadline_s = settings.stop_deadline_s
@@ -144,6 +148,8 @@ class Service:
             connection.send(StatusReply(message.id, describe(self)))
         elif isinstance(message, Clear):
             self._spawn(self._people.clear(connection, message))
+        elif isinstance(message, Limit):
+            self._people.limit(connection, message)
         elif isinstance(message, Flush):
             self._spawn(self._people.answer_flush(connection, message))
         elif member is None:

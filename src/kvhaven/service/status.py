@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvhaven import __version__
-from kvhaven.catalog.stats import CatalogStats
+from kvhaven.catalog.stats import CatalogStats, TenantStats
 from kvhaven.tiers.base import TierHealth
+from kvhaven.types import TenantId
 
 if TYPE_CHECKING:
     from kvhaven.service.server import Service
@@ -22,6 +23,19 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     fields: dict[str, str]
     chunks: dict[str, int]
     bytes: dict[str, int]
+
+
+class TenantStatus(msgspec.Struct, frozen=True):
+    """A tenant's chunks and bytes in memory and in each tier of the node's own.
+
+    `quotas` are in bytes, for memory and for such a tier, where there are any. `tenant` is 16 hex
+    digits that stand for its cache salt.
+    """
+
+    tenant: str
+    chunks: dict[str, int]
+    bytes: dict[str, int]
+    quotas: dict[str, int]
 
 
 class MemberStatus(msgspec.Struct, frozen=True):
@@ -49,6 +63,8 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     members: list[MemberStatus]
     tiers: dict[str, TierHealth]
     catalog: CatalogStats
+    tenants: list[TenantStatus] = []
+    """Those that have most; `catalog.more_tenants` says how many others there are."""
 
 
 def describe(service: "Service") -> bytes:
@@ -88,6 +104,18 @@ def describe(service: "Service") -> bytes:
             for member in session.members
         ],
         tiers={str(name): tier.health() for name, tier in service.tiers.items()},
-        catalog=msgspec.structs.replace(stats, namespaces={}),
+        catalog=msgspec.structs.replace(stats, namespaces={}, tenants={}),
+        tenants=[_tenant(tenant, known) for tenant, known in stats.tenants.items()],
     )
     return msgspec.json.encode(status)
+
+
+def _tenant(tenant: TenantId, stats: TenantStats) -> TenantStatus:
+    usage = {"memory": stats.memory} | {str(name): used for name, used in stats.tiers.items()}
+    quotas = dict.fromkeys(usage, stats.disk_quota) | {"memory": stats.memory_quota}
+    return TenantStatus(
+        tenant=tenant.hex(),
+        chunks={name: used.chunks for name, used in usage.items()},
+        bytes={name: used.bytes for name, used in usage.items()},
+        quotas={name: quota for name, quota in quotas.items() if quota is not None},
+    )

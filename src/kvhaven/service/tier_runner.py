@@ -12,7 +12,7 @@ from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.errors import KVHavenError, TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard, Tier
-from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, align_up
+from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, TenantId, align_up
 
 T = TypeVar("T")
 
@@ -84,14 +84,17 @@ class TierRunner:
                 self._scanned[name] = health.epoch
                 self._spawn(self._scan(name, tier))
 
-    async def clear(self, name: TierName, namespace: NamespaceDigest | None) -> tuple[int, int]:
+    async def clear(
+        self, name: TierName, namespace: NamespaceDigest | None, tenant: TenantId | None
+    ) -> tuple[int, int]:
         """Delete a namespace's chunks (all, for None) from a shared tier's store, for everybody.
 
-        Returns chunks and bytes found. Raises `TierError`; what was deleted then stays deleted.
+        With `tenant`, only that tenant's. Returns chunks and bytes found. Raises `TierError`; what
+        was deleted then stays deleted.
         """
         tier = self._tiers[name]
         chunks = bytes_ = 0
-        async for found, shards in tier.scan():
+        async for found, shards in tier.scan(tenant):
             if not shards or namespace not in {None, found.digest}:
                 continue
             await tier.delete(list(shards))
@@ -132,7 +135,9 @@ class TierRunner:
         for stored, size in shards.items():
             bit = bits.get(stored.shard)
             if bit is not None:
-                self._catalog.tier_found(name, namespace.digest, stored.key, bit, size)
+                self._catalog.tier_found(
+                    name, namespace.digest, stored.key, bit, size, stored.tenant
+                )
                 count += 1
         return count
 
@@ -142,33 +147,34 @@ class TierRunner:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _parts(
-        self, namespace: NamespaceDigest, key: ChunkKey, extent: Extent
-    ) -> list[tuple[StoredShard, memoryview]]:
-        table = self._namespaces[namespace].table
-        memory = self._memory_of(extent)
+    def _parts(self, action: TierRead | TierWrite) -> list[tuple[StoredShard, memoryview]]:
+        table = self._namespaces[action.namespace].table
+        memory = self._memory_of(action.extent)
+        shards = self._shards(action, action.key)
         return [
-            (
-                StoredShard(namespace, key, shard.id, shard.payload_bytes),
-                memory[offset : offset + align_up(shard.payload_bytes)],
-            )
-            for shard, offset in zip(table.shards, table.offsets, strict=True)
+            (stored, memory[offset : offset + align_up(stored.payload_bytes)])
+            for stored, offset in zip(shards, table.offsets, strict=True)
+        ]
+
+    def _shards(
+        self, action: TierLookup | TierRead | TierWrite | TierDelete, key: ChunkKey
+    ) -> list[StoredShard]:
+        """Return the names of all shards of a chunk that an action is about."""
+        namespace, tenant = action.namespace, action.tenant
+        return [
+            StoredShard(namespace, key, shard.id, shard.payload_bytes, tenant)
+            for shard in self._namespaces[namespace].table.shards
         ]
 
     async def _look_up(self, action: TierLookup) -> None:
         """Ask for all shards of all chunks at once; answer in time, also if the tier does not."""
-        table = self._namespaces[action.namespace].table
-        shards = [
-            StoredShard(action.namespace, key, shard.id, shard.payload_bytes)
-            for key in action.keys
-            for shard in table.shards
-        ]
+        shards = [shard for key in action.keys for shard in self._shards(action, key)]
         found: dict[ChunkKey, int] | None = None
         there = await self._in_time(action.tier, shards)
         if there is None:
             self.check_health()
         else:
-            bits = len(table.shards)
+            bits = len(self._namespaces[action.namespace].table.shards)
             found = {
                 key: sum(1 << bit for bit in range(bits) if there[at * bits + bit])
                 for at, key in enumerate(action.keys)
@@ -256,7 +262,7 @@ class TierRunner:
     async def _read_shards(self, action: TierRead) -> tuple[Checksum, ...]:
         """Read all shards of a chunk at once; returns or raises when *every* read has ended."""
         tier = self._tiers[action.tier]
-        parts = self._parts(action.namespace, action.key, action.extent)
+        parts = self._parts(action)
         if len(parts) == 1:
             return (await tier.read(*parts[0]),)
         results = await asyncio.gather(
@@ -277,7 +283,7 @@ class TierRunner:
         try:
             await self._let_reads_go_first(action.tier)
             await self._introduce(action.tier, action.namespace)
-            parts = self._parts(action.namespace, action.key, action.extent)
+            parts = self._parts(action)
             sizes = [
                 await tier.write(shard, part, checksum)
                 for (shard, part), checksum in zip(parts, action.checksums, strict=True)
@@ -294,13 +300,8 @@ class TierRunner:
         self._changed()
 
     async def _delete(self, action: TierDelete) -> None:
-        table = self._namespaces[action.namespace].table
-        shards = [
-            StoredShard(action.namespace, action.key, shard.id, shard.payload_bytes)
-            for shard in table.shards
-        ]
         try:
-            await self._tiers[action.tier].delete(shards)
+            await self._tiers[action.tier].delete(self._shards(action, action.key))
         except TierError:
             self.check_health()
         except Exception:  # a file left behind is found by the next scan; nobody waits

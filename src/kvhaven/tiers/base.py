@@ -6,16 +6,28 @@ from typing import Protocol
 
 import msgspec
 
-from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId, ShardTable
+from kvhaven.types import (
+    NO_TENANT,
+    Checksum,
+    ChunkKey,
+    NamespaceDigest,
+    ShardId,
+    ShardTable,
+    TenantId,
+)
 
 
 class StoredShard(msgspec.Struct, frozen=True):
-    """The name of a shard in a tier, and its payload's size in bytes."""
+    """The name of a shard in a tier, and its payload's size in bytes.
+
+    `tenant` is part of the name: what one tenant wrote is not there under another's.
+    """
 
     namespace: NamespaceDigest
     key: ChunkKey
     shard: ShardId
     payload_bytes: int
+    tenant: TenantId = NO_TENANT
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -140,11 +152,13 @@ class Tier(Protocol):
         store failed, or the digest is known with another table.
         """
 
-    def scan(self) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
+    def scan(
+        self, tenant: TenantId | None = None
+    ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
         """Yield what the tier holds, in batches, while other operations go on.
 
-        With each shard comes what it takes there, in bytes, header and padding included.
-
+        With each shard comes what it takes there, in bytes, header and padding included. With
+        `tenant`, only what that tenant has; a shared tier does not even look at the rest.
         Removes debris on its way (shared: what is surely nobody's any more, and nothing
         else). A namespace without shards yields one empty batch; its `add_namespace` is not
         needed any more. A shard written or deleted meanwhile may be missing or present. Ends

@@ -22,7 +22,7 @@ from kvhaven.tiers.disk_store import OpenStore
 from kvhaven.tiers.executor import Lane, TierExecutor
 from kvhaven.tiers.header import require_length, stored_bytes
 from kvhaven.tiers.packing import Packing, compression_of
-from kvhaven.types import Checksum
+from kvhaven.types import Checksum, TenantId
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +111,9 @@ class DiskTier:
         if self._condition.serves(Lane.WRITE):
             await self._ensure_manifest(self._require(Lane.WRITE), namespace)
 
-    async def scan(self) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
+    async def scan(
+        self, tenant: TenantId | None = None
+    ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
         """Yield what is there, a thousand names at a time, removing debris."""
         opened = self._require(Lane.READ)
         run = functools.partial(self._run, opened, Lane.BACKGROUND)
@@ -131,7 +133,10 @@ class DiskTier:
                 await run(functools.partial(opened.files.remove_debris, listed.debris))
                 for shard, inode in listed.misfits:
                     await self._reject(opened, shard, inode, "its size does not fit")
-                yield namespace, kept
+                yield (
+                    namespace,
+                    {shard: size for shard, size in kept.items() if tenant in {None, shard.tenant}},
+                )
         opened.scanned = True
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:

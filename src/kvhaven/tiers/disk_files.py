@@ -31,7 +31,7 @@ from kvhaven.tiers.disk_manifest import (
 from kvhaven.tiers.executor import Lane
 from kvhaven.tiers.header import HEADER_BYTES, may_hold, stored_bytes
 from kvhaven.tiers.packing import Packing
-from kvhaven.types import Checksum, ChunkKey
+from kvhaven.types import Checksum, ChunkKey, TenantId
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ BATCH: Final = 1000
 
 _FOLDER: Final = re.compile(r"[0-9a-f]{16}")
 _SUBFOLDER: Final = re.compile(r"[0-9a-f]")
-_FILE: Final = re.compile(r"([0-9a-f]{64})\.(g[^/]*)\.kv")
+_FILE: Final = re.compile(r"([0-9a-f]{64})(?:\.t([0-9a-f]{16}))?\.(g[^/]*)\.kv")
 _TEMPORARY: Final = re.compile(r"\.([0-9a-f]+)\.[0-9]+\.tmp")
 
 
@@ -235,12 +235,14 @@ class ShardFiles:
                 for name in names[start : start + BATCH]:
                     path = f"{folder}/{subfolder}/{name}"
                     parts = _FILE.fullmatch(name)
-                    shard = sizes.get(parts[2]) if parts else None
+                    shard = sizes.get(parts[3]) if parts else None
                     if parts is None or shard is None or not name.startswith(subfolder):
                         listed.debris.append(path)
                         continue
                     key = ChunkKey(bytes.fromhex(parts[1]))
-                    stored = StoredShard(namespace.digest, key, shard.id, shard.payload_bytes)
+                    tenant = TenantId(bytes.fromhex(parts[2] or ""))
+                    size = shard.payload_bytes
+                    stored = StoredShard(namespace.digest, key, shard.id, size, tenant)
                     self._weigh(path, stored, listed)
                 yield listed
 
@@ -370,8 +372,9 @@ def shard_folder(shard: StoredShard) -> str:
 
 
 def shard_name(shard: StoredShard) -> str:
-    """Return a shard's file name."""
-    return f"{shard.key.hex()}.{shard.shard}.kv"
+    """Return a shard's file name: a listing tells from it whose it is."""
+    tenant = f".t{shard.tenant.hex()}" if shard.tenant else ""
+    return f"{shard.key.hex()}{tenant}.{shard.shard}.kv"
 
 
 def shard_path(shard: StoredShard) -> str:

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvhaven.errors import TierError
 from kvhaven.tiers.base import Namespace, StoredShard
-from kvhaven.types import PAGE_BYTES, ChunkKey, NamespaceDigest
+from kvhaven.types import KEY_BYTES, PAGE_BYTES, ChunkKey, NamespaceDigest, TenantId
 
 _DIGIT: Final = 32
 _LARGEST: Final = (1 << _DIGIT) - 1
@@ -22,23 +22,26 @@ class _Space:
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
-        self.chunks: dict[ChunkKey, int] = {}
+        self.chunks: dict[bytes, int] = {}  # by tenant and key
         self.positions = {shard.id: at for at, shard in enumerate(namespace.table.shards)}
 
     def size(self, shard: StoredShard) -> int:
         """Return the bytes that a shard of the table takes; 0 when it is not there."""
-        digits = self.chunks.get(shard.key, 0) >> self.positions[shard.shard] * _DIGIT
+        digits = (
+            self.chunks.get(shard.tenant + shard.key, 0) >> self.positions[shard.shard] * _DIGIT
+        )
         return (digits & _LARGEST) * PAGE_BYTES
 
     def resize(self, shard: StoredShard, size: int) -> int:
         """Note the bytes that a shard takes; return by how many that is more than before."""
         grown = size - self.size(shard)
         shift = self.positions[shard.shard] * _DIGIT
-        digits = self.chunks.get(shard.key, 0) + (grown // PAGE_BYTES << shift)
+        chunk = shard.tenant + shard.key
+        digits = self.chunks.get(chunk, 0) + (grown // PAGE_BYTES << shift)
         if digits:
-            self.chunks[shard.key] = digits
+            self.chunks[chunk] = digits
         else:
-            self.chunks.pop(shard.key, None)
+            self.chunks.pop(chunk, None)
         return grown
 
 
@@ -122,8 +125,9 @@ class Index:
     def shards(self, digest: NamespaceDigest) -> Iterator[StoredShard]:
         """Yield every shard of a namespace. The index must not change meanwhile."""
         space = self._spaces[digest]
-        for key in space.chunks:
+        for chunk in space.chunks:
+            tenant, key = TenantId(chunk[:-KEY_BYTES]), ChunkKey(chunk[-KEY_BYTES:])
             for shard in space.namespace.table.shards:
-                stored = StoredShard(digest, key, shard.id, shard.payload_bytes)
+                stored = StoredShard(digest, key, shard.id, shard.payload_bytes, tenant)
                 if space.size(stored):
                     yield stored

@@ -14,7 +14,7 @@ import msgspec
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard, Tier, TierAudit, TierHealth
 from kvhaven.tiers.header import stored_bytes
-from kvhaven.types import Checksum
+from kvhaven.types import Checksum, TenantId
 
 T = TypeVar("T")
 
@@ -87,9 +87,11 @@ class FaultyTier:
         """Add it to the inner tier, or fail."""
         await self._call(lambda: self._inner.add_namespace(namespace))
 
-    async def scan(self) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
+    async def scan(
+        self, tenant: TenantId | None = None
+    ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
         """Yield what the inner tier does, some shards left out, or fail on the way."""
-        async for namespace, shards in self._inner.scan():
+        async for namespace, shards in self._inner.scan(tenant):
             await self._call(_nothing)
             left = {shard: size for shard, size in shards.items() if not self._hit("lose")}
             yield namespace, left

@@ -2,14 +2,13 @@
 """What is in a shared directory, how old it is, and what has to go. No I/O of its own."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvhaven.tiers.shared_store import (
-    Blob,
-)
-from kvhaven.types import align_up
+from kvhaven.tenants import Quotas
+from kvhaven.tiers.shared_store import Blob, tenant_of
+from kvhaven.types import TenantId, align_up
 
 _STEP_S = 10.0
 """Ages are counted in steps of this many seconds; within a step any file may go first."""
@@ -30,6 +29,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Each namespace (a model, with all that must match) at most this much."""
     ttl_s: float | None = None
     """What nobody used for so long goes."""
+    tenants: Quotas = Quotas()
+    """Each tenant, in all namespaces together, at most this much."""
     beat_s: float = 2.0
     lease_s: float = 30.0
     credit_s: float = 20.0
@@ -40,7 +41,8 @@ class Limits(msgspec.Struct, frozen=True):
     @property
     def any(self) -> bool:
         """Whether there is anything to keep to."""
-        return (self.quota_bytes, self.namespace_bytes, self.ttl_s) != (None, None, None)
+        limits = (self.quota_bytes, self.namespace_bytes, self.ttl_s)
+        return limits != (None, None, None) or bool(self.tenants)
 
     @property
     def most_bytes(self) -> int:
@@ -59,7 +61,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Survey:
-    """Sums of what was found, per namespace's folder, with histograms of ages."""
+    """Sums of what was found, by folder of a namespace or of a tenant in it, and by age."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
@@ -67,7 +69,7 @@ class Survey:
         self._steps: dict[str, Counter[int]] = {}
 
     def add(self, folder: str, page: Iterable[Blob]) -> None:
-        """Count a page of files of a namespace's folder."""
+        """Count a page of files of a folder."""
         steps = self._steps.setdefault(folder, Counter())
         for blob in page:
             size = align_up(blob.size)
@@ -78,54 +80,60 @@ class Survey:
     def doomed(self, limits: Limits, now: float, wanted_bytes: int) -> "Doomed":
         """Return what has to go for the limits, with room for `wanted_bytes` besides.
 
-        Only when there is too much: then down to the limits' floor.
+        First what is too old, then what tenants have too much, then namespaces. What is too much
+        altogether comes last, and goes down to the limits' floor.
         """
-        expired = _step(now - limits.ttl_s) if limits.ttl_s is not None else None
-        cuts: dict[str, _Cut] = {}
-        left: Counter[int] = Counter()
-        for folder, steps in self._steps.items():
-            own = Counter(
-                {step: size for step, size in steps.items() if expired is None or step >= expired}
-            )
-            excess = 0
-            if limits.namespace_bytes is not None:
-                excess = own.total() - limits.namespace_bytes
-            cuts[folder] = _Cut(own, excess, expired)
-            left.update(cuts[folder].left)
-        excess = 0
-        if left.total() + wanted_bytes > limits.ceiling_bytes:
-            excess = left.total() + wanted_bytes - limits.floor_bytes
-        return Doomed(cuts, _Cut(left, excess, None))
+        cuts = {folder: _Cut(steps) for folder, steps in self._steps.items()}
+        if limits.ttl_s is not None:
+            for cut in cuts.values():
+                cut.expire(_step(now - limits.ttl_s))
+        tenants: dict[TenantId, list[_Cut]] = {}
+        namespaces: dict[str, list[_Cut]] = {}
+        for folder, cut in cuts.items():
+            tenants.setdefault(tenant_of(folder), []).append(cut)
+            namespaces.setdefault(folder.partition(".")[0], []).append(cut)
+        for tenant, own in tenants.items():
+            _keep(own, limits.tenants.of(tenant))
+        for own in namespaces.values():
+            _keep(own, limits.namespace_bytes)
+        everything = list(cuts.values())
+        if _left(everything) + wanted_bytes > limits.ceiling_bytes:
+            _keep(everything, max(0, limits.floor_bytes - wanted_bytes))
+        return Doomed(cuts)
 
 
 class Doomed:
     """Tells which files of a survey have to go, each once."""
 
-    def __init__(self, cuts: dict[str, "_Cut"], common: "_Cut") -> None:
+    def __init__(self, cuts: dict[str, "_Cut"]) -> None:
         self._cuts = cuts
-        self._common = common
 
     def take(self, blob: Blob) -> bool:
         """Return whether a file has to go; count it if so."""
-        own = self._cuts.get(blob.name.partition("/")[0])
-        if own is None:  # a namespace that was not there when all was counted
-            return False
-        return own.take(blob) or self._common.take(blob)
+        cut = self._cuts.get(blob.name.partition("/")[0])
+        # A folder without one was not there when all was counted.
+        return cut is not None and cut.take(blob)
 
 
 class _Cut:
-    """The age from which on files go: `excess` bytes of the oldest, and all before `expired`."""
+    """The age from which on a folder's files go: all older than a step, and some bytes of it."""
 
-    def __init__(self, steps: Counter[int], excess: int, expired: int | None) -> None:
+    def __init__(self, steps: Counter[int]) -> None:
         self.left = Counter(steps)
-        self._before = expired
+        self._before: int | None = None
         self._rest = 0
-        for step in sorted(steps):
-            if excess <= 0:
-                break
-            self._before, self._rest = step, min(excess, steps[step])
-            excess -= self._rest
-            self.left[step] -= self._rest
+
+    def expire(self, before: int) -> None:
+        """Have everything go that is older than a step."""
+        self._before = before
+        self.left = Counter({step: size for step, size in self.left.items() if step >= before})
+
+    def add(self, step: int, size: int) -> None:
+        """Have more go: nothing older than this step is left, and now less of it is."""
+        if step != self._before:
+            self._before, self._rest = step, 0
+        self._rest += size
+        self.left[step] -= size
 
     def take(self, blob: Blob) -> bool:
         if self._before is None:
@@ -135,6 +143,23 @@ class _Cut:
             self._rest -= align_up(blob.size)
             return True
         return step < self._before
+
+
+def _keep(cuts: Sequence[_Cut], most_bytes: int | None) -> None:
+    """Have the oldest of all these folders' files go, until they keep so many bytes."""
+    if most_bytes is None:
+        return
+    excess = _left(cuts) - most_bytes
+    for step in sorted({step for cut in cuts for step in cut.left}) if excess > 0 else ():
+        for cut in cuts:
+            size = min(excess, cut.left[step])
+            if size > 0:
+                cut.add(step, size)
+                excess -= size
+
+
+def _left(cuts: Iterable[_Cut]) -> int:
+    return sum(cut.left.total() for cut in cuts)
 
 
 def _step(used_at: float | None) -> int:

@@ -16,7 +16,7 @@ Little-endian; version 1:
 | 100 | 4 | shard: replica |
 | 104 | 8 | payload length in bytes, without padding |
 | 112 | 16 | xxh3-128 of the payload, big-endian (its canonical form) |
-| 128 | 8 | zero |
+| 128 | 8 | the tenant's name, zero if it is nobody's |
 | 136 | 4 | codec of what follows: 0 none, 1 zstd |
 | 140 | 4 | width of its byte planes: 1, 2 or 4; 0 without codec |
 | 144 | 8 | length of what follows in bytes, without padding; 0 without codec |
@@ -35,16 +35,27 @@ import xxhash
 
 from kvhaven.errors import TierMissError
 from kvhaven.tiers.base import StoredShard
-from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, NamespaceDigest, ShardId, align_up
+from kvhaven.types import (
+    NO_TENANT,
+    PAGE_BYTES,
+    TENANT_BYTES,
+    Checksum,
+    ChunkKey,
+    NamespaceDigest,
+    ShardId,
+    TenantId,
+    align_up,
+)
 
 HEADER_BYTES: Final = 4096
 MAGIC: Final = b"KVHAVEN\0"
 FORMAT_VERSION: Final = 1
 
-_FIELDS: Final = struct.Struct("<8sII32s32sIIIIIIQ16s")
+_FIELDS: Final = struct.Struct("<8sII32s32sIIIIIIQ16s8s")
 _PREFIX: Final = struct.Struct("<8sII")
 _FORM: Final = struct.Struct("<IIQ")
 _FORM_AT: Final = 136
+_NOBODY: Final = bytes(TENANT_BYTES)
 _CHECKSUM_AT: Final = HEADER_BYTES - 16
 
 
@@ -99,6 +110,8 @@ def pack_header(stored: StoredShard, checksum: Checksum, form: Form = PLAIN) -> 
             f"key, namespace and checksum are {len(stored.key)}, {len(stored.namespace)} and "
             f"{len(checksum)} bytes long; 32, 32 and 16 are needed"
         )
+    if len(stored.tenant) not in {0, TENANT_BYTES} or stored.tenant == _NOBODY:
+        raise ValueError(f"{stored.tenant.hex()} names no tenant; {TENANT_BYTES} bytes do")
     try:
         fields = _FIELDS.pack(
             MAGIC,
@@ -112,6 +125,7 @@ def pack_header(stored: StoredShard, checksum: Checksum, form: Form = PLAIN) -> 
             shard.replica,
             stored.payload_bytes,
             checksum,
+            stored.tenant,
         )
     except struct.error as error:
         raise ValueError(f"shard {shard} does not fit into a header: {error}") from error
@@ -137,11 +151,11 @@ def unpack_header(raw: bytes | memoryview) -> ShardHeader:
         )
     if xxhash.xxh3_128_digest(raw[:_CHECKSUM_AT]) != raw[_CHECKSUM_AT:HEADER_BYTES]:
         raise TierMissError("the header does not match its own checksum")
-    _, _, _, key, namespace, group, l0, l1, h0, h1, replica, length, checksum = _FIELDS.unpack_from(
-        raw
-    )
+    _, _, _, key, namespace, *rest = _FIELDS.unpack_from(raw)
+    group, l0, l1, h0, h1, replica, length, checksum, owner = rest
     shard = ShardId(group, (l0, l1), (h0, h1), replica)
-    stored = StoredShard(NamespaceDigest(namespace), ChunkKey(key), shard, length)
+    tenant = NO_TENANT if owner == _NOBODY else TenantId(owner)
+    stored = StoredShard(NamespaceDigest(namespace), ChunkKey(key), shard, length, tenant)
     return ShardHeader(stored, Checksum(checksum), form_of(raw))
 
 
@@ -160,6 +174,7 @@ def header_of(raw: bytes | memoryview, wanted: StoredShard) -> ShardHeader:
             ("key", found.key.hex(), wanted.key.hex()),
             ("shard", str(found.shard), str(wanted.shard)),
             ("length", str(found.payload_bytes), str(wanted.payload_bytes)),
+            ("tenant", found.tenant.hex() or "none", wanted.tenant.hex() or "none"),
         )
         raise TierMissError(
             "the header is another shard's: "

@@ -12,7 +12,7 @@ from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard, TierAudit, TierHealth
 from kvhaven.tiers.condition import Condition
 from kvhaven.tiers.disk_index import Index
-from kvhaven.tiers.disk_manifest import folder_name, pack_manifest
+from kvhaven.tiers.disk_manifest import pack_manifest
 from kvhaven.tiers.executor import Lane
 from kvhaven.tiers.header import may_hold, require_length
 from kvhaven.tiers.packing import Packing, compression_of
@@ -24,9 +24,11 @@ from kvhaven.tiers.shared_store import (
     SharedStore,
     StoreFailedError,
     blob_name,
+    folder_of,
     read_manifest,
+    tenant_of,
 )
-from kvhaven.types import Checksum, NamespaceDigest
+from kvhaven.types import NO_TENANT, Checksum, TenantId
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ T = TypeVar("T")
 START_WAIT_S: Final = 2.0
 """`start` waits no longer than this for a store that does not answer."""
 
+_MOST_MANIFESTS: Final = 100_000
 _MOST_OWED: Final = 100_000
 _MANIFEST_S: Final = 60.0
 """Somebody may have removed all of a namespace: its manifest is looked for this often."""
@@ -77,7 +80,7 @@ class SharedTier:
             self._title, slowest, clock, failures=failures, retry_s=retry_s, stall_s=stall_s
         )
         self._index = Index()  # of namespaces alone
-        self._manifests: dict[NamespaceDigest, float] = {}  # believed to be there until then
+        self._manifests: dict[str, float] = {}  # by folder: believed to be there until then
         self._owed: set[StoredShard] = set()
         self._keeper: asyncio.Task[None] | None = None
         self._epoch = 0
@@ -111,12 +114,16 @@ class SharedTier:
         """Remember a namespace and write its manifest; while offline, that is done later."""
         self._index.add_namespace(namespace)
         if self._condition.serves(Lane.WRITE):
-            await self._ensure_manifest(namespace)
+            await self._ensure_manifest(namespace, NO_TENANT)
 
-    async def scan(self) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
+    async def scan(
+        self, tenant: TenantId | None = None
+    ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
         """Yield what is there now; what is no shard is left alone."""
         self._condition.require(Lane.READ)
         for folder in await self._do(Lane.BACKGROUND, self._store.folders()):
+            if tenant not in {None, tenant_of(folder)}:
+                continue
             namespace = await self._recognise(folder)
             if namespace is None:
                 continue
@@ -178,7 +185,7 @@ class SharedTier:
         self._owed.discard(shard)
         if self._recall(shard):
             return 0
-        await self._ensure_manifest(namespace)
+        await self._ensure_manifest(namespace, shard.tenant)
         written = await self._do(Lane.WRITE, self._store.write(shard, payload, checksum))
         self._writes += 1
         self._note(shard, there=True)
@@ -284,11 +291,11 @@ class SharedTier:
         with contextlib.suppress(TierError):  # else it is rejected again
             await self._remove([shard])
 
-    async def _ensure_manifest(self, namespace: Namespace) -> None:
-        """Write a namespace's manifest unless it is there. Raises `TierError` for another's."""
-        if self._clock() < self._manifests.get(namespace.digest, 0.0):
+    async def _ensure_manifest(self, namespace: Namespace, tenant: TenantId) -> None:
+        """Write a folder's manifest unless it is there. Raises `TierError` for another's."""
+        folder = folder_of(namespace.digest, tenant)
+        if self._clock() < self._manifests.get(folder, 0.0):
             return
-        folder = folder_name(namespace)
         there = None
         with contextlib.suppress(TierMissError):  # absent or damaged: it is written anew
             there = await self._do(Lane.WRITE, read_manifest(self._store, folder))
@@ -301,7 +308,9 @@ class SharedTier:
                 f"{len(there.table.shards)} shards; {namespace.digest.hex()} with "
                 f"{len(namespace.table.shards)} cannot be kept there: remove the folder"
             )
-        self._manifests[namespace.digest] = self._clock() + _MANIFEST_S
+        if len(self._manifests) >= _MOST_MANIFESTS:
+            self._manifests.clear()
+        self._manifests[folder] = self._clock() + _MANIFEST_S
 
     async def _recognise(self, folder: str) -> Namespace | None:
         """Return a folder's namespace; None, with a line in the log, when it is not known."""

@@ -11,12 +11,12 @@ from kvhaven.tiers.disk_manifest import MANIFEST_NAME, unpack_manifest
 from kvhaven.tiers.executor import Lane
 from kvhaven.tiers.header import may_hold, stored_bytes
 from kvhaven.tiers.packing import Packing, UnsoundError
-from kvhaven.types import Checksum, ChunkKey
+from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, TenantId
 
-FOLDER: Final = re.compile(r"[0-9a-f]{16}")
-"""A namespace's folder: the first 16 hex digits of its digest."""
+FOLDER: Final = re.compile(r"([0-9a-f]{16})(?:\.t([0-9a-f]{16}))?")
+"""A folder: the first 16 hex digits of a namespace's digest, and the tenant's if there is one."""
 
-_BLOB: Final = re.compile(r"([0-9a-f]{16})/([0-9a-f]{2})/([0-9a-f]{64})\.(g[^/]*)\.kv")
+_BLOB: Final = re.compile(rf"{FOLDER.pattern}/([0-9a-f]{{2}})/([0-9a-f]{{64}})\.(g[^/]*)\.kv")
 
 
 class StoreFailedError(TierError):
@@ -87,7 +87,7 @@ class SharedStore(Protocol):
         """Write a folder's manifest, in one step, over an older one."""
 
     async def folders(self) -> Sequence[str]:
-        """Return the names of namespaces' folders."""
+        """Return the names of namespaces' and tenants' folders (see `FOLDER`)."""
 
     def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
         """Yield what is in a folder, its manifest aside."""
@@ -108,10 +108,20 @@ class SharedStore(Protocol):
 def blob_name(shard: StoredShard) -> str:
     """Return a shard's name in any shared store.
 
-    256 folders a namespace: a million chunks of one shard each are 4000 files in each.
+    256 folders a namespace and tenant: a million chunks of one shard each are 4000 files in each.
     """
     key = shard.key.hex()
-    return f"{shard.namespace.hex()[:16]}/{key[:2]}/{key}.{shard.shard}.kv"
+    return f"{folder_of(shard.namespace, shard.tenant)}/{key[:2]}/{key}.{shard.shard}.kv"
+
+
+def folder_of(namespace: NamespaceDigest, tenant: TenantId) -> str:
+    """Return the name of the folder of a tenant's part of a namespace."""
+    return namespace.hex()[:16] + (f".t{tenant.hex()}" if tenant else "")
+
+
+def tenant_of(folder: str) -> TenantId:
+    """Return whose a folder is (see `FOLDER`)."""
+    return TenantId(bytes.fromhex(folder[len("0123456789abcdef.t") :]))
 
 
 def manifest_name(folder: str) -> str:
@@ -134,19 +144,23 @@ class Names:
     def shard(self, name: str) -> StoredShard | None:
         """Return the shard that should be under this name; None when none should."""
         parts = _BLOB.fullmatch(name)
-        shard = self._shards.get(parts[4]) if parts else None
-        if parts is None or shard is None or parts[2] != parts[3][:2]:
+        shard = self._shards.get(parts[5]) if parts else None
+        if parts is None or shard is None or parts[3] != parts[4][:2]:
             return None
-        key = ChunkKey(bytes.fromhex(parts[3]))
-        return StoredShard(self._namespace.digest, key, shard.id, shard.payload_bytes)
+        key, tenant = bytes.fromhex(parts[4]), bytes.fromhex(parts[2] or "")
+        digest, size = self._namespace.digest, shard.payload_bytes
+        return StoredShard(digest, ChunkKey(key), shard.id, size, TenantId(tenant))
 
 
 async def read_manifest(store: SharedStore, folder: str) -> Namespace:
-    """Return a folder's namespace. Raises `TierMissError` when its manifest tells of none."""
+    """Return a folder's namespace. Raises `TierMissError` when its manifest tells of none.
+
+    Each folder has one, a tenant's too: so it can be read, copied and removed by itself.
+    """
     raw = await store.load_manifest(folder)
     if raw is None:
         raise TierMissError(f"{manifest_name(folder)} is not there")
-    return unpack_manifest(raw, folder)
+    return unpack_manifest(raw, folder.partition(".")[0])
 
 
 def require_size(size: int, shard: StoredShard, where: str) -> None:

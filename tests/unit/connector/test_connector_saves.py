@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
+from kvhaven.keys import tenant_id
 from kvhaven.types import ChunkKey
 from tests.simulation.connector_kit import (
     Bench,
@@ -166,7 +167,18 @@ def test_adapters_salts_and_media_give_other_keys(bench: Bench) -> None:
         plan = run_new(side, make_request(40, f"r{index}", **more), 40)
         assert saved_chunks(plan) == 2
         keys.update(job.keys for job in plan.saves)
+        assert {job.tenant for job in plan.saves} == {tenant_id(more.get("cache_salt", ""))}
     assert len(keys) == len(variants)
+
+
+def test_a_request_is_asked_for_as_its_tenants(bench: Bench) -> None:
+    side = bench.side()
+    request, other = make_request(40, cache_salt="ann"), make_request(40, "b", cache_salt="ben")
+    bench.fill(request)
+    bench.fill(other, salt="ann")  # the right keys, but somebody else's
+    assert ask(side, request)[0] == 32
+    assert ask(side, other)[0] == 0
+    assert bench.node.status().catalog.foreign == 1
 
 
 def test_an_adapter_that_cannot_be_read_leaves_its_requests_uncached(bench: Bench) -> None:

@@ -55,7 +55,8 @@ class Lookups:
         if tracker.ticket is None:
             if self._clock() < tracker.ask_after:
                 return Outcome.MISS
-            tracker.ticket, tracker.ticket_chunk = self._client.ask(keys[first:]), first
+            tracker.ticket = self._client.ask(keys[first:], tracker.chain.tenant)
+            tracker.ticket_chunk = first
         answer = Outcome.MISS if tracker.ticket is None else self._look_up(tracker.ticket)
         if answer is Outcome.MISS:
             tracker.ticket = tracker.offer = None

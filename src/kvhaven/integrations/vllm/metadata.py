@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvhaven.types import ChunkKey
+from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,14 @@ class SaveJob:
     """Consecutive complete chunks to copy from a request's blocks into the arena.
 
     `id` is used once by an engine: all shards of a chunk come from one job. `parent` is the key
-    before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`.
+    before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`. They are `tenant`'s.
     """
 
     id: int
     parent: ChunkKey | None
     keys: tuple[ChunkKey, ...]
     blocks: tuple[tuple[tuple[int, ...], ...], ...]
+    tenant: TenantId = NO_TENANT
 
 
 @dataclass

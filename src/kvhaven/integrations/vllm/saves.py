@@ -81,7 +81,8 @@ class Saves:
             keys = tuple(tracker.chain.keys[first:last])
             chunks = [tracker.chunk_blocks(at, self._block_sizes) for at in range(first, last)]
             parent = tracker.chain.keys[first - 1] if first else None
-            job = SaveJob(next(self._ids), parent, keys, tuple(zip(*chunks, strict=True)))
+            blocks = tuple(zip(*chunks, strict=True))
+            job = SaveJob(next(self._ids), parent, keys, blocks, tracker.chain.tenant)
             jobs.append(job)
             self._jobs[job.id] = job, self._clock()
             self._saving.update(dict.fromkeys(keys, job.id))

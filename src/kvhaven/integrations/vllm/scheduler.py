@@ -76,7 +76,7 @@ class SchedulerSide:
         if tracker is not None and tracker.permissions.load:
             with self._keying(tracker):
                 tracker.extend_keys(request.num_tokens)
-                self._client.prefetch(tracker.chain.keys)
+                self._client.prefetch(tracker.chain.keys, tracker.chain.tenant)
 
     def matched_tokens(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `computed` can be loaded, None: ask again.

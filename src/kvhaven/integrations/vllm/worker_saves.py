@@ -105,7 +105,9 @@ class RankSaves:
         if trusted and self._withheld:
             self._client.abort(self._withheld)
             self._withheld = []
-        self._reserved = [(job, self._client.reserve(job.parent, job.keys, job.id)) for job in jobs]
+        self._reserved = [
+            (job, self._client.reserve(job.parent, job.keys, job.id, job.tenant)) for job in jobs
+        ]
 
     def start(self, deadline: float, *, trusted: bool, loads: Sequence[CopyJob]) -> None:
         """Copy the step's complete chunks, after its forward, which waited for `loads`.

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What befalls tenants in the simulation: other quotas, clearing, and being taken for others."""
+
+from kvhaven.catalog.actions import Ticket
+from kvhaven.types import NO_TENANT, PAGE_BYTES
+from tests.simulation.catalog_engines import Engines
+from tests.simulation.catalog_model import (
+    CHAIN_KEYS,
+    MEMORY_QUOTAS,
+    TENANT_OF,
+    TENANTS,
+    World,
+)
+
+
+class TenantEvents:
+    """An event is a method, as with `Engines`; `check` is asked after each of all events."""
+
+    def __init__(self, world: World, engines: Engines) -> None:
+        self._world = world
+        self._engines = engines
+        self._quotas = {tenant: MEMORY_QUOTAS.of(tenant) for tenant in TENANTS}
+        self._excess = dict.fromkeys(TENANTS, 0)  # what one had when its quota was lowered
+        self._tickets = 0  # counted down: engines count up
+
+    def acquire_as_another(self) -> None:
+        """A scheduler asks for a tenant's chain as somebody else: it has nothing of it."""
+        process = self._engines.process(lambda p: p.rank is None and p.connected)
+        if process is None:
+            return
+        engine, catalog = process.engine, self._world.catalog
+        digest = engine.namespace.digest
+        owner, keys = self._world.pick(CHAIN_KEYS[digest])
+        tenant = self._world.pick([t for t in (NO_TENANT, *TENANTS) if t != owner])
+        self._tickets -= 1
+        ticket = Ticket(self._tickets)
+        answer = catalog.acquire(engine.id, ticket, digest, keys, tenant)
+        assert not answer.chunks, "a tenant's chunk was offered to another"
+        catalog.release(engine.id, ticket)
+        self._world.counts["asked as another"] += 1
+
+    def limit(self) -> None:
+        """Somebody changes a tenant's quotas."""
+        world = self._world
+        tenant, quota = world.pick(TENANTS), world.pick((None, 0, 9000, 28 << 10, 60 << 10))
+        world.catalog.limit_disk(tenant, None if quota is None else 4 * quota)
+        held = world.catalog._space.held.values()
+        self._quotas[tenant] = quota
+        self._excess[tenant] = sum(e.extent.length for e in held if TENANT_OF[e.key] == tenant)
+        with world.nobody_else_pays(tenant):
+            world.catalog.limit_memory(tenant, quota)
+        world.counts["limited"] += 1
+
+    def clear(self) -> None:
+        """Somebody clears a tenant from memory and our own tiers: nobody else's chunks go."""
+        world, entries = self._world, self._world.catalog._space.entries
+        tenant = world.pick(TENANTS)
+        others = [key for key in entries if TENANT_OF[key] != tenant]
+        world.catalog.clear(tenant=tenant)
+        assert list(entries) == others, f"not all of {tenant.hex()} is gone, or more than that"
+        world.counts["tenant cleared"] += 1
+
+    def check(self) -> None:
+        """Assert that no tenant has more than it may, but for what was there and cannot go yet."""
+        space = self._world.catalog._space
+        for tenant, quota in self._quotas.items():
+            own = [e for e in space.held.values() if TENANT_OF[e.key] == tenant]
+            has = sum(entry.extent.length for entry in own)
+            if quota is None:
+                continue
+            self._excess[tenant] = min(self._excess[tenant], has)
+            most = max(quota, self._excess[tenant])
+            assert has <= most, f"tenant {tenant.hex()} has {has} bytes, and may have {quota}"
+            idle = [e for e in own if not e.pinned and e.listed and not space.children.get(e.key)]
+            assert has <= quota or not idle, f"tenant {tenant.hex()} keeps more than it may"
+            self._world.counts["at quota"] += has + PAGE_BYTES > quota > 0

@@ -24,6 +24,8 @@ from kvhaven.types import (
 )
 
 VERSION: Final = 2
+TENANTS: Final = 1
+"""The feature bit of a service that tells tenants apart."""
 FRAME_LIMIT: Final = 16 << 20
 """Largest body in bytes; a longer one is malformed."""
 

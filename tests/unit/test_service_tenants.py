@@ -126,6 +126,14 @@ def test_clear_by_tenant_leaves_the_others(node: NodeThread) -> None:
         assert tenants(node) == {}
 
 
+def test_a_service_that_knows_no_tenants_is_not_asked_to_clear_one(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvhaven.service.attaching.FEATURES", 0)
+    with connect(node.address) as control, pytest.raises(KVHavenError, match="knows no tenants"):
+        control.clear(tenant=ANN)
+
+
 def test_limit_counts_at_once_and_shows_what_counts(node: NodeThread) -> None:
     with Engine(node.address) as engine:
         save_all(engine, node.address)

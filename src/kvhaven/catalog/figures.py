@@ -114,9 +114,10 @@ def _tenants(
 ) -> tuple[dict[TenantId, TenantStats], int]:
     """Return the figures of the tenants that have most, and how many others have anything."""
     found = {tenant.id: _tenant(tenant, parts, usage) for tenant, parts in by_tenant.items()}
-    largest = sorted(found, key=lambda tenant: (-_all_bytes(found[tenant]), tenant))
-    most = largest[:MOST_TENANTS]
-    return {tenant: found[tenant] for tenant in most}, len(found) - len(most)
+    # The others were asked for, and have nothing.
+    having = {tenant: bytes_ for tenant, known in found.items() if (bytes_ := _all_bytes(known))}
+    most = sorted(having, key=lambda tenant: (-having[tenant], tenant))[:MOST_TENANTS]
+    return {tenant: found[tenant] for tenant in most}, len(having) - len(most)
 
 
 def _tenant(tenant: Tenant, parts: _Parts, usage: _UsageByTier) -> TenantStats:

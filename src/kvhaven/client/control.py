@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from kvhaven.errors import KVHavenError, ProtocolError, ServiceUnavailableError
 from kvhaven.protocol import (
+    TENANTS,
     Clear,
     Cleared,
     Flush,
@@ -51,6 +52,7 @@ class Control:
         self._ids = itertools.count(1)
         welcome = self._ask(Hello(), Welcome, timeout_s)
         self.service, self.pid = welcome.service, welcome.pid
+        self._features = welcome.features
 
     def status(self) -> bytes:
         """Return the service's status as JSON (`service.status.ServiceStatus`)."""
@@ -65,10 +67,16 @@ class Control:
     ) -> Cleared:
         """Drop a namespace (empty: all) from a tier (empty: from memory and the node's disk).
 
-        With `tenant`, only what is that tenant's.
+        With `tenant`, only what is that tenant's; a service of a version that knows no tenants
+        would drop all, so it is not even asked.
         A shared tier may take minutes: wait `wait_s` seconds for it. It is cleared for all nodes.
         """
         timeout_s = self._timeout_s if wait_s is None else wait_s
+        if tenant and not self._features & TENANTS:
+            raise KVHavenError(
+                f"the service at {self._address} is of a version that knows no tenants, and would "
+                "clear everything: restart it with this version"
+            )
         request = Clear(next(self._ids), namespace, tier, tenant)
         return self._ask(request, Cleared, timeout_s)
 

@@ -4,11 +4,12 @@
 import asyncio
 import logging
 import os
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvhaven.catalog import Catalog
 from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.protocol import (
+    TENANTS,
     VERSION,
     Attached,
     AttachRank,
@@ -23,6 +24,8 @@ from kvhaven.service.connection import Connection
 from kvhaven.service.saves import Saves
 from kvhaven.service.sessions import Member, Sessions
 from kvhaven.service.tier_runner import TierRunner
+
+FEATURES: Final = TENANTS
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class Attaching:
             connection.send(Refused(0, f"{reason}: install the same KVHaven on both sides"))
             raise ProtocolError(reason)
         connection.greeted = True
-        connection.send(Welcome(self._service, os.getpid()))
+        connection.send(Welcome(self._service, os.getpid(), features=FEATURES))
 
     def attach(self, connection: Connection, message: AttachRank | AttachScheduler) -> None:
         """Take a process in, or refuse it with the reason."""

@@ -5,6 +5,8 @@ PYTHON3 ?= python3
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
+WORKERS ?= 2
+IN_PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-quick demo test test-quick test-ceph bench bench-tiers lint format clean
@@ -22,10 +24,10 @@ demo: setup  ## Show real vLLM getting its prompts' KV back, from memory and fro
 	@$(PYTHON) examples/demo/main.py
 
 test: setup  ## Run all tests, quick ones first, then those with real vLLM
-	@$(PYTHON) -m pytest $(PYTEST_ARGS)
+	@$(PYTHON) -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
 test-quick: setup-quick  ## Run the tests that need no vLLM and take no time
-	@$(PYTHON) -m pytest -m "not vllm and not slow and not crash" $(PYTEST_ARGS)
+	@$(PYTHON) -m pytest $(IN_PARALLEL) -m "not vllm and not slow and not crash" $(PYTEST_ARGS)
 
 test-ceph: setup-quick  ## Run the tests of the S3 tier against a real Ceph (installs its packages)
 	@scripts/with-ceph $(PYTHON) -m pytest tests/conformance tests/unit/test_s3_tier.py \

@@ -19,6 +19,9 @@ _SECONDS_BY_MARKER = {"vllm": 600, "crash": 300, "slow": 300}
 _ORDER = ("vllm", "crash", "slow")
 """What takes longest comes last, so that a mistake is seen early."""
 
+_ALONE = ("vllm", "crash")
+"""They take all cores, or tell when things happen: one worker runs them all, after the others."""
+
 # No deadline for an example: the machine may be busy with other work, and pytest has a limit.
 hypothesis.settings.register_profile("kvhaven", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("kvhaven")
@@ -41,6 +44,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if limits and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(max(limits)))
     items.sort(key=_rank)
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        if any(item.get_closest_marker(marker) for marker in _ALONE):
+            item.add_marker(pytest.mark.xdist_group("alone"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -27,7 +27,7 @@ from tests.tiers import Piece, content, make_namespace, make_piece, page_buffer,
 
 _log = logging.getLogger(__name__)
 
-READS = int(os.environ.get("KVHAVEN_EVENTS", "60"))
+READS = int(os.environ.get("KVHAVEN_EVENTS", "40"))
 SEEDS = 20
 AT_ONCE = 20
 FAULTS = msgspec.structs.replace(EVERYTHING, stall=0.003)

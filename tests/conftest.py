@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
             del os.environ[name]
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give marked tests the time they need (`-o timeout=0`: all they want), and run them last."""
     for item in items if float(config.getini("timeout")) else ():

@@ -6,7 +6,7 @@ VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
 WORKERS ?= 2
-IN_PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+IN_PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-quick demo test test-quick test-ceph bench bench-tiers lint format clean

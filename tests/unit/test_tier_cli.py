@@ -5,12 +5,13 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from kvhaven.keys import tenant_id
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
@@ -30,12 +31,12 @@ class Store(NamedTuple):
     tier: Callable[[], Tier]
 
 
-async def fill(tier: Tier) -> None:
+async def fill(tier: Tier, pieces: Sequence[Piece] = PIECES) -> None:
     await tier.start()
     try:
         for space in SPACES:
             await tier.add_namespace(space)
-        for piece in PIECES:
+        for piece in pieces:
             await tier.write(*piece)
     finally:
         await tier.close(5)
@@ -170,6 +171,16 @@ def test_a_namespace_must_be_named_clearly(directory: Path) -> None:
     told = kvhaven("tier", "rm", str(directory), "--namespace", "xyz", status=1)
     assert "0 namespaces begin with 'xyz'" in told
     assert SPACES[0].digest.hex()[:16] in told
+
+
+def test_a_tenants_part_is_removed_alone(directory: Path) -> None:
+    ann = [make_piece(SPACES[0], number, tenant=tenant_id("ann")) for number in range(3)]
+    asyncio.run(fill(filled_directory(directory).tier(), ann))
+    assert "23 shards are right" in kvhaven("tier", "verify", str(directory))
+    assert "removed 3 shards" in kvhaven("tier", "rm", str(directory), "--tenant", "ann")
+    assert "20 shards are right" in kvhaven("tier", "verify", str(directory))
+    told = kvhaven("tier", "rm", str(directory), "--tenant", "tenant:12", status=2)
+    assert "16 hex digits" in told
 
 
 def test_redis_removes_by_itself(redis_server: str) -> None:

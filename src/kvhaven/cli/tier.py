@@ -110,6 +110,7 @@ def gc(
     bucket has nobody else to do so. Redis removes by itself.
     """
     from kvhaven.config import load_settings  # noqa: PLC0415
+    from kvhaven.tenants import quotas_of  # noqa: PLC0415
     from kvhaven.tiers import tools  # noqa: PLC0415
     from kvhaven.tiers.filesystem_survey import Limits  # noqa: PLC0415
 
@@ -118,6 +119,7 @@ def gc(
         _size("--max-size", max_size) or settings.max_remote_size,
         _size("--max-namespace-size", max_namespace_size) or settings.max_remote_namespace_size,
         settings.remote_ttl_s if ttl_s is None else ttl_s,
+        quotas_of(settings.tenant_remote),
     )
 
     async def run(store: "SharedStore") -> "Removed":

@@ -98,8 +98,9 @@ class Engine:
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on after `pause`."""
-        os.killpg(self._process.pid, signal.SIGCONT)
+        """Let it go on after `pause`, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """End it in the ordinary way."""

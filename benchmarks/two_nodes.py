@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import pytest
-
 from benchmarks.rates import empty_folder
 from benchmarks.results import BENCH, Result, at_most, plain
 from benchmarks.servers import s3_bucket
@@ -72,11 +70,11 @@ def _shared_tiers(
     try:
         bucket = stack.enter_context(s3_bucket())
         yield "s3", {"remote_url": f"s3://{bucket.name}", "s3_endpoint_url": bucket.url}
-    except pytest.skip.Exception as missing:
+    except servers.MissingServerError as missing:
         say(f"skipped: {missing}")
     try:
         yield "redis", {"remote_url": stack.enter_context(servers.redis())}
-    except pytest.skip.Exception as missing:
+    except servers.MissingServerError as missing:
         say(f"skipped: {missing}")
 
 

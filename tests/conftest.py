@@ -98,14 +98,24 @@ def s3_server() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def redis_server() -> Iterator[str]:
-    """The URL of a real Redis server; who uses it empties it first."""
+def session_redis() -> Iterator[str]:
     with servers.redis() as url:
         yield url
 
 
 @pytest.fixture(scope="session")
-def redis_cluster_server() -> Iterator[str]:
-    """The URL of a real Redis cluster of one node; who uses it empties it first."""
+def session_redis_cluster() -> Iterator[str]:
     with servers.redis_cluster() as url:
         yield url
+
+
+@pytest.fixture
+def redis_server(session_redis: str) -> str:
+    """The URL of a real Redis server, which is empty."""
+    return servers.emptied(session_redis)
+
+
+@pytest.fixture
+def redis_cluster_server(session_redis_cluster: str) -> str:
+    """The URL of a real Redis cluster of one node, which is empty."""
+    return servers.emptied(session_redis_cluster)

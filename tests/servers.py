@@ -3,6 +3,7 @@
 
 import contextlib
 import datetime
+import importlib.util
 import os
 import shutil
 import signal
@@ -11,13 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest
 import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from kvhaven.tiers.base import Tier
 
@@ -25,13 +25,16 @@ REDIS_MISSING = "there is no redis-server: apt-get install redis-tools (or valke
 FUSE_MISSING = "a FUSE mount needs root, /dev/fuse and bindfs: apt-get install bindfs"
 MOTO_MISSING = "moto's server is not installed: pip install 'moto[server]', or make setup"
 
-
 KEYS = {
     "AWS_ACCESS_KEY_ID": os.environ.get("AWS_ACCESS_KEY_ID", "a-key-id"),
     "AWS_SECRET_ACCESS_KEY": os.environ.get("AWS_SECRET_ACCESS_KEY", "a-secret-key"),
     "AWS_REGION": "us-east-1",
 }
 """What an S3 server for tests takes: anything (moto), or what it was started with (Ceph)."""
+
+
+class MissingServerError(unittest.SkipTest):
+    """A server that is not installed, or cannot run here: a test that needs it is skipped."""
 
 
 @contextlib.contextmanager
@@ -80,7 +83,8 @@ def moto() -> Iterator[str]:
 @contextlib.contextmanager
 def moto_process() -> Iterator[tuple[str, "Stoppable"]]:
     """Run moto's S3 server; yield its URL, and what stops it."""
-    pytest.importorskip("moto.server", reason=MOTO_MISSING)
+    if importlib.util.find_spec("moto") is None:
+        raise MissingServerError(MOTO_MISSING)
     port = free_port()
     with process([sys.executable, "-m", "moto.server", "-p", str(port)], port) as server:
         yield f"http://127.0.0.1:{port}", Stoppable(server)
@@ -94,14 +98,16 @@ def fuse_mount(source: Path, mount: Path) -> Iterator["Stoppable"]:
     """
     program = shutil.which("bindfs")
     if program is None or os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip(FUSE_MISSING)
+        raise MissingServerError(FUSE_MISSING)
     mount.mkdir()
     with subprocess.Popen([program, "-f", str(source), str(mount)]) as server:
         try:
             end = time.monotonic() + 10
             while not mount.is_mount():
                 if server.poll() is not None:
-                    pytest.skip(f"bindfs cannot mount here: it ended with {server.returncode}")
+                    raise MissingServerError(
+                        f"bindfs cannot mount here: it ended with {server.returncode}"
+                    )
                 if time.monotonic() > end:
                     raise RuntimeError("bindfs did not mount within 10 s")
                 time.sleep(0.02)
@@ -133,13 +139,22 @@ def redis(*options: str, port: int = 0) -> Iterator[str]:
     names = ("redis-server", "valkey-server", "redis-check-rdb")
     program = next(filter(None, map(shutil.which, names)), None)
     if program is None:
-        pytest.skip(REDIS_MISSING)
+        raise MissingServerError(REDIS_MISSING)
     port = port or free_port()
     keep_nothing = ["--save", "", "--appendonly", "no", "--dir", tempfile.gettempdir()]
     # Debian's redis-tools has the server under another name; it acts by the name it is called.
     command = ["redis-server", "--port", str(port), *keep_nothing, *options]
     with process(command, port, executable=program):
         yield f"redis://127.0.0.1:{port}"
+
+
+def emptied(url: str) -> str:
+    """Remove all that a Redis server, or a cluster of one node, holds; return its URL."""
+    from redis import Redis
+
+    with Redis.from_url(url.replace("+cluster", "")) as client:
+        client.flushall()
+    return url
 
 
 def process_of(url: str) -> int:

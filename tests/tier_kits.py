@@ -133,8 +133,6 @@ def _redis(request: pytest.FixtureRequest, server: str, **settings: Any) -> Kit:
     from kvhaven.tiers.redis import PREFIX, redis_tier
 
     url = request.getfixturevalue(server)
-    with Redis.from_url(url.replace("+cluster", "")) as client:
-        client.flushall()
 
     def change(shard: StoredShard, change: Change) -> None:
         with Redis.from_url(url.replace("+cluster", "")) as client:

@@ -51,11 +51,11 @@ def page_buffer(size: int) -> memoryview:
 
 
 def make_namespace(name: str = "model", sizes: tuple[int, ...] = (PAYLOAD,)) -> Namespace:
-    """Return a namespace with a shard of each size."""
+    """Return a namespace with a shard of each size, which its digest covers."""
     shards = tuple(
         Shard(ShardId(0, (0, 8), (head, head + 1)), size) for head, size in enumerate(sizes)
     )
-    digest = NamespaceDigest(hashlib.sha256(name.encode()).digest())
+    digest = NamespaceDigest(hashlib.sha256(f"{name} {sizes}".encode()).digest())
     return Namespace(digest, {"model": name}, ShardTable(shards))
 
 

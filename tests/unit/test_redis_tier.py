@@ -69,7 +69,6 @@ def server() -> Iterator[str]:
 async def test_a_shard_goes_when_nobody_reads_it(redis_server: str) -> None:
     other = make_piece(SPACE, 1)
     with Redis.from_url(redis_server) as client:
-        client.flushall()
         async with tier_at(redis_server, ttl_s=2) as tier:
             await store(tier, PIECE, other)
             for _ in range(6):
@@ -279,7 +278,6 @@ async def test_a_replica_says_that_it_takes_no_writes(server: str) -> None:
 
 async def test_keys_of_others_are_left_alone(redis_server: str) -> None:
     with Redis.from_url(redis_server) as client:
-        client.flushall()
         client.set("somebody", "else's")
         client.set(f"{PREFIX}notes", "x")
         async with tier_at(redis_server) as tier:

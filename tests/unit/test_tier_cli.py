@@ -58,12 +58,8 @@ def filled_bucket(server: str, patch: pytest.MonkeyPatch) -> Store:
 
 def filled_redis(url: str) -> Store:
     pytest.importorskip("redis")
-    from redis import Redis
-
     from kvhaven.tiers.redis import redis_tier
 
-    with Redis.from_url(url) as client:
-        client.flushall()
     return Store(url, lambda: redis_tier(url))
 
 

@@ -12,8 +12,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 _LEVELS = (
     {
         *("errors", "types", "keys", "tenants", "protocol", "config"),
-        *("config_checks", "config_lmcache", "config_sizes", "config_sources", "config_urls"),
-        "config_values",
+        *("config_checks", "config_lmcache", "config_model", "config_sizes", "config_sources"),
+        *("config_urls", "config_values"),
     },
     {"arena", "catalog", "devices", "layouts", "tiers"},
     {"client", "service"},

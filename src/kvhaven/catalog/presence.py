@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvhaven.catalog.actions import Action, TierDelete, TierLookup
 from kvhaven.catalog.entries import NamespaceState
-from kvhaven.catalog.tierspec import TierFigures, TierSpec
+from kvhaven.catalog.tierspec import Moves, TierFigures, TierSpec
 from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey
 
@@ -47,7 +47,7 @@ class _Answer:
         self.until = until
 
 
-class Presence:
+class Presence(Moves):
     """A tier that others write to as well. See `TierState`.
 
     All it says may be wrong by the time it is used: a chunk that is believed present and is not
@@ -56,11 +56,9 @@ class Presence:
     """
 
     def __init__(self, spec: TierSpec, actions: list[Action]) -> None:
+        super().__init__()
         self.spec = spec
         self.online = True
-        self.reads: dict[ChunkKey, int] = {}
-        self.reading_bytes = 0
-        self.writing_bytes = 0
         self.now = 0.0
         self.known: OrderedDict[ChunkKey, _Answer] = OrderedDict()  # the oldest answer first
         self.lookups: dict[int, Lookup] = {}
@@ -128,31 +126,9 @@ class Presence:
 
     # Reading and writing
 
-    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
-        """Count a read, which fills so many bytes of the arena."""
-        self.reading_bytes += bytes_
-        self.reads[key] = self.reads.get(key, 0) + 1
-
-    def read_ended(self, key: ChunkKey, bytes_: int) -> None:
-        """End a read; raises KeyError when there is none."""
-        left = self.reads[key] - 1
-        self.reading_bytes -= bytes_
-        if left:
-            self.reads[key] = left
-        else:
-            del self.reads[key]
-
     def has_room(self, namespace: NamespaceState) -> bool:  # noqa: ARG002 - the tier itself knows
         """Say yes: whether it fits, the tier itself decides."""
         return True
-
-    def write_begins(self, namespace: NamespaceState) -> None:
-        """Count the bytes of a write."""
-        self.writing_bytes += namespace.stored_bytes
-
-    def write_ended(self, namespace: NamespaceState) -> None:
-        """Count them no longer."""
-        self.writing_bytes -= namespace.stored_bytes
 
     def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
         """Believe that a chunk is there."""

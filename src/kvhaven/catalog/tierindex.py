@@ -8,7 +8,7 @@ import msgspec
 
 from kvhaven.catalog.actions import Action, TierDelete
 from kvhaven.catalog.entries import NamespaceState, Tenant
-from kvhaven.catalog.tierspec import TierFigures, TierSpec
+from kvhaven.catalog.tierspec import Moves, TierFigures, TierSpec
 from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey
 
@@ -34,7 +34,7 @@ class Stored:
         self.bytes = 0
 
 
-class TierIndex:
+class TierIndex(Moves):
     """The chunks of one tier of our own in the order of their last use. See `TierState`.
 
     A chunk that is being read is never deleted: if it has to go meanwhile it is out of
@@ -43,16 +43,14 @@ class TierIndex:
     """
 
     def __init__(self, spec: TierSpec, actions: list[Action]) -> None:
+        super().__init__()
         self.spec = spec
         self.online = True
         self.stored: OrderedDict[ChunkKey, Stored] = OrderedDict()
         self.used_bytes = 0
-        self.reading_bytes = 0
-        self.writing_bytes = 0  # of writes that are under way
-        self.writing = Counter[Tenant]()  # the same by tenant
+        self.writing = Counter[Tenant]()  # `writing_bytes` by tenant
         self.usage: dict[NamespaceState, tuple[int, int]] = {}  # chunks, bytes
         self.shares: dict[Tenant, Share] = {}  # of tenants with a quota that have chunks here
-        self.reads: dict[ChunkKey, int] = {}
         self.evictions = 0
         self._delete_later: dict[ChunkKey, NamespaceState] = {}
         self._actions = actions
@@ -129,13 +127,13 @@ class TierIndex:
 
     def write_begins(self, namespace: NamespaceState) -> None:
         """Make room for a chunk."""
-        self.writing_bytes += namespace.stored_bytes
+        super().write_begins(namespace)
         self.writing[namespace.tenant] += namespace.stored_bytes
         self._trim_for(namespace)
 
     def write_ended(self, namespace: NamespaceState) -> None:
         """Count the bytes of a write no longer as under way."""
-        self.writing_bytes -= namespace.stored_bytes
+        super().write_ended(namespace)
         self.writing[namespace.tenant] -= namespace.stored_bytes
         if not self.writing[namespace.tenant]:
             del self.writing[namespace.tenant]
@@ -202,19 +200,11 @@ class TierIndex:
         """Return the figures of this moment."""
         return TierFigures(self.used_bytes, len(self.stored), self.evictions, self.usage)
 
-    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
-        """Keep a chunk for a read, which fills so many bytes of the arena."""
-        self.reading_bytes += bytes_
-        self.reads[key] = self.reads.get(key, 0) + 1
-
     def read_ended(self, key: ChunkKey, bytes_: int) -> None:
-        """End a read; raises KeyError when there is none."""
-        left = self.reads[key] - 1
-        self.reading_bytes -= bytes_
-        if left:
-            self.reads[key] = left
+        """End a read; after the last one a chunk may go. Raises KeyError when there is none."""
+        super().read_ended(key, bytes_)
+        if key in self.reads:
             return
-        del self.reads[key]
         namespace = self._delete_later.pop(key, None)
         if namespace is not None and key not in self.stored:
             self._delete_files(key, namespace)

@@ -102,6 +102,37 @@ class TierState(Protocol):
         """Return the figures of this moment."""
 
 
+class Moves:
+    """Reads and writes of a tier that are under way: the part of a `TierState` that all share."""
+
+    def __init__(self) -> None:
+        self.reads: dict[ChunkKey, int] = {}
+        self.reading_bytes = 0
+        self.writing_bytes = 0
+
+    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
+        """Count a read, which fills so many bytes of the arena."""
+        self.reading_bytes += bytes_
+        self.reads[key] = self.reads.get(key, 0) + 1
+
+    def read_ended(self, key: ChunkKey, bytes_: int) -> None:
+        """End a read; raises KeyError when there is none."""
+        left = self.reads[key] - 1
+        self.reading_bytes -= bytes_
+        if left:
+            self.reads[key] = left
+        else:
+            del self.reads[key]
+
+    def write_begins(self, namespace: NamespaceState) -> None:
+        """Count the bytes of a write."""
+        self.writing_bytes += namespace.stored_bytes
+
+    def write_ended(self, namespace: NamespaceState) -> None:
+        """Count them no longer."""
+        self.writing_bytes -= namespace.stored_bytes
+
+
 class TierFigures(msgspec.Struct, frozen=True):
     """What a tier's bookkeeping counts: `usage` is chunks and bytes by namespace and tenant."""
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a payload to the bytes that a tier stores, and back: header, compression, checks."""
 
-import importlib
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import xxhash
 
 from kvhaven.errors import ConfigError, TierMissError
 from kvhaven.tiers.base import CompressionStatus, StoredShard
 from kvhaven.tiers.executor import Lane
+from kvhaven.tiers.extras import import_extra
 from kvhaven.tiers.header import (
     HEADER_BYTES,
     PLAIN,
@@ -35,6 +35,7 @@ ZSTD: Final = 1
 WIDTHS: Final = (1, 2, 4)
 """Of byte planes. Which suits is measured: one rule for any type of numbers, also mixed ones."""
 
+_OR_OFF: Final = ", or write without disk_compression and remote_compression (off)"
 _SAMPLES: Final = 4
 _SAMPLE_BYTES: Final = 1 << 18
 
@@ -86,7 +87,7 @@ class Packing:
         self._lock = threading.Lock()
         self._tallies: dict[NamespaceDigest, _Tally] = {}  # under the lock
         if zstd:
-            _import_zstd(f"{title}: to compress")
+            import_extra("zstd", f"{title}: compression", _OR_OFF)
 
     def pack(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> Packed:
         """Return what to store for a payload (whole pages). Takes long: not for an event loop."""
@@ -207,7 +208,7 @@ class Packing:
         """Return this thread's. Raises `ConfigError`."""
         zstd: Zstd | None = getattr(self._local, "zstd", None)
         if zstd is None:
-            module = _import_zstd("to decompress what is stored")
+            module = import_extra("zstd", "what is stored here compressed", _OR_OFF)
             zstd = self._local.zstd = module.Zstd()
         return zstd
 
@@ -240,17 +241,3 @@ def _suitable(zstd: "Zstd", payload: memoryview) -> tuple[int, float]:
         found.append((length, width, seconds / sum(map(len, samples))))
     _, width, unpack_s = min(found)
     return width, unpack_s
-
-
-def _import_zstd(what: str) -> Any:
-    """Return the module of the codec; it needs packages that may be absent."""
-    try:
-        return importlib.import_module("kvhaven.tiers.zstd")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("kvhaven"):
-            raise
-        raise ConfigError(
-            f"{what}, the package {error.name} is needed and is not installed: "
-            f"pip install 'kvhaven[zstd]', or write without disk_compression and "
-            f"remote_compression (off)"
-        ) from error

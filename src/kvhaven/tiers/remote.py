@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a URL to a shared tier; what each needs is imported only where it is used."""
 
-import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 from urllib.parse import unquote
 
 from kvhaven.config_urls import redacted
 from kvhaven.errors import ConfigError
 from kvhaven.tiers.executor import TierExecutor
+from kvhaven.tiers.extras import import_extra
 from kvhaven.tiers.filesystem import filesystem_tier
 from kvhaven.tiers.shared import SharedTier
 
@@ -35,10 +34,12 @@ def open_tier(url: str, *, endpoints: Sequence[str] = (), **settings: Any) -> Sh
     if not separator or scheme in {"fs", "file"}:
         return _filesystem(unquote(rest) if separator else url, settings)
     if scheme == "s3":
-        return _optional("s3").s3_tier(url, endpoints=endpoints, **settings)  # type: ignore[no-any-return]
+        s3 = import_extra("s3", "a tier at s3://")
+        return s3.s3_tier(url, endpoints=endpoints, **settings)  # type: ignore[no-any-return]
     scheme = re.sub("^valkey", "redis", scheme)
     if scheme in _REDIS:
-        return _optional("redis").redis_tier(f"{scheme}://{rest}", **settings)  # type: ignore[no-any-return]
+        redis = import_extra("redis", "a tier at redis://")
+        return redis.redis_tier(f"{scheme}://{rest}", **settings)  # type: ignore[no-any-return]
     raise ConfigError(
         f"remote_url = {redacted(url)!r} is refused: there is no tier for {scheme}://; allowed: a "
         f"path or fs:///path, s3://bucket/prefix, or {', '.join(f'{s}://' for s in _REDIS)}"
@@ -53,16 +54,3 @@ def _filesystem(path: str, settings: dict[str, Any]) -> SharedTier:
         )
     executor = TierExecutor(THREADS, per_core=PER_CORE)
     return filesystem_tier(Path(path), executor=executor, **settings)
-
-
-def _optional(extra: str) -> ModuleType:
-    """Import the module of an extra."""
-    try:
-        return importlib.import_module(f"kvhaven.tiers.{extra}")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("kvhaven"):
-            raise
-        raise ConfigError(
-            f"a tier at {extra}:// needs the package {error.name}, which is not installed: "
-            f"pip install 'kvhaven[{extra}]'"
-        ) from error

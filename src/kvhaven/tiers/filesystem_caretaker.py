@@ -17,7 +17,7 @@ from kvhaven.tiers.executor import Lane
 from kvhaven.tiers.filesystem_credits import Account, Purse
 from kvhaven.tiers.filesystem_files import SharedFiles
 from kvhaven.tiers.filesystem_lease import Lease
-from kvhaven.tiers.filesystem_survey import Limits, Survey
+from kvhaven.tiers.filesystem_survey import Doomed, Limits, Survey
 from kvhaven.tiers.shared_store import Blob
 
 _log = logging.getLogger(__name__)
@@ -162,16 +162,21 @@ class Caretaker:
             survey.add(folder, page)
         now = await self._run(Lane.WRITE, SharedFiles.server_time)
         doomed = survey.doomed(self._limits, now, wanted_bytes + outstanding)
-        removed = 0
-        async for _, page in self._files():
-            gone = [blob for blob in page if doomed.take(blob)]
-            for at in range(0, len(gone), _BATCH):
-                removed += await self._remove(gone[at : at + _BATCH])
+        removed = await self._remove_all(doomed) if doomed.bytes else 0
         self._base_bytes = survey.used_bytes - removed
         self._surveyed = told
         self._next_survey = time.monotonic() + self._limits.survey_s
         if removed:
             _log.info("%s: removed %d bytes of %d", self._title, removed, survey.used_bytes)
+
+    async def _remove_all(self, doomed: Doomed) -> int:
+        """Remove what has to go; return its bytes."""
+        removed = 0
+        async for _, page in self._files():
+            gone = [blob for blob in page if doomed.take(blob)]
+            for at in range(0, len(gone), _BATCH):
+                removed += await self._remove(gone[at : at + _BATCH])
+        return removed
 
     async def _files(self) -> AsyncIterator[tuple[str, list[Blob]]]:
         """Yield all files, a subfolder at a time; the beat goes on meanwhile."""

@@ -99,14 +99,15 @@ class Survey:
         everything = list(cuts.values())
         if _left(everything) + wanted_bytes > limits.ceiling_bytes:
             _keep(everything, max(0, limits.floor_bytes - wanted_bytes))
-        return Doomed(cuts)
+        return Doomed(cuts, self.used_bytes - _left(everything))
 
 
 class Doomed:
-    """Tells which files of a survey have to go, each once."""
+    """Tells which files of a survey have to go, each once; they have `bytes` together."""
 
-    def __init__(self, cuts: dict[str, "_Cut"]) -> None:
+    def __init__(self, cuts: dict[str, "_Cut"], bytes_: int) -> None:
         self._cuts = cuts
+        self.bytes = bytes_
 
     def take(self, blob: Blob) -> bool:
         """Return whether a file has to go; count it if so."""

@@ -56,7 +56,7 @@ class StagingPool:
                 if self._free:  # all are too small: one of them makes room
                     self._free.pop(0)
             return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-        except BaseException:
+        except BaseException:  # whatever it was, the buffer's place must not be lost
             self._left.release()
             raise
 

@@ -213,7 +213,7 @@ class TierRunner:
             there = await self._tiers[name].contains(shards)
         except TierError:
             return None  # counted and logged by the tier
-        except Exception:
+        except Exception:  # a tier's bug is a miss, too: who waits for the answer gets one
             logger.exception("tier %s: a look-up failed unexpectedly", name)
             return None
         return there if len(there) == len(shards) else None
@@ -252,8 +252,7 @@ class TierRunner:
             pass  # counted and logged by the tier
         except TierError:
             self.check_health()
-        except Exception:
-            # Whatever went wrong, the extent must be let go, and whoever waits be told.
+        except Exception:  # whatever it was, the extent must be let go, and who waits be told
             logger.exception("tier %s: a read failed unexpectedly", action.tier)
         self._tick()
         self._catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
@@ -292,8 +291,7 @@ class TierRunner:
         except TierError:
             self._introduced.discard((action.tier, action.namespace))
             self.check_health()
-        except Exception:
-            # Whatever went wrong, the extent must be let go: a dropped write is a later miss.
+        except Exception:  # whatever it was, the extent must be let go: a later miss
             logger.exception("tier %s: a write failed unexpectedly", action.tier)
         self._tick()
         self._catalog.tier_write_done(action.tier, action.key, taken is not None, taken)

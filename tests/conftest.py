@@ -21,8 +21,8 @@ _SECONDS_BY_MARKER = {"vllm": 600, "crash": 300, "slow": 300}
 _ORDER = ("vllm", "crash", "slow")
 """What takes longest comes last, so that a mistake is seen early."""
 
-_ALONE = ("tests/crash/", "tests/e2e/")
-"""They take all cores, or tell when things happen: one worker runs them all, after the others."""
+_IN_LINE = ("tests/crash/", "tests/e2e/")
+"""They take all cores, or tell when things happen: one worker runs all of a folder, at the end."""
 
 # No deadline for an example: the machine may be busy with other work, and pytest has a limit.
 hypothesis.settings.register_profile("kvhaven", deadline=None, print_blob=True)
@@ -49,13 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class _Scheduler(LoadScopeScheduling):
-    """Hands out single tests, but those of some folders all to one worker, when it is their turn.
+    """Hands out single tests, but all of such a folder to one worker, when it is their turn.
 
     xdist's own groups (xdist_group, 3.8) have no effect with pytest 9.2.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "alone" if nodeid.startswith(_ALONE) else nodeid
+        return next(filter(nodeid.startswith, _IN_LINE), nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduler:

@@ -22,7 +22,10 @@ _ORDER = ("vllm", "crash", "slow")
 """What takes longest comes last, so that a mistake is seen early."""
 
 _IN_LINE = ("tests/crash/", "tests/e2e/")
-"""They take all cores, or tell when things happen: one worker runs all of a folder, at the end."""
+"""They take all cores, or tell when things happen: one worker runs all of a folder.
+
+Kills go on beside all the quick tests; real vLLM comes last, and has the machine to itself.
+"""
 
 # No deadline for an example: the machine may be busy with other work, and pytest has a limit.
 hypothesis.settings.register_profile("kvhaven", deadline=None, print_blob=True)
@@ -46,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if limits and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(max(limits)))
     items.sort(key=_rank)
+    if hasattr(config, "workerinput"):  # there are others, which begin with what is quick
+        items.sort(key=lambda item: not item.nodeid.startswith(_IN_LINE[0]))
 
 
 class _Scheduler(LoadScopeScheduling):

@@ -12,8 +12,7 @@ KV is laid out as vLLM's CPU backend does it (`vllm-facts`): a bf16 tensor `[blo
 `copy.*` is the paged format. `portable.*` moves the same bytes between the same places as shards
 of one head each, and its limit is the paged format in the same run. It takes the pages to be as
 all backends but the CPU's have them, K next to V of each token. `columns.*` is portable too, with
-the pages of vLLM's CPU kernel, whose K has a row for each element and a column for each token:
-to turn it costs 2 bytes at a time. The same is wanted of it, and it is not reached.
+the pages of vLLM's CPU kernel, whose K has a row for each element and a column for each token.
 """
 
 import ctypes

@@ -9,7 +9,7 @@ import pytest
 import torch
 import xxhash
 
-from kvhaven.devices import cpu_copies
+from kvhaven.devices import cpu_copies, native
 from kvhaven.devices.base import SKIP, CopyJob
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.plan import bytes_at, plan_moves
@@ -44,9 +44,12 @@ def layout(request: pytest.FixtureRequest, rank: Engine) -> Layout:
     return rank.paged if request.param == "paged" else rank.portable
 
 
-@pytest.fixture(params=[2**20, 300], ids=["hashed at once", "hashed in pieces"])
+@pytest.fixture(params=["hashed at once", "hashed in pieces", "without native code"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuDevice:
-    monkeypatch.setattr(cpu_copies, "HASH_BYTES", request.param)
+    if request.param == "hashed in pieces":
+        monkeypatch.setattr(cpu_copies, "HASH_BYTES", 300)
+    if request.param == "without native code":
+        monkeypatch.setattr(native, "function", None)
     return CpuDevice()
 
 

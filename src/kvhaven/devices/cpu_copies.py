@@ -2,7 +2,7 @@
 """How the CPU copies chunks: one pass over the bytes, hashed while they are in cache."""
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvhaven.devices import native
 from kvhaven.devices.base import SKIP
 from kvhaven.devices.plan import bytes_at, kept_ranges, kernel_blocks, plan_moves
 from kvhaven.layouts import Layout, PagedLayout, Plane, PortableLayout
@@ -138,75 +139,49 @@ class _MoveCopier:
 class _HeadCopier:
     """Conversion between the engine's pages and shards of one KV head each.
 
-    Where head and token are dense in both planes, a store takes rows with one call a head and
-    some layers. Else, and to load, a block of all heads, many layers and both planes is one
-    assignment between two strided arrays: numpy joins dimensions that are dense on both sides
-    into one `memcpy`, goes through the others in the order of the target's memory, and lets the
-    GIL go. K's columns on the CPU are turned two bytes at a time, which costs more than twice as
-    much; native code with vector instructions was tried and was a tenth to a fifth faster, since
-    most of it is fetching the columns from memory.
+    Both are strided arrays of the same dimensions. Native code copies some layers of all blocks
+    with one call (`native`); numpy, without it, a block with one assignment. Neither holds the GIL.
     """
 
     def __init__(self, layout: PortableLayout) -> None:
         self._layout = replace(layout)
         self._layers = len(layout.geometry.layers)
         self._stacks = _stacks(layout.geometry.layers)
-        self._tables = _row_tables(self._stacks, len(layout.geometry.planes))
 
     def store(self, blocks: Sequence[int], target: int) -> list[Checksum]:
         """Copy one chunk to host memory and return the checksum of each head's shard."""
         layout = self._layout
-        ids = np.array(kernel_blocks(blocks, layout.geometry.kernel_blocks), dtype=np.intp)
+        ids = kernel_blocks(blocks, layout.geometry.kernel_blocks)
+        moves = [(block, position) for position, block in enumerate(ids)]
         stride = layout.shard_stride(len(blocks))
         shards = [target + head * stride for head in range(layout.shards)]
         layer_bytes = layout.shard_bytes(len(blocks)) // self._layers
-        if self._tables:
-            return self._take(ids, shards, layer_bytes)
         digests = [xxhash.xxh3_128() for _ in shards]
         step = max(1, HASH_BYTES // layer_bytes)
         for first in range(0, self._layers, step):
             last = min(first + step, self._layers)
-            for kv, host in self._arrays(len(blocks), target, first, last):
-                for position, block in enumerate(ids):
-                    host[position] = kv[block]
+            for pairs in self._arrays(len(blocks), target, first, last):
+                _copy(pairs, moves)
             for shard, digest in zip(shards, digests, strict=True):
                 start = shard + first * layer_bytes
                 digest.update(bytes_at(start, (last - first) * layer_bytes).data)
         return [Checksum(digest.digest()) for digest in digests]
 
-    def _take(
-        self, ids: npt.NDArray[np.intp], shards: Sequence[int], layer_bytes: int
-    ) -> list[Checksum]:
-        """Fill shards from the row tables, a head and some layers with one call."""
-        digests = [xxhash.xxh3_128() for _ in shards]
-        step = max(1, HASH_BYTES // layer_bytes)
-        for table in self._tables:
-            rows_lcpt = table.rows_lc1t + ids[:, None] * table.rows_per_block
-            for head, (shard, digest) in enumerate(zip(shards, digests, strict=True)):
-                for at in range(0, len(rows_lcpt), step):
-                    rows = rows_lcpt[at : at + step] + head * table.rows_per_head
-                    start = shard + (table.first + at) * layer_bytes
-                    part = bytes_at(start, len(rows) * layer_bytes)
-                    out = part.reshape(*rows.shape, table.rows.shape[1])
-                    np.take(table.rows, rows, axis=0, out=out, mode="clip")
-                    digest.update(part.data)
-        return [Checksum(digest.digest()) for digest in digests]
-
     def load(self, blocks: Sequence[int], source: int) -> None:
         """Copy one chunk's blocks, but those to skip, to the KV tensors."""
         ids = kernel_blocks(blocks, self._layout.geometry.kernel_blocks)
-        for kv, host in self._arrays(len(blocks), source, 0, self._layers):
-            for position, block in enumerate(ids):
-                if block != SKIP:  # both planes at once: 1.5 times as fast as one by one
-                    kv[block] = host[position]
+        moves = [(position, block) for position, block in enumerate(ids) if block != SKIP]
+        for pairs in self._arrays(len(blocks), source, 0, self._layers):
+            _copy([(host, kv) for kv, host in pairs], moves)
 
     def _arrays(
         self, blocks: int, host: int, first: int, last: int
-    ) -> Iterator[tuple[_Array, _Array]]:
-        """Yield the KV and the host memory of a range of layers.
+    ) -> Iterable[list[tuple[_Array, _Array]]]:
+        """Return the KV and the host memory of a range of layers: lists that have the same layers.
 
         The first index is the block's id in the one, its position in the chunk in the other.
         """
+        found: dict[tuple[int, int], list[tuple[_Array, _Array]]] = {}
         layout, geometry = self._layout, self._layout.geometry
         tokens, positions = geometry.kernel_block_size, blocks * geometry.kernel_blocks
         layer_bytes = layout.shard_bytes(blocks) // self._layers
@@ -228,7 +203,19 @@ class _HeadCopier:
                     stack.kv.itemsize,
                 ),
             )
-            yield stack.kv[:, :, low - stack.first : high - stack.first], host_phlctd
+            kv = stack.kv[:, :, low - stack.first : high - stack.first]
+            found.setdefault((low, high), []).append((kv, host_phlctd))
+        return found.values()
+
+
+def _copy(pairs: Sequence[tuple[_Array, _Array]], moves: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks from sources to targets, by their indices in them."""
+    if all(native.copies(source, target) for source, target in pairs):
+        native.copy_heads(pairs, moves)
+        return
+    for source, target in pairs:
+        for one, other in moves:  # both planes at once: 1.5 times as fast as one by one
+            target[other] = source[one]
 
 
 class _Stack(NamedTuple):
@@ -242,56 +229,6 @@ class _Stack(NamedTuple):
     """Bytes of a head and token in a plane."""
     kv: _Array
     """`[kernel block, head, layer, plane, token, items of a row]`."""
-
-
-class _RowTable(NamedTuple):
-    """A stack as rows of one piece of memory: a head's token each, or all its tokens of a block."""
-
-    first: int
-    """The first of the stack's layers."""
-    rows: npt.NDArray[np.uint8]
-    rows_lc1t: npt.NDArray[np.intp]
-    """Row of each layer, plane and token (or 0 for all) in block 0 and head 0."""
-    rows_per_block: int
-    rows_per_head: int
-
-
-def _row_tables(stacks: Sequence[_Stack], planes: int) -> list[_RowTable]:
-    """Return all stacks as tables; none if one has not all planes, or its pieces are no rows."""
-    found = []
-    for stack in stacks:
-        table = _row_table(stack) if stack.kv.shape[3] == planes else None
-        if table is None:
-            return []
-        found.append(table)
-    return found
-
-
-def _row_table(stack: _Stack) -> _RowTable | None:
-    """Return a stack as a table, or None where its pieces do not start whole rows apart."""
-    *counts, items = stack.kv.shape
-    strides = stack.kv.strides[:-1]
-    block, head, layer, plane, token = strides
-    tokens, row = counts[-1], stack.row_bytes
-    if token == row:  # the tokens of a head are one row
-        row, tokens = row * tokens, 1
-    steps = [
-        stride for stride, count in zip(strides, (*counts[:4], tokens), strict=True) if count > 1
-    ]
-    if items > 1 or any(step < 0 or step % row for step in steps):
-        return None
-    end = sum((count - 1) * stride for count, stride in zip(counts, strides, strict=True))
-    address = stack.kv.__array_interface__["data"][0]
-    layer_l, plane_c, token_t = (np.arange(count) for count in (*counts[2:4], tokens))
-    return _RowTable(
-        stack.first,
-        bytes_at(address, end + stack.row_bytes).reshape(-1, row),
-        layer_l[:, None, None, None] * (layer // row)
-        + plane_c[:, None, None] * (plane // row)
-        + token_t * (token // row),
-        block // row,
-        head // row,
-    )
 
 
 def _stacks(layers: Sequence[Sequence[Plane]]) -> list[_Stack]:
@@ -336,18 +273,20 @@ def _stack(layers: Sequence[Sequence[Plane]], first: int, before: int) -> _Stack
     block, head, token, element = plane.strides
     blocks, heads, tokens, head_dim = plane.view.shape
     row_bytes = head_dim * item
-    rows = element == item
+    items, count, stride = (
+        (f"|V{row_bytes}", 1, row_bytes) if element == item else (f"<u{item}", head_dim, element)
+    )
     kv = array_at(
         plane.pointer,
-        f"|V{row_bytes}" if rows else f"<u{item}",
-        (blocks, heads, len(layers), len(planes), tokens, 1 if rows else head_dim),
+        items,
+        (blocks, heads, len(layers), len(planes), tokens, count),
         (
             block,
             head,
             layers[1][0].pointer - plane.pointer if len(layers) > 1 else 0,
             planes[-1].pointer - plane.pointer,
             token,
-            element,
+            stride,
         ),
     )
     return _Stack(first, before, row_bytes, kv)

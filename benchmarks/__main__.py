@@ -42,7 +42,8 @@ def main() -> int:
     named = parser.parse_args().subject
     wanted = named or [subject for subject in _SUBJECTS if subject not in _OF_THEIR_OWN]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    console, began = Console(highlight=False), time.monotonic()
+    wide = None if sys.stdout.isatty() else 120  # in a file, no column has to be cut
+    console, began = Console(highlight=False, width=wide), time.monotonic()
 
     def say(text: str) -> None:
         console.print(f"[dim]{time.monotonic() - began:4.0f} s[/]  {text}", soft_wrap=True)

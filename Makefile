@@ -9,7 +9,7 @@ WORKERS ?= 2
 IN_PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick demo test test-quick test-ceph bench bench-tiers lint format clean
+.PHONY: help setup setup-quick servers demo test test-quick test-ceph bench bench-tiers lint format clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -20,23 +20,26 @@ setup:  ## Make .venv with vLLM's CPU build (about 2 minutes; at once if it is t
 setup-quick:  ## Make .venv with KVHaven and the tools only (seconds)
 	@$(PYTHON3) scripts/setup-venv --venv $(VENV) --without-vllm
 
+servers:  ## Install Debian's packages of the servers that tests need, where this is root and has apt
+	@$(PYTHON3) scripts/setup-venv --venv $(VENV) --without-vllm --servers
+
 demo: setup  ## Show real vLLM getting its prompts' KV back, from memory and from disk
 	@$(PYTHON) examples/demo/main.py
 
-test: setup  ## Run all tests, quick ones first, then those with real vLLM
+test: setup servers  ## Run all tests, quick ones first, then those with real vLLM
 	@$(PYTHON) -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
-test-quick: setup-quick  ## Run the tests that need no vLLM and take no time
+test-quick: setup-quick servers  ## Run the tests that need no vLLM and take no time
 	@$(PYTHON) -m pytest $(IN_PARALLEL) -m "not vllm and not slow and not crash" $(PYTEST_ARGS)
 
 test-ceph: setup-quick  ## Run the tests of the S3 tier against a real Ceph (installs its packages)
 	@scripts/with-ceph $(PYTHON) -m pytest tests/conformance tests/unit/test_s3_tier.py \
 		-k "s3 and tier" $(PYTEST_ARGS)
 
-bench: setup  ## Measure, and compare with the limits of this machine
+bench: setup servers  ## Measure, and compare with the limits of this machine
 	@$(PYTHON) -m benchmarks
 
-bench-tiers: setup  ## Measure disk, shared directory, S3 and Redis, and time to first token from each
+bench-tiers: setup servers  ## Measure disk, shared directory, S3 and Redis, and time to first token from each
 	@$(PYTHON) -m benchmarks tiers
 
 lint: setup  ## Check style, format and types

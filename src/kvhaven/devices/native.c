@@ -149,7 +149,7 @@ static void copy_head(const struct pair *pair, const char *source, char *target,
   }
   for (int64_t plane = 0; plane < pair->planes; plane++) {
     struct matrix m = {.source = source + plane * from[3], .target = target + plane * to[3]};
-    int columns = from[4] == pair->item; /* of tokens; else of items, and the target has rows */
+    int columns = to[5] == pair->item; /* of tokens in the source; else in the target */
     m.rows = (size_t)(columns ? pair->items : pair->tokens);
     m.columns = (size_t)(columns ? pair->tokens : pair->items);
     m.source_row = columns ? from[5] : from[4];

@@ -2,6 +2,7 @@
 """Two nodes, each with a service and an arena of its own: B gets what A computed."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from tests.e2e.conftest import Control
 from tests.e2e.engines import NodeService, assert_nothing_held, assert_same, engine, prompts
 from tests.e2e.test_engine import full_chunks
-from tests.e2e.test_restart import wait_for_members
 from tests.servers import Bucket
 
 pytestmark = pytest.mark.vllm
@@ -52,12 +52,13 @@ def test_a_node_hits_what_another_computed_through_a_directory_and_through_s3(
         a.stop(signal.SIGKILL)
 
     settings = {"service_address": str(short_dir / "b")}
-    with engine(model, tmp_path / "b-engine.log", settings, in_process=True) as started:
-        for tier in remote:
+    log = tmp_path / "b-engine.log"
+    with engine(model, log, settings, in_process=True) as started:
+        for attached, tier in enumerate(remote, 1):
             b = node("b", tier, remote_write="off")
             b.start()
             try:
-                wait_for_members(b, 2)
+                wait_until_attached(log, attached)
                 started.ask("reset")
                 found = started.generate(asked, max_tokens=8)
                 assert_same(found, expected)
@@ -69,3 +70,15 @@ def test_a_node_hits_what_another_computed_through_a_directory_and_through_s3(
             finally:
                 b.stop(signal.SIGKILL)
         assert started.ask("metrics").get("vllm:kvhaven_failed_loads", 0) == 0
+
+
+def wait_until_attached(log: Path, times: int) -> None:
+    """Wait until the engine has a service, that it was without, for so many times.
+
+    Its scheduler and its rank say so. The service knows them as members a moment earlier, in
+    which what they look up is a miss.
+    """
+    end = time.monotonic() + 20
+    while log.read_text().count(" is there\n") < 2 * times:
+        assert time.monotonic() < end, log.read_text()[-2000:]
+        time.sleep(0.05)

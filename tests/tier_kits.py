@@ -16,7 +16,7 @@ from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
 from kvhaven.tiers.memory import MemoryStore, memory_tier
 from kvhaven.tiers.shared_store import blob_name
-from tests.tiers import disk_tier, file_of
+from tests.tiers import disk_tier, file_of, until
 
 Change = Callable[[bytes], bytes]
 
@@ -38,6 +38,14 @@ async def opened(tier: Tier) -> AsyncIterator[Tier]:
         yield tier
     finally:
         await tier.close(5)
+
+
+@contextlib.asynccontextmanager
+async def online(tier: Tier) -> AsyncIterator[Tier]:
+    """Start a tier, wait until it is connected, and close it in the end."""
+    async with opened(tier):
+        await until(lambda: bool(tier.health().online))
+        yield tier
 
 
 def change_file(file: Path, change: Change) -> None:
@@ -68,7 +76,7 @@ def memory(_: pytest.FixtureRequest, __: Path) -> Kit:
         name = blob_name(shard)
         store.blobs[name] = change(store.blobs[name])
 
-    return Kit(lambda: opened(memory_tier(store, retry_s=0.05)), change)
+    return Kit(lambda: online(memory_tier(store, retry_s=0.05)), change)
 
 
 def filesystem(_: pytest.FixtureRequest, path: Path, **settings: Any) -> Kit:
@@ -77,7 +85,7 @@ def filesystem(_: pytest.FixtureRequest, path: Path, **settings: Any) -> Kit:
 
     def open_it() -> AbstractAsyncContextManager[Tier]:
         executor = TierExecutor()
-        return opened(filesystem_tier(folder, executor=executor, retry_s=0.05, **settings))
+        return online(filesystem_tier(folder, executor=executor, retry_s=0.05, **settings))
 
     return Kit(open_it, lambda shard, change: change_file(folder / blob_name(shard), change))
 
@@ -105,7 +113,7 @@ def s3(request: pytest.FixtureRequest, _: Path, **settings: Any) -> Kit:
         bucket.put(name, change(bucket.get(name)))
 
     settings |= {"absent_s": 0, "retry_s": 0.05}
-    return Kit(lambda: opened(bucket.tier("some/prefix", **settings)), change)
+    return Kit(lambda: online(bucket.tier("some/prefix", **settings)), change)
 
 
 def s3_zstd(request: pytest.FixtureRequest, path: Path) -> Kit:
@@ -141,7 +149,7 @@ def _redis(request: pytest.FixtureRequest, server: str, **settings: Any) -> Kit:
             if value is not None:
                 client.set(key, change(value))
 
-    return Kit(lambda: opened(redis_tier(url, retry_s=0.05, **settings)), change)
+    return Kit(lambda: online(redis_tier(url, retry_s=0.05, **settings)), change)
 
 
 def _always_compress(request: pytest.FixtureRequest) -> None:

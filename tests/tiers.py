@@ -162,7 +162,7 @@ def ext4(path: Path, size: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", path], check=True)
 
 
-async def until(condition: Callable[[], bool], within_s: float = 10) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 30) -> None:
     """Wait until `condition` holds."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - what is waited for tells nobody

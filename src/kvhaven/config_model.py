@@ -64,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model_fingerprint: Annotated[
         str | None,
         setting(
-            "Identity of the weights, instead of one sampled from their tensors.",
+            "Identity of the model's files, instead of one by their content.",
             "a text of 1 to 256 characters that only equal weights share, or none",
             least=1,
             most=256,

@@ -18,6 +18,13 @@ class ServiceUnavailableError(KVHavenError):
     """The node service cannot be reached or did not answer in time."""
 
 
+class IncompleteEngineError(ServiceUnavailableError):
+    """The service has not all ranks of the engine, or ranks that loaded unlike files.
+
+    No setting is wrong, and it may pass: the engine serves without a cache.
+    """
+
+
 class ArenaError(KVHavenError):
     """Shared memory could not be had, mapped or checked."""
 

@@ -7,8 +7,8 @@ message's name under `type`. Unknown fields are ignored, so either side may be n
 """
 
 import struct
-from collections.abc import Sequence
-from typing import Annotated, Final
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final, TypeVar, overload
 
 import msgspec
 
@@ -23,15 +23,24 @@ from kvhaven.types import (
     TenantId,
 )
 
-VERSION: Final = 2
+T = TypeVar("T")
+
+VERSION: Final = 3
 TENANTS: Final = 1
 """The feature bit of a service that tells tenants apart."""
-FRAME_LIMIT: Final = 16 << 20
+FRAME_LIMIT: Final = 4 << 20
 """Largest body in bytes; a longer one is malformed."""
+MOST_KEYS: Final = 1 << 15
+"""Chunks that an `Acquire` or a `Prefetch` may ask for."""
+MOST_ITEMS: Final = 1 << 12
+"""Chunks, or leases, that any other message may name."""
 
 _LENGTH: Final = struct.Struct("<I")
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
+FewKeys = Annotated[bytes, msgspec.Meta(max_length=MOST_ITEMS * KEY_BYTES)]
+_FEW: Final = msgspec.Meta(max_length=MOST_ITEMS)
 Sum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 Tenant = Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)]
 """`TENANT_BYTES` bytes, or none."""
@@ -66,6 +75,28 @@ class Welcome(Message, frozen=True, tag=True):
     frame_limit: int = FRAME_LIMIT
 
 
+class AdapterVersion(msgspec.Struct, frozen=True):
+    """The LoRA adapter that a rank's model has loaded under a number.
+
+    `digest` is SHA-256 of what was loaded; `generation` counts the different contents that the
+    rank has loaded under this number, from 1 on.
+    """
+
+    adapter: int
+    digest: Key
+    generation: int
+
+
+class ModelState(msgspec.Struct, frozen=True):
+    """What a rank's model holds besides the weights that it started with.
+
+    `weights` counts the changes of its weights since then.
+    """
+
+    weights: int = 0
+    adapters: tuple[AdapterVersion, ...] = ()
+
+
 class AttachRank(Message, frozen=True, tag=True):
     """A worker says who it is. `member` names its process; `fields` are its namespace's.
 
@@ -87,6 +118,7 @@ class AttachRank(Message, frozen=True, tag=True):
     shards: tuple[Shard, ...]
     holding: tuple[int, ...] = ()
     shared: bool = False
+    model: ModelState = ModelState()
 
 
 class AttachScheduler(Message, frozen=True, tag=True):
@@ -100,11 +132,15 @@ class AttachScheduler(Message, frozen=True, tag=True):
 
 
 class SegmentInfo(msgspec.Struct, frozen=True):
-    """A segment of the arena; `lock_byte` is the one that this member locks while it maps it."""
+    """A segment of the arena; `lock_byte` is the one that this member locks while it maps it.
+
+    Its first `usable` bytes are allocated; the others must not be touched before `Grown`.
+    """
 
     index: int
     size: int
     lock_byte: int
+    usable: int
 
 
 class Attached(Message, frozen=True, tag=True):
@@ -121,11 +157,22 @@ class Attached(Message, frozen=True, tag=True):
     offsets: tuple[int, ...] = ()
 
 
+class Grown(Message, frozen=True, tag=True):
+    """Tells a rank that the first `usable` bytes of a segment are allocated."""
+
+    segment: int
+    usable: int
+
+
 class Refused(Message, frozen=True, tag=True):
-    """The request `id` (0: the connection) cannot be served; `reason` is for people."""
+    """The request `id` (0: the connection) cannot be served; `reason` is for people.
+
+    `passing`: no setting is wrong, so an engine need not end; trying again may help.
+    """
 
     id: int
     reason: str
+    passing: bool = False
 
 
 # --- the scheduler's ------------------------------------------------------------------------
@@ -134,7 +181,7 @@ class Refused(Message, frozen=True, tag=True):
 class Prefetch(Message, frozen=True, tag=True):
     """Promote what is stored below memory and mark the chain as used; no lease, no answer."""
 
-    keys: bytes
+    keys: Keys
     tenant: Tenant = b""
 
 
@@ -142,7 +189,7 @@ class Acquire(Message, frozen=True, tag=True):
     """Lease the longest prefix of `keys`; promotions are waited for, `wait_ms` at most."""
 
     ticket: int
-    keys: bytes
+    keys: Keys
     wait_ms: Milliseconds
     tenant: Tenant = b""
 
@@ -163,17 +210,43 @@ class Release(Message, frozen=True, tag=True):
     """These leases were not handed to any rank and end now. Reliable."""
 
     seq: int
-    tickets: list[int]
+    tickets: Annotated[Sequence[int], _FEW]
+
+
+class RankModel(Message, frozen=True, tag=True):
+    """Tells a scheduler what the model of one of its ranks holds: when it attaches, and anew."""
+
+    rank: int
+    model: ModelState
 
 
 # --- a rank's -------------------------------------------------------------------------------
+
+
+class Ready(Message, frozen=True, tag=True):
+    """The rank can copy to and from the first `usable` bytes of a segment. Reliable.
+
+    It is true of the mapping that holds `lock_byte`, and of no other.
+    """
+
+    seq: int
+    segment: int
+    lock_byte: int
+    usable: int
+
+
+class ModelChanged(Message, frozen=True, tag=True):
+    """The rank's model holds this from now on. Reliable."""
+
+    seq: int
+    model: ModelState
 
 
 class Loaded(Message, frozen=True, tag=True):
     """The rank's copies for these leases have ended. Reliable."""
 
     seq: int
-    tickets: list[int]
+    tickets: Annotated[Sequence[int], _FEW]
 
 
 class Reserve(Message, frozen=True, tag=True):
@@ -185,7 +258,7 @@ class Reserve(Message, frozen=True, tag=True):
 
     id: int
     parent: bytes
-    keys: bytes
+    keys: FewKeys
     save: int
     tenant: Tenant = b""
 
@@ -208,14 +281,14 @@ class Commit(Message, frozen=True, tag=True):
     """
 
     seq: int
-    chunks: Sequence[tuple[Key, int, Sequence[Sum]]]
+    chunks: Annotated[Sequence[tuple[Key, int, Sequence[Sum]]], _FEW]
 
 
 class Abort(Message, frozen=True, tag=True):
     """Chunks given up: `(key, generation)`; no copy into them is running. Reliable."""
 
     seq: int
-    chunks: Sequence[tuple[Key, int]]
+    chunks: Annotated[Sequence[tuple[Key, int]], _FEW]
 
 
 class Ack(Message, frozen=True, tag=True):
@@ -300,10 +373,12 @@ ClientMessage = (
     | Prefetch
     | Acquire
     | Release
+    | Ready
     | Loaded
     | Reserve
     | Commit
     | Abort
+    | ModelChanged
     | Status
     | Clear
     | Limit
@@ -312,8 +387,10 @@ ClientMessage = (
 ServiceMessage = (
     Welcome
     | Attached
+    | Grown
     | Refused
     | Acquired
+    | RankModel
     | Granted
     | Ack
     | StatusReply
@@ -321,7 +398,7 @@ ServiceMessage = (
     | Limited
     | Flushed
 )
-Reliable = Release | Loaded | Commit | Abort
+Reliable = Release | Ready | Loaded | Commit | Abort | ModelChanged
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _client_decoder: Final[msgspec.msgpack.Decoder[ClientMessage]] = msgspec.msgpack.Decoder(
@@ -380,18 +457,49 @@ class FrameReader:
             end = at + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            bodies.append(bytes(self._buffer[at + _LENGTH.size : end]))
+            with memoryview(self._buffer) as whole:  # else it would be copied twice
+                bodies.append(bytes(whole[at + _LENGTH.size : end]))
             at = end
         if at:
             del self._buffer[:at]
         return bodies
 
 
-def split_keys(blob: bytes) -> list[ChunkKey]:
-    """Return the keys in a blob of 32 bytes each. Raises `ProtocolError`."""
-    if len(blob) % KEY_BYTES:
-        raise ProtocolError(f"{len(blob)} bytes are not a whole number of {KEY_BYTES}-byte keys")
-    return [ChunkKey(blob[at : at + KEY_BYTES]) for at in range(0, len(blob), KEY_BYTES)]
+class KeyList(Sequence[ChunkKey]):
+    """The keys in a blob of 32 bytes each. There may be many, so it makes them when asked for.
+
+    Raises `ProtocolError` for a blob that ends within a key.
+    """
+
+    __slots__ = ("_blob",)
+
+    def __init__(self, blob: bytes) -> None:
+        if len(blob) % KEY_BYTES:
+            raise ProtocolError(
+                f"{len(blob)} bytes are not a whole number of {KEY_BYTES}-byte keys"
+            )
+        self._blob = blob
+
+    def __len__(self) -> int:
+        return len(self._blob) // KEY_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> ChunkKey: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[ChunkKey]: ...
+
+    def __getitem__(self, at: int | slice) -> ChunkKey | list[ChunkKey]:
+        starts = range(0, len(self._blob), KEY_BYTES)[at]
+        if isinstance(starts, range):
+            return [ChunkKey(self._blob[start : start + KEY_BYTES]) for start in starts]
+        return ChunkKey(self._blob[starts : starts + KEY_BYTES])
+
+
+def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Yield items in order, `size` at a time."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 def tenant_of(raw: bytes) -> TenantId:

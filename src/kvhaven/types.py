@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that several parts share: keys, shards, places."""
+"""The words that several parts share: keys, shards, places.
+
+Structs of which there are many are `gc=False`: they cannot be in a cycle, and the collector, which
+would stop the service's loop, does not look at them.
+"""
 
 from typing import NewType
 
@@ -30,7 +34,7 @@ def align_up(size: int, to: int = PAGE_BYTES) -> int:
     return -(-size // to) * to
 
 
-class ShardId(msgspec.Struct, frozen=True, order=True):
+class ShardId(msgspec.Struct, frozen=True, order=True, gc=False):
     """Which part of a chunk one writer holds.
 
     `layers` and `heads` are half-open ranges `(first, end)`; `replica` counts writers of
@@ -50,7 +54,7 @@ class ShardId(msgspec.Struct, frozen=True, order=True):
         )
 
 
-class Shard(msgspec.Struct, frozen=True):
+class Shard(msgspec.Struct, frozen=True, gc=False):
     """One entry of a namespace's shard table: who holds it and its payload's size in bytes."""
 
     id: ShardId
@@ -86,7 +90,7 @@ class ShardTable(msgspec.Struct, frozen=True):
         return (1 << len(self.shards)) - 1
 
 
-class Extent(msgspec.Struct, frozen=True):
+class Extent(msgspec.Struct, frozen=True, gc=False):
     """A piece of the arena. `generation` differs each time the same piece is handed out."""
 
     segment: int

@@ -138,11 +138,9 @@ class S3FIFOReference(Reference):
             self.uses[key] = min(self.uses[key] + 1, self.most_uses)
 
     def evicted(self, key: ChunkKey) -> None:
-        was_new = key in self.order
-        self.removed(key)
-        if was_new:
+        if key in self.order:
             self.ghosts.append(key)
-            self.ghosts = self.ghosts[max(0, len(self.ghosts) - len(self.uses)) :]
+        self.removed(key)
         while self.uses:
             queue = self.order if self.too_many() > 0 else self.main
             first = queue[0] if queue else None
@@ -155,6 +153,10 @@ class S3FIFOReference(Reference):
     def removed(self, key: ChunkKey) -> None:
         (self.order if key in self.order else self.main).remove(key)
         del self.uses[key]
+        self.drop_ghosts()
+
+    def drop_ghosts(self) -> None:
+        self.ghosts = self.ghosts[max(0, len(self.ghosts) - len(self.uses)) :]
 
     def too_many(self) -> int:
         return len(self.order) - len(self.uses) // 2

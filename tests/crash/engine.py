@@ -90,7 +90,9 @@ class Rank:
         self.client = RankClient(address, self.attach, **client)
 
     def start(self, timeout_s: float = 10.0) -> "Rank":
+        """Attach, and wait until the service knows that this rank is ready for the arena."""
         self.client.start(timeout_s)
+        assert self.client.wait_ready(timeout_s)
         return self
 
     def reserve(

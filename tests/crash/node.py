@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 MIB = 1 << 20
 
 
-def eventually(what: Callable[[], T | None], seconds: float = 10.0) -> T:
+def eventually(what: Callable[[], T | None], seconds: float = 30.0) -> T:
     """Wait until `what` returns something true, and return that."""
     end = time.monotonic() + seconds
     while True:
@@ -79,7 +79,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def settled(address: str | Path, *, members: int | None = None, seconds: float = 10.0) -> None:
+def settled(address: str | Path, *, members: int | None = None, seconds: float = 30.0) -> None:
     """Wait until nothing is held; `members` is how many processes are to be known then."""
     end = time.monotonic() + seconds
     while True:
@@ -96,6 +96,8 @@ class NodeThread:
 
     make_tiers = staticmethod(make_tiers)
     """A test may put other tiers here."""
+    arena_steps: Mapping[str, int] = {}
+    """A test may have its arena come in smaller steps."""
 
     def __init__(self, socket: Path, **settings: Any) -> None:
         self.address = str(socket)
@@ -142,7 +144,8 @@ class NodeThread:
         asyncio.run(self._run())
 
     async def _run(self) -> None:
-        self.arena = arena = Arena(self.settings.max_local_cpu_size, strict=False)
+        size, strict = self.settings.max_local_cpu_size, self.settings.arena_strict
+        self.arena = arena = Arena(size, strict=strict, **self.arena_steps)
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self.service = Service(self.settings, arena, self.make_tiers(self.settings))
         listener = Listener(self.address)
@@ -151,8 +154,16 @@ class NodeThread:
         arena.close()
 
 
+class GrowingNode(NodeThread):
+    """One with an arena of 16 MiB, of which 1 MiB is there first, and then at least 1 MiB more."""
+
+    arena_steps: Mapping[str, int] = {"first_bytes": MIB, "step_bytes": MIB}
+
+
 class NodeProcess:
     """`kvhaven serve` in a process of its own; `settings` go by its environment."""
+
+    program: Sequence[str] = ("-m", "kvhaven.cli")
 
     def __init__(self, socket: Path, log: Path, **settings: object) -> None:
         self.address = str(socket)
@@ -167,7 +178,7 @@ class NodeProcess:
         """Start it and wait until it answers."""
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvhaven.cli", "serve", "--socket", self.address],
+                [sys.executable, *self.program, "serve", "--socket", self.address],
                 stdout=output,
                 stderr=output,
                 env=self._environment,

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,10 +177,8 @@ def test_who_waits_for_another_starter_waits_for_bounded_time(
     Path(address).parent.mkdir(mode=0o700)
     with lock_file(f"{address}.start") as held:
         assert held
-        begin = time.monotonic()
         with pytest.raises(ServiceUnavailableError, match=r"starting the node service for 0\.3 s"):
             EmbeddedService(settings, address).ensure()
-        assert time.monotonic() - begin < 2
 
 
 def test_a_service_whose_queue_is_full_counts_as_there(short_dir: Path) -> None:
@@ -193,9 +190,7 @@ def test_a_service_whose_queue_is_full_counts_as_there(short_dir: Path) -> None:
         listener.listen(0)
         first = stack.enter_context(socket.socket(socket.AF_UNIX))
         first.connect(address)
-        begin = time.monotonic()
         EmbeddedService(settings_in(short_dir), address).ensure()
-        assert time.monotonic() - begin < 5
         assert services(address)
 
 
@@ -241,13 +236,11 @@ def test_whoever_started_it_is_not_waited_for_at_its_output(short_dir: Path) -> 
 
     settings = settings_in(short_dir, log_level="ERROR")
     address = embedded_address(settings, "e")
-    begin = time.monotonic()
     subprocess.run(
         [sys.executable, "-c", STARTER, msgspec.json.encode(settings).decode(), address],
         stdout=subprocess.PIPE,
         check=True,
         timeout=30,
     )
-    assert time.monotonic() - begin < 20
     os.kill(status_of(address).pid, signal.SIGTERM)
     eventually(lambda: not left_behind(short_dir))

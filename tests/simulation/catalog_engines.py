@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated engines: their schedulers and ranks save, load, hang, lose connections and die."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvhaven.catalog.actions import Acquisition, Leased, MemberId, SessionId, Ticket
@@ -11,11 +12,14 @@ from tests.simulation.catalog_model import (
     CHAIN_CHUNKS,
     CHAIN_KEYS,
     NAMESPACES,
+    PACE,
+    STEP_BYTES,
     TENANT_OF,
     Copy,
     Split,
     World,
     bits_of,
+    end_of,
 )
 
 
@@ -33,7 +37,11 @@ class Load:
 
 @dataclass(eq=False)
 class Process:
-    """A scheduler (`rank` is None) or a rank; alive but not connected, it is a zombie."""
+    """A scheduler (`rank` is None) or a rank; alive but not connected, it is a zombie.
+
+    `prepared` is how much of the arena a rank can copy to and from, `told` how much of that the
+    service knows.
+    """
 
     id: MemberId
     engine: "Engine"
@@ -41,6 +49,8 @@ class Process:
     alive: bool = True
     connected: bool = True
     lost: bool = False  # the service knows
+    prepared: int = 0
+    told: int = 0
     saves: list["Part"] = field(default_factory=list)
     loads: list[tuple[Load, list[Copy]]] = field(default_factory=list)
     unsent: list[Callable[[], None]] = field(default_factory=list)
@@ -83,6 +93,16 @@ class Engine:
     def world(self) -> int:
         return len(self.split)
 
+    @property
+    def ranks(self) -> list[Process]:
+        return [process for process in self.processes if process.rank is not None]
+
+    @property
+    def reach(self) -> int:
+        """How much of the arena may be offered to it."""
+        told = [rank.told for rank in self.ranks]
+        return min(told) if len(told) == self.world else 0
+
 
 class Engines:
     """All engines. An event is a method; it does nothing when there is nothing to do."""
@@ -107,6 +127,16 @@ class Engines:
             engine.processes.append(process)
             self._attach(process)
         self.all.append(engine)
+        if self._world.one_in(2):
+            for process in engine.ranks:
+                self._prepare(process, self._world.memory.usable)
+
+    def prepare(self) -> None:
+        """A rank, maybe a zombie, has got ready for more of the arena."""
+        usable = self._world.memory.usable
+        process = self.process(lambda p: p.rank is not None and p.alive and p.prepared < usable)
+        if process is not None:
+            self._prepare(process, min(usable, process.prepared + STEP_BYTES))
 
     def disconnect(self) -> None:
         """A connection breaks; the process lives, and copies on."""
@@ -162,10 +192,11 @@ class Engines:
     def prefetch(self) -> None:
         """A scheduler sees a new request."""
         if self.all:
-            digest = self._world.pick(self.all).namespace.digest
+            engine = self._world.pick(self.all)
+            digest = engine.namespace.digest
             tenant, keys = self._world.pick(CHAIN_KEYS[digest])
-            with self._world.nobody_else_pays(tenant):
-                self._world.catalog.prefetch(digest, keys, tenant)
+            with self._world.nobody_else_pays(tenant), self.nobody_goes_in_vain(engine):
+                self._world.catalog.prefetch(digest, keys, tenant, engine.id)
 
     def acquire(self) -> None:
         """A scheduler asks for a chain, twice; what is resident must be in the answer."""
@@ -180,15 +211,19 @@ class Engines:
         load = Load(Ticket(self._names), keys)
         resident = 0
         while resident < len(keys) and catalog.checksums(keys[resident]) is not None:
+            if end_of(catalog._space.entries[keys[resident]].extent) > engine.reach:
+                self._world.counts["unready"] += 1
+                break
             resident += 1
         stats = catalog.stats()
         most = len(keys) * engine.namespace.table.extent_bytes
         # What was in the arena may be evicted by the acquire itself.
         busy = {key for key in keys if key in catalog._space.entries}
         roomy = stats.leased_bytes + stats.promoting_bytes + most <= stats.pin_limit_bytes
-        with self._world.nobody_else_pays(tenant):
+        with self._world.nobody_else_pays(tenant), self.nobody_goes_in_vain(engine):
             answer = catalog.acquire(engine.id, load.ticket, digest, keys, tenant)
-        assert len(answer.chunks) >= resident or not roomy, "a resident prefix was not offered"
+        at_once = min(resident, PACE.light) if answer.promoting else resident
+        assert len(answer.chunks) >= at_once or not roomy, "a resident prefix was not offered"
         if roomy and not answer.promoting and len(answer.chunks) < len(keys):
             self._expect_gap(engine, keys[len(answer.chunks)], busy)
         if answer.chunks or answer.promoting:
@@ -278,6 +313,14 @@ class Engines:
         found = [p for e in self.all for p in e.processes if wanted(p)]
         return self._world.pick(found) if found else None
 
+    @contextlib.contextmanager
+    def nobody_goes_in_vain(self, engine: Engine) -> Iterator[None]:
+        """Assert that meanwhile nothing is evicted if the engine could not use all its space."""
+        catalog = self._world.catalog
+        before, ready = catalog.stats().evictions, engine.reach >= self._world.memory.usable
+        yield
+        assert ready or catalog.stats().evictions == before, "evicted for an engine not ready"
+
     def send(self, process: Process, message: Callable[[], None]) -> None:
         """Send a message, or keep it until the process is connected again."""
         if process.connected:
@@ -316,14 +359,25 @@ class Engines:
         holds = 0 if process.rank is None else engine.split[process.rank]
         self._world.catalog.attach(engine.id, process.id, process.rank, digest, engine.world, holds)
 
+    def _prepare(self, process: Process, prepared: int) -> None:
+        def tell() -> None:
+            process.told = max(prepared, process.told)
+            self._world.catalog.ready(process.id, 0, prepared)
+
+        process.prepared = prepared
+        self.send(process, tell)
+        self._world.counts["prepared"] += 1
+
     def _answered(self, engine: Engine, load: Load, answer: Acquisition) -> None:
         """Check every byte that is offered, and hold it."""
         assert [c.key for c in answer.chunks] == list(load.keys[: len(answer.chunks)])
         self._let_go(load)
-        load.chunks, load.final = answer.chunks, not answer.promoting
+        load.chunks, load.final = tuple(answer.chunks), not answer.promoting
         bits = range(len(engine.namespace.table.shards))
         for chunk in answer.chunks:
             self._world.memory.verify(engine.namespace, chunk)
+            unready = [p.id for p in engine.ranks if p.prepared < end_of(chunk.extent)]
+            assert not unready, f"{chunk} is offered, but {unready} cannot load it"
             writer = self._world.memory.splits.get(chunk.extent.generation, engine.split)
             self._world.counts["shared"] += writer != engine.split
             claim = ("lease", engine.id, load.ticket)

@@ -10,7 +10,7 @@ believes. A page holds the name of the shard that was written there, `(key, bit)
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +18,8 @@ from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import Leased, TierName
 from kvhaven.catalog.policies import POLICIES
+from kvhaven.catalog.tierspec import MEMORY
+from kvhaven.catalog.work import Pace
 from kvhaven.keys import tenant_id
 from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
@@ -42,7 +44,11 @@ Claim = tuple[object, ...]
 WRITING = {"save", "TierRead"}
 """The first word of the claims of those who write."""
 
+PACE = Pace(light=4, heavy=2, promotions=2)
+"""Pieces so small that whatever takes several chunks takes several events."""
 ARENA_BYTES = 192 << 10
+STEP_BYTES = 32 << 10
+"""How much of the arena there is at first, by how much it grows, and what a rank prepares."""
 CHAIN_CHUNKS = 6
 CHAINS = 4
 TIERS = (
@@ -171,6 +177,10 @@ class Memory:
     """By generation: the ranks of that save that have not committed."""
     damaged: set[int] = field(default_factory=set)
     """Generations whose bytes were damaged after they were written."""
+    cleared: set[int] = field(default_factory=set)
+    """Generations that were cleared, and that no lease had then: none may get them."""
+    usable: int = STEP_BYTES
+    """Bytes of the arena that there are by now."""
 
     def claim(self, copy: Copy) -> None:
         """Note that somebody may touch these pages until `drop`, and nobody of another extent.
@@ -178,6 +188,7 @@ class Memory:
         Who writes is alone.
         """
         generation = copy.extent.generation
+        assert end_of(copy.extent) <= self.usable, f"{copy.extent} is not allocated yet"
         for page, _ in copy.pages:
             claims = self.claims.setdefault(page, {})
             others = [
@@ -215,6 +226,7 @@ class Memory:
     def verify(self, namespace: Namespace, chunk: Leased) -> None:
         """Assert that what is offered is all there and all right."""
         extent = chunk.extent
+        assert extent.generation not in self.cleared, f"{chunk} is offered after a clear"
         assert self.is_whole(namespace, extent), f"{chunk} is offered but not written"
         if extent.generation not in self.damaged:
             bits = range(len(namespace.table.shards))
@@ -240,14 +252,19 @@ class Heard:
         self.absent[tier, key] = now
 
 
+def end_of(extent: Extent) -> int:
+    """Return where an extent ends."""
+    return extent.offset + extent.length
+
+
 class WatchedAllocator(SlabAllocator):
     """The real one; counts how often it had no room."""
 
     refused = 0
 
-    def allocate(self, length: int) -> Extent | None:
+    def allocate(self, length: int, reach: Mapping[int, int] | None = None) -> Extent | None:
         """Allocate."""
-        extent = super().allocate(length)
+        extent = super().allocate(length, reach)
         self.refused += extent is None
         return extent
 
@@ -260,7 +277,9 @@ class World:
 
     def __init__(self, choose: Choose, policy: str = "lru") -> None:
         self.choose = choose
-        self.allocator = WatchedAllocator({0: ARENA_BYTES}, slab_bytes=16 << 10)
+        self.allocator = WatchedAllocator(
+            {0: ARENA_BYTES}, slab_bytes=16 << 10, usable={0: STEP_BYTES}
+        )
         self.catalog = Catalog(
             self.allocator,
             POLICIES[policy](),
@@ -268,14 +287,26 @@ class World:
             write_queue_bytes=64 << 10,
             memory_quotas=MEMORY_QUOTAS,
             disk_quotas=DISK_QUOTAS,
+            pace=PACE,
         )
         self.memory = Memory()
         self.counts: Counter[str] = Counter()
         self.now = 0.0
+        self.grown = False
         self.heard = Heard()
+        self.on_disk: dict[TierName, set[ChunkKey]] = {}
+        """What the catalog knew of our own tiers before the last clear."""
         self.online = {spec.name: True for spec in TIERS}
         for namespace in BY_DIGEST.values():
             self.catalog.add_namespace(namespace)
+
+    def grow(self) -> None:
+        """More of the arena has been allocated; at times it is the last of it."""
+        if self.allocator.usable[0] < ARENA_BYTES and not self.grown:
+            self.memory.usable += STEP_BYTES
+            self.grown = self.one_in(12)
+            self.catalog.grew(0, self.memory.usable, last=self.grown)
+            self.counts["grown"] += 1
 
     def pick(self, items: Sequence[T]) -> T:
         """Return one of these."""
@@ -290,6 +321,35 @@ class World:
         gone = [key for key in before if key not in entries]
         if self.allocator.refused == refused:
             assert not gone, f"{len(gone)} chunks of others went for tenant {tenant.hex()}"
+
+    def clear(
+        self,
+        namespace: NamespaceDigest | None = None,
+        tier: TierName | None = None,
+        tenant: TenantId | None = None,
+    ) -> None:
+        """Clear, and assert that what is cleared from memory is out of sight at this moment."""
+        space = self.catalog._space
+        before = {key: entry.extent.generation for key, entry in space.entries.items()}
+        self.on_disk = {name: set(own.stored) for name, own in self.catalog._tiers.own.items()}
+        self.catalog.clear(namespace, tier, tenant)
+        if tier not in {None, MEMORY}:
+            return
+        in_use = {
+            entry.extent.generation
+            for home in self.catalog._sessions.sessions.values()
+            for lease in home.leases.values()
+            for entry in lease.slots
+            if entry.key not in lease.waiting
+        }
+        for digest, chains in CHAIN_KEYS.items():
+            for chain in chains:
+                if namespace not in {None, digest} or tenant not in {None, chain.tenant}:
+                    continue
+                for key in chain.keys:
+                    assert self.catalog.checksums(key) is None, "what was cleared can be seen"
+                    if before.get(key) not in {None, *in_use}:
+                        self.memory.cleared.add(before[key])
 
     def may_be_read(self, tier: TierName, key: ChunkKey) -> bool:
         """Whether the catalog was told, not too long ago, that a shared tier has a chunk whole."""

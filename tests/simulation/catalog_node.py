@@ -23,10 +23,11 @@ class Node:
         self.engines = Engines(self.world)
         self.tiers = FakeTiers(self.world)
         self.saving = Saving(self.world, self.engines)
-        self.tenants = TenantEvents(self.world, self.engines)
+        self.tenants = TenantEvents(self.world, self.engines, self.tiers)
         engines, saving, tiers, tenants = self.engines, self.saving, self.tiers, self.tenants
         self.events: list[tuple[int, Callable[[], None]]] = [
             (150, saving.write),
+            (120, self.work),
             (60, saving.reserve),
             (60, engines.load),
             (60, tiers.read),
@@ -49,14 +50,18 @@ class Node:
             (4, engines.disconnect),
             (4, saving.abort),
             (4, tiers.find),
+            (2, tiers.scan),
             (4, tiers.lose),
             (4, tiers.switch),
             (2, saving.commit_nonsense),
             (2, tiers.damage_memory),
+            (1, tiers.clear),
+            (12, engines.prepare),
+            (2, self.world.grow),
             (1, engines.kill),
             (1, engines.kill_engine),
         ]
-        self.rare: list[Callable[[], None]] = [engines.kill_all, tiers.clear]
+        self.rare: list[Callable[[], None]] = [engines.kill_all]
         self._audit_every = audit_every
         self._count = 0
 
@@ -76,13 +81,19 @@ class Node:
         for read, asked in self.engines.awaited():
             self.tiers.must_answer(read, asked)
 
+    def work(self) -> None:
+        """The catalog goes on with what events have begun."""
+        self.world.counts["worked"] += self.world.catalog.busy
+        self.world.catalog.work()
+
     def finish(self) -> None:
         """Everybody is gone and the tiers have answered: nothing but resident chunks is left."""
         self.step(self.engines.kill_all)
-        while self.tiers.busy:
+        while self.tiers.busy or self.world.catalog.busy:
             self.step(self.tiers.read)
             self.step(self.tiers.write)
             self.step(self.tiers.look_up)
+            self.step(self.work)
         stats = self.world.catalog.stats()
         resident = sum(n.memory.bytes for n in stats.namespaces.values())
         assert stats.used_bytes == resident, "bytes leaked"

@@ -11,6 +11,7 @@ from tests.simulation.catalog_model import (
     World,
     bits_of,
     checksum_of,
+    end_of,
 )
 
 
@@ -50,7 +51,8 @@ class Saving:
         if self._world.one_in(4 if save.spoiled_on == rank else 12):
             return
         digest = engine.namespace.digest
-        with self._world.nobody_else_pays(save.tenant):
+        nobody_goes = self._engines.nobody_goes_in_vain(engine)
+        with self._world.nobody_else_pays(save.tenant), nobody_goes:
             grants = self._world.catalog.reserve(
                 process.id, digest, save.parent, save.keys, save.number, save.tenant
             )
@@ -102,6 +104,7 @@ class Saving:
         memory.splits[generation] = engine.split
         awaited = memory.awaited.setdefault(generation, set(range(engine.world)))
         assert rank in awaited, f"{copy.claim} was committed before"
+        assert end_of(copy.extent) <= process.prepared, f"{copy.claim}, but it is not ready"
         memory.claim(copy)
         process.saves.append(part)
         self._world.counts["twins"] += not copy.bits

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.tiers.header import stored_bytes
-from kvhaven.types import ChunkKey, NamespaceDigest
+from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
 from tests.simulation.catalog_model import (
     BY_DIGEST,
     CHAIN_KEYS,
@@ -28,6 +28,8 @@ class Stored:
     namespace: NamespaceDigest
     shards: int
     good: bool = True
+    cleared: bool = False
+    """It is to be deleted, and must not be read any more."""
 
     @property
     def readable(self) -> bool:
@@ -43,6 +45,7 @@ class FakeTiers:
         self._reads: list[tuple[TierRead, Copy]] = []
         self._writes: list[tuple[TierWrite, Copy]] = []
         self._lookups: list[tuple[TierLookup, Found]] = []  # with what was there when asked
+        self._scanning: set[TierName] = set()
         self._stores: dict[TierName, dict[ChunkKey, Stored]] = {spec.name: {} for spec in TIERS}
 
     @property
@@ -85,6 +88,8 @@ class FakeTiers:
             assert action.extent.generation not in memory.committed, f"{action} over written bytes"
             told = action.tier in OWN or world.may_be_read(action.tier, action.key)
             assert told, f"{action}, though nobody said that it is there"
+            stored = self._stores[action.tier].get(action.key)
+            assert stored is None or not stored.cleared, f"{action}, though it was cleared"
             self._reads.append((action, copy))
         else:
             assert memory.is_whole(namespace, action.extent), f"{action} of half a chunk"
@@ -180,11 +185,20 @@ class FakeTiers:
             world.heard.miss(tier, key, world.now)
             world.catalog.tier_forgot(tier, key)
 
+    def scan(self) -> None:
+        """A scan begins, or ends."""
+        tier = self._world.pick(OWN)
+        self._scanning ^= {tier}
+        self._world.catalog.tier_scanned(tier, ended=tier not in self._scanning)
+        for key, stored in self._stores[tier].items():
+            if key not in self._world.catalog._tiers.own[tier].stored:
+                stored.cleared = False  # a scan that ended early never came upon it
+
     def find(self) -> None:
         """A scan comes upon a chunk, or upon a part of one."""
         tier = self._world.pick(OWN)
         store = self._stores[tier]
-        if store:
+        if store and tier in self._scanning:
             key = self._world.pick(tuple(store))
             namespace = BY_DIGEST[store[key].namespace]
             shards = namespace.table.shards
@@ -232,12 +246,27 @@ class FakeTiers:
         world = self._world
         namespace = (None, *BY_DIGEST)[world.choose(1 + len(BY_DIGEST))]
         tier = (None, TierName("memory"), *(t.name for t in TIERS))[world.choose(2 + len(TIERS))]
-        world.catalog.clear(namespace, tier)
+        world.clear(namespace, tier)
+        self.cleared(namespace, tier, None)
         if tier in SHARED:
             store = self._stores[tier]
             for key in [k for k, s in store.items() if namespace in (None, s.namespace)]:
                 del store[key]
         world.counts["cleared"] += 1
+
+    def cleared(
+        self, namespace: NamespaceDigest | None, tier: TierName | None, tenant: TenantId | None
+    ) -> None:
+        """Note that what our own tiers have of something is to go, as far as that is known.
+
+        Or will be: what a scan has still to find.
+        """
+        for name in OWN:
+            before = self._world.on_disk[name]
+            for key, stored in self._stores[name].items():
+                known = key in before or name in self._scanning
+                if known and tier in {None, name} and namespace in {None, stored.namespace}:
+                    stored.cleared |= tenant in {None, TENANT_OF[key]}
 
     def _see(self, action: TierLookup) -> Found:
         """Return what a tier has of what is asked, now."""

@@ -8,26 +8,41 @@ form is one million events: `KVHAVEN_EVENTS=1000000 pytest -o timeout=0 tests/si
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import pytest
 
+from kvhaven import maps
+from kvhaven.arena.slabs import SegmentUnits, SlabId
+from kvhaven.catalog import leases
 from kvhaven.catalog.actions import Grant, MemberId
+from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
-from kvhaven.catalog.leases import Leases
+from kvhaven.catalog.holdings import Place, Scope
+from kvhaven.catalog.leases import Leases, LettingGo
 from kvhaven.catalog.lookups import Lookups
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.presence import Lookup, Presence
 from kvhaven.catalog.reservations import Reservations
-from kvhaven.catalog.sessions import Lease, Member, Session
+from kvhaven.catalog.sessions import Lease, Member, Session, Sessions
 from kvhaven.catalog.space import Space
+from kvhaven.catalog.tierindex import TierIndex
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.errors import KVHavenError
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey
+from tests.simulation.catalog_model import ARENA_BYTES, PACE
 from tests.simulation.catalog_node import Node
 
 Found = dict[ChunkKey, int]
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have mappings part what is a few dozens of chunks here, as they do with thousands."""
+    monkeypatch.setattr(maps, "PAGE", 4)
+
 
 EVENTS = int(os.environ.get("KVHAVEN_EVENTS", "60000"))
 SEED = int(os.environ.get("KVHAVEN_SEED") or random.SystemRandom().randrange(1 << 32))
@@ -65,8 +80,9 @@ def test_no_history_breaks_a_promise() -> None:
             *("found", "missed", "written to disk", "written to fs", "written to s3"),
             *("resident", "waiting", "discarded", "cleared", "gone", "reconnected", "evictions"),
             *("twins", "shared", "at quota", "asked as another", "limited"),
-            *("quota evictions", "quota refusals", "foreign"),
+            *("quota evictions", "quota refusals", "foreign", "prepared", "unready", "worked"),
         )
+        assert counts["grown"], f"seed {SEED}: {counts}"
         assert not [what for what in wanted if counts[what] < 5], f"seed {SEED}: {counts}"
 
 
@@ -204,7 +220,8 @@ def _break_verification(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def trusting(self: Leases, *args: object) -> Entry | None:
         tier, key, extent, _ = args
-        entry = self._space.held[extent.generation]  # type: ignore[attr-defined]
+        entry = self._space.held_at(extent)  # type: ignore[arg-type]
+        assert entry is not None
         checksums = (Checksum(b"?" * 16),) * entry.namespace.shards
         return read_done(self, tier, key, extent, checksums)  # type: ignore[arg-type]
 
@@ -268,8 +285,9 @@ def _break_missed_promotions(monkeypatch: pytest.MonkeyPatch) -> None:
     def trusting(self: Leases, *args: object) -> Entry | None:
         tier, key, extent, checksums = args
         if checksums is None and tier in self._tiers.shared:
-            shards = self._space.held[extent.generation].namespace.shards  # type: ignore[attr-defined]
-            checksums = (Checksum(b"?" * 16),) * shards
+            entry = self._space.held_at(extent)  # type: ignore[arg-type]
+            assert entry is not None
+            checksums = (Checksum(b"?" * 16),) * entry.namespace.shards
         return read_done(self, tier, key, extent, checksums)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Leases, "read_done", trusting)
@@ -308,7 +326,8 @@ def _break_waking(monkeypatch: pytest.MonkeyPatch) -> None:
     wake = Lookups._wake
 
     def drowsy(self: Lookups, lookup: Lookup) -> list[Lease]:
-        del lookup.waiting[1:]
+        for lease in tuple(lookup.waiting)[1:]:
+            del lookup.waiting[lease]
         return wake(self, lookup)
 
     monkeypatch.setattr(Lookups, "_wake", drowsy)
@@ -332,13 +351,13 @@ def _break_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _break_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grant what is asked for, whatever the quota."""
-    monkeypatch.setattr(Space, "_within_quota", lambda *args: args[-1])
+    monkeypatch.setattr(Space, "_within_quota", lambda *args, **_: args[-1])
 
 
 def _break_whose_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make room for a tenant among all chunks."""
 
-    def shrink(self: Space[object], tenant: Tenant, most_bytes: int) -> None:
+    def shrink(self: Space[object], tenant: Tenant, most_bytes: int, _: int) -> None:
         for policy in self.orders.classes.values():
             while tenant.memory_bytes > most_bytes and self._evict_some(policy, 1):
                 pass
@@ -349,20 +368,143 @@ def _break_whose_quota(monkeypatch: pytest.MonkeyPatch) -> None:
 def _break_lowered_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave a tenant what it has when its quota is lowered."""
     monkeypatch.setattr(Space, "enforce_quotas", lambda _: None)
+    monkeypatch.setattr(Space, "_begin_quota", lambda _, tenant: iter(()))
 
 
 def _break_clear_of_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clear everybody with one tenant."""
-    parts = Owners.parts
-    monkeypatch.setattr(Owners, "parts", lambda self, digest=None, _=None: parts(self, digest))
+    clear = Place.clear
+    everybody = Scope(None, None)
+    monkeypatch.setattr(Place, "clear", lambda self, *_: clear(self, everybody, ()))
+
+
+def _break_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count what is cleared, and leave it in sight until it is dropped."""
+    monkeypatch.setattr(Place, "clear", lambda *_: (0, 0))
+
+
+def _break_leases_of_what_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lease whatever is resident, cleared or not."""
+    lease_resident = Leases._lease_resident
+
+    def trusting(self: Leases, lease: Lease, keys: Sequence[ChunkKey]) -> int:
+        entry = self._space.entries.get(keys[0]) if keys else None
+        if entry is not None and entry.state is State.RESIDENT and entry.holding.cleared:
+            self._space.lease(entry)
+            lease.slots.append(entry)
+            lease.sources.append(0)
+            return 1
+        return lease_resident(self, lease, keys)
+
+    monkeypatch.setattr(Leases, "_lease_resident", trusting)
+
+
+def _break_reads_of_what_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Believe that a tier has what was cleared until it is deleted."""
+
+    def holds(self: TierIndex, key: ChunkKey, namespace: NamespaceState) -> bool:
+        stored = self.stored.get(key)
+        mine = stored is not None and stored.namespace is namespace
+        return mine and stored is not None and stored.bitmap == namespace.complete
+
+    monkeypatch.setattr(TierIndex, "holds", holds)
+
+
+def _break_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave what was cleared from memory behind after the first piece."""
+    sweep = Space._sweep
+
+    def lazy(self: Space[SlabId]) -> Iterator[None]:
+        yield from islice(sweep(self), 1)
+        self._sweeping = False
+
+    monkeypatch.setattr(Space, "_sweep", lazy)
+
+
+def _break_sweeps_of_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave what was cleared from a tier behind after the first piece."""
+    sweep = TierIndex._sweep
+
+    def lazy(self: TierIndex) -> Iterator[None]:
+        yield from islice(sweep(self), 1)
+        self._sweeping = False
+
+    monkeypatch.setattr(TierIndex, "_sweep", lazy)
+
+
+def _break_settled_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go on with a long lease whose scheduler was told that it is all."""
+    settle = Leases._settle
+
+    def greedy(self: Leases, home: Session, lease: Lease) -> None:
+        growing, keys = lease.growing, lease.keys
+        settle(self, home, lease)
+        lease.growing = growing and lease.ticket in home.leases
+        lease.keys = keys
+
+    monkeypatch.setattr(Leases, "_settle", greedy)
+
+
+def _break_unpinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let go of the first piece of what a lease held."""
+    unpin = Leases._unpin
+
+    def lazy(self: Leases, tail: LettingGo) -> Iterator[None]:
+        del tail.entries[tail.done + PACE.light :]
+        yield from unpin(self, tail)
+
+    monkeypatch.setattr(Leases, "_unpin", lazy)
+
+
+def _break_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer and grant what is there, whether or not the engine's ranks are ready for it."""
+    monkeypatch.setattr(Sessions, "reach", lambda _, __: None)
+
+
+def _break_readiness_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heed readiness for saves and promotions alone."""
+    monkeypatch.setattr(leases, "within", lambda _, __: True)
+
+
+def _break_readiness_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take it that all ranks are ready when one is."""
+
+    def measure(self: Session, usable: Reach) -> None:
+        ranks = [member for member in self.members.values() if member.rank is not None]
+        self.reach = {at: max((m.ready.get(at, 0) for m in ranks), default=0) for at in usable}
+
+    monkeypatch.setattr(Session, "measure", measure)
+
+
+def _break_growth_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take ranks that were ready for ready for what has come since."""
+    monkeypatch.setattr(Sessions, "grew", lambda _: None)
+
+
+def _break_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hand out what is not allocated yet."""
+    grow = SegmentUnits.grow
+    monkeypatch.setattr(SegmentUnits, "grow", lambda self, _: grow(self, ARENA_BYTES))
 
 
 BREAKAGES = [
+    _break_readiness,
+    _break_readiness_of_loads,
+    _break_readiness_of_all,
+    _break_growth_of_reach,
+    _break_growth,
     _break_tenants,
     _break_quotas,
     _break_whose_quota,
     _break_lowered_quotas,
     _break_clear_of_a_tenant,
+    _break_clear,
+    _break_leases_of_what_was_cleared,
+    _break_reads_of_what_was_cleared,
+    _break_sweeps,
+    _break_sweeps_of_tiers,
+    _break_settled_growth,
+    _break_unpinning,
     _break_answers_keys,
     _break_answers_shards,
     _break_failed_answers,

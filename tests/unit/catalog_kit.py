@@ -63,6 +63,8 @@ def checksums_of(key: ChunkKey, shards: int = 1) -> tuple[Checksum, ...]:
 class Node:
     """A catalog over an arena of `pages` pages, with the session `s` of `world` ranks.
 
+    `usable` is how many of the pages there are at first (default: all).
+
     Chunks of its namespace have one page a rank; or, with `split` (the shards that each rank
     of `s` holds, as bitmaps), one page a shard. Writes to tiers are left undone unless asked for.
     """
@@ -76,12 +78,16 @@ class Node:
         write_queue: int | None = None,
         split: Sequence[int] = (),
         *,
+        usable: int | None = None,
+        ready: bool = True,
         policy: str | EvictionPolicy = "lru",
         fill_faster: bool = True,
         memory_quotas: Quotas = NO_QUOTAS,
         disk_quotas: Quotas = NO_QUOTAS,
     ) -> None:
-        self.allocator = SlabAllocator({0: pages * PAGE}, slab_bytes=PAGE)
+        self.pages = pages
+        there = {0: PAGE * (pages if usable is None else usable)}
+        self.allocator = SlabAllocator({0: pages * PAGE}, slab_bytes=PAGE, usable=there)
         self.catalog = Catalog(
             self.allocator,
             POLICIES[policy]() if isinstance(policy, str) else policy,
@@ -97,15 +103,21 @@ class Node:
         self.namespace = namespace_of("n", self.shards)
         self.session = SessionId("s")
         self.catalog.add_namespace(self.namespace)
-        self.attach("s", split=split)
+        self.attach("s", split=split, ready=ready)
         self._ticket = 0
 
     def attach(
-        self, session: str, namespace: Namespace | None = None, split: Sequence[int] = ()
+        self,
+        session: str,
+        namespace: Namespace | None = None,
+        split: Sequence[int] = (),
+        *,
+        ready: bool = True,
     ) -> None:
         """Attach a scheduler (`s/None`) and the ranks (`s/0`, ...) of a session.
 
-        Each rank holds a shard of its own, or those of `split`.
+        Each rank holds a shard of its own, or those of `split`; it is ready for all of the arena
+        that there is, unless told otherwise.
         """
         namespace = namespace or self.namespace
         split = split or [1 << bit for bit in range(len(namespace.table.shards))]
@@ -114,6 +126,8 @@ class Node:
             self.catalog.attach(
                 SessionId(session), member, rank, namespace.digest, len(split), holds
             )
+            if ready and rank is not None:
+                self.catalog.ready(member, 0, self.allocator.usable[0])
 
     def reserve(
         self,

@@ -168,7 +168,7 @@ def test_the_cheapest_room_is_neighbours_without_a_pinned_slab() -> None:
     price = dict.fromkeys(slabs, 10.0)
     price.update(dict.fromkeys(slabs[20:40], 1.0))
     pinned = set(slabs[::7])
-    room = allocator.cheapest_room(length, lambda s: None if s in pinned else price[s])
+    room = allocator.room_near(slabs[25], length, lambda s: None if s in pinned else price[s])
     assert room is not None
     assert not pinned & set(room)
     assert set(room) <= set(slabs[20:40])
@@ -177,17 +177,16 @@ def test_the_cheapest_room_is_neighbours_without_a_pinned_slab() -> None:
     for slab in room:
         for extent in allocator.extents_in(slab):
             allocator.free(extent)
-    assert allocator.cheapest_room(length, lambda _: 1.0) == ()
     assert allocator.allocate(length) is not None
-    assert allocator.cheapest_room(length, lambda _: None) in {(), None}
     allocator.check()
 
 
 def test_no_room_can_be_made_where_every_run_has_a_pinned_slab() -> None:
     allocator = SlabAllocator({0: GIB})
     fill(allocator, MIB)
-    assert allocator.cheapest_room(2 * MIB, lambda _: None) is None
-    assert allocator.cheapest_room(2 * GIB, lambda _: 1.0) is None
+    slab = next(allocator.slabs())
+    assert allocator.room_near(slab, 2 * MIB, lambda _: None) is None
+    assert allocator.room_near(slab, 2 * GIB, lambda _: 1.0) is None
 
 
 def test_statistics_add_up() -> None:
@@ -203,3 +202,84 @@ def test_statistics_add_up() -> None:
         stats.used_bytes + free + stats.waste_bytes + stats.unassigned_bytes
     )
     assert 0 < stats.largest_free_bytes <= stats.unassigned_bytes
+
+
+# --- an arena that grows, and those who cannot reach all of it ----------------------------------
+
+
+def test_what_is_not_usable_yet_is_not_handed_out() -> None:
+    allocator = SlabAllocator({0: GIB}, usable={0: 256 * MIB})
+    assert allocator.capacity_bytes == 256 * MIB
+    assert len(fill(allocator, MIB)) == 256
+    allocator.grow(0, 512 * MIB)
+    more = fill(allocator, MIB)
+    assert {e.offset // (256 * MIB) for e in more} == {1}
+    assert len(more) == 256
+    allocator.grow(0, GIB)
+    assert len(fill(allocator, MIB)) == 512
+    assert allocator.used_bytes == allocator.capacity_bytes == GIB
+    allocator.check()
+
+
+def test_growing_changes_no_shape_of_a_slab() -> None:
+    """Else what is handed out first would have the waste of a small segment."""
+    grown, whole = SlabAllocator({0: 64 * GIB}, usable={0: 4 * GIB}), SlabAllocator({0: 64 * GIB})
+    grown.grow(0, 64 * GIB)
+    for allocator in (grown, whole):
+        for length in (4096, 3 * MIB, 84_000_000):
+            take(allocator, length)
+    assert grown.stats() == whole.stats()
+
+
+def test_an_extent_that_is_too_large_so_far_fits_when_there_is_more() -> None:
+    allocator = SlabAllocator({0: GIB}, usable={0: 256 * MIB})
+    assert not allocator.fits(300 * MIB)
+    assert allocator.allocate(300 * MIB) is None
+    slab = allocator.slab_of(take(allocator, 4096))
+    assert allocator.room_near(slab, 300 * MIB, lambda _: 1.0) is None
+    allocator.grow(0, 512 * MIB)
+    assert allocator.fits(300 * MIB)
+    assert take(allocator, 300 * MIB).offset + 300 * MIB <= 512 * MIB
+
+
+def test_an_arena_that_will_not_grow_is_used_for_what_it_is() -> None:
+    """Slabs of the planned arena would waste too little to be shorter than what there is."""
+    length = 33 * MIB
+    allocator = SlabAllocator({0: 4 * GIB}, usable={0: 256 * MIB})
+    assert not allocator.fits(length)
+    allocator.settle(0)
+    assert allocator.fits(length)
+    assert len(fill(allocator, length)) == 4
+    allocator.check()
+
+
+@pytest.mark.parametrize("usable", [255 * MIB, 0, GIB + 64 * MIB])
+def test_an_arena_neither_shrinks_nor_outgrows_its_segment(usable: int) -> None:
+    allocator = SlabAllocator({0: GIB}, usable={0: 256 * MIB})
+    with pytest.raises(ArenaError, match=f"segment 0 cannot have {usable} usable bytes"):
+        allocator.grow(0, usable)
+    assert allocator.capacity_bytes == 256 * MIB
+
+
+@pytest.mark.parametrize("length", [MIB, 20 * MIB])
+def test_within_reach_nothing_beyond_it_is_handed_out(length: int) -> None:
+    """Long slabs come from the end of a segment, so most of what there is lies beyond."""
+    allocator = SlabAllocator({0: 4 * GIB})
+    for extent in fill(allocator, length)[::2]:
+        allocator.free(extent)
+    reach = {0: 256 * MIB}
+    while (found := allocator.allocate(length, reach)) is not None:
+        assert found.offset + found.length <= reach[0]
+    assert allocator.allocate(length) is not None
+    allocator.check()
+
+
+def test_within_reach_of_an_empty_arena_all_of_it_can_be_had() -> None:
+    allocator = SlabAllocator({0: 4 * GIB})
+    assert allocator.allocate(8 * MIB, {0: 0}) is None
+    assert allocator.allocate(8 * MIB, {}) is None
+    found = 0
+    while allocator.allocate(8 * MIB, {0: 512 * MIB}) is not None:
+        found += 1
+    assert found == 512 // 8
+    allocator.check()

@@ -38,10 +38,27 @@ class AllocatorMachine(RuleBasedStateMachine):
             st.integers(0, 9), st.integers(PAGE_BYTES, 8 * MIB), min_size=1, max_size=3
         ),
         slab_bytes=st.sampled_from([64 * KIB, 100_000, MIB, 64 * MIB]),
+        part=st.sampled_from([0.0, 0.3, 1.0]),
     )
-    def begin(self, segments: dict[int, int], slab_bytes: int) -> None:
+    def begin(self, segments: dict[int, int], slab_bytes: int, part: float) -> None:
         self.segments = segments
-        self.allocator = SlabAllocator(segments, slab_bytes)
+        self.usable = {index: int(size * part) for index, size in segments.items()}
+        self.allocator = SlabAllocator(segments, slab_bytes, usable=self.usable)
+
+    @rule(part=st.floats(0, 1))
+    def grow(self, part: float) -> None:
+        for index, size in self.segments.items():
+            self.usable[index] += int((size - self.usable[index]) * part)
+            self.allocator.grow(index, self.usable[index])
+
+    @rule(length=sizes, part=st.floats(0, 1))
+    def allocate_within_reach(self, length: int, part: float) -> None:
+        reach = {index: int(size * part) for index, size in self.usable.items()}
+        extent = self.allocator.allocate(length, reach)
+        if extent is not None:
+            assert extent.offset + extent.length <= reach[extent.segment]
+            self.generation = extent.generation
+            self.live.append(extent)
 
     @rule(length=sizes)
     def allocate(self, length: int) -> None:
@@ -74,8 +91,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data(), length=sizes)
     def make_room(self, data: st.DataObject, length: int) -> None:
         pinned_by = data.draw(st.integers(2, 9))
-        room = self.allocator.cheapest_room(
-            length, lambda s: None if s.index % pinned_by == 0 else 1.0
+        near = data.draw(st.sampled_from(list(self.allocator.slabs())))
+        room = self.allocator.room_near(
+            near, length, lambda s: None if s.index % pinned_by == 0 else 1.0
         )
         if room is None:
             return
@@ -108,7 +126,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert set(self.extents_by_slab()) == set(self.live)
         for extent in self.live:
             assert extent.offset % PAGE_BYTES == 0
-            assert 0 <= extent.offset <= self.segments[extent.segment] - extent.length
+            assert 0 <= extent.offset <= self.usable[extent.segment] - extent.length
         by_place = sorted(self.live, key=lambda e: (e.segment, e.offset))
         for one, other in pairwise(by_place):
             assert one.segment != other.segment or one.offset + one.length <= other.offset

@@ -100,6 +100,39 @@ except ArenaError as error:
     assert "allows 300 MiB" in done.stdout
 
 
+def test_an_arena_that_outgrows_its_limit_stays_as_it_is_and_nobody_is_killed(
+    run_limited: Run,
+) -> None:
+    """It fitted when its size was chosen; what others took since then is not taken from them."""
+    code = """
+import asyncio, logging
+from kvhaven.service.arena import Arena
+logging.basicConfig(format="%(levelname)s %(message)s")
+async def main():
+    arena = Arena(400 << 20, strict=False, first_bytes=64 << 20, step_bytes=64 << 20)
+    assert arena.size == 400 << 20
+    others = bytearray(250 << 20)
+    for offset in range(0, len(others), 4096):
+        others[offset] = 1
+    ended = asyncio.Event()
+    arena.grow(lambda: arena.allocating or ended.set())
+    await ended.wait()
+    view = arena._segment.memory
+    for offset in range(0, arena.usable, 4096):
+        view[offset] = 1
+    print(arena.usable)
+asyncio.run(main())
+"""
+    done = run_limited(600, code)
+    assert done.returncode == 0, done.stderr
+    assert 150 * MIB <= int(done.stdout) < 340 * MIB
+    assert int(done.stdout) % (2 * MIB) == 0
+    assert "WARNING the arena stays at" in done.stderr
+    assert "of 400 MiB: the control group" in done.stderr
+    assert "allows 600 MiB" in done.stderr
+    assert "free memory or raise that limit" in done.stderr
+
+
 def test_page_cache_in_the_group_does_not_make_the_arena_smaller(
     run_limited: Run, tmp_path: Path
 ) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from kvhaven.arena.limits import (
+    ArenaSize,
     MemoryLimit,
     MemoryLimits,
     arena_size,
     format_bytes,
     memory_limits,
+    room_to_grow,
 )
 from kvhaven.errors import ArenaError
 
@@ -177,6 +179,20 @@ def test_less_than_the_floor_is_refused(available: int) -> None:
 
 def test_a_small_arena_that_fits_is_not_bound_by_the_floor() -> None:
     assert arena_size(4 * MIB, strict=False, limits=only(GIB, GIB)).bytes == 4 * MIB
+
+
+def test_an_arena_grows_as_long_as_the_rest_is_free() -> None:
+    """Its size left the headroom; what others took of it since then is what it is there for."""
+    assert room_to_grow(2 * GIB, only(8 * GIB, 2 * GIB)) == ArenaSize(2 * GIB, "")
+    assert room_to_grow(2 * GIB, MemoryLimits(())) == ArenaSize(2 * GIB, "")
+
+
+def test_an_arena_whose_rest_is_not_free_any_more_leaves_others_their_headroom() -> None:
+    room = room_to_grow(2 * GIB, only(8 * GIB, GIB))
+    assert room.bytes == GIB - 512 * MIB
+    assert "the box allows 8 GiB, of which 1 GiB are free, and 512 MiB stay" in room.reason
+    assert room_to_grow(2 * GIB, only(8 * GIB, 512 * MIB)).bytes == 0
+    assert room_to_grow(2 * GIB, only(8 * GIB, 0)).bytes == 0
 
 
 @pytest.mark.parametrize(

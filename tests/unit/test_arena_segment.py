@@ -92,6 +92,70 @@ def test_a_refusal_by_the_kernel_names_size_and_reason(monkeypatch: pytest.Monke
     assert open_descriptors() == before
 
 
+# --- a segment that grows ---------------------------------------------------------------------
+
+
+def allocated_bytes(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+@pytest.fixture
+def growing() -> Iterator[Segment]:
+    """A segment of which the first two MiB are there."""
+    made = Segment.create(2, SIZE, 2 * MIB)
+    yield made
+    made.close()
+
+
+def test_a_segment_has_its_size_and_seals_before_its_memory(growing: Segment) -> None:
+    assert (growing.size, growing.allocated) == (SIZE, 2 * MIB)
+    assert allocated_bytes(growing.fd) == 2 * MIB
+    for size in (SIZE - 4096, SIZE + 4096, 0):
+        with pytest.raises(PermissionError):
+            os.ftruncate(growing.fd, size)
+    growing.extend(3 * MIB)
+    assert (growing.allocated, allocated_bytes(growing.fd)) == (5 * MIB, 5 * MIB)
+    growing.extend(SIZE - 5 * MIB)
+    assert (growing.allocated, allocated_bytes(growing.fd)) == (SIZE, SIZE)
+    assert not any(growing.memory)
+
+
+def test_who_mapped_a_part_sees_what_comes_later(growing: Segment) -> None:
+    mapped = MappedSegment.map(2, os.dup(growing.fd), SIZE, BYTE, 2 * MIB)
+    mapped.prefault(threading.Event(), 0, 2 * MIB)
+    assert allocated_bytes(growing.fd) == 2 * MIB, "prefaulting has filled the hole"
+    assert resident_bytes(mapped.address) == 2 * MIB
+    growing.extend(MIB)
+    growing.memory[3 * MIB - 4 : 3 * MIB] = b"late"
+    assert bytes(mapped.memory[3 * MIB - 4 : 3 * MIB]) == b"late"
+    assert allocated_bytes(growing.fd) == 3 * MIB
+    mapped.close()
+
+
+def test_a_segment_that_has_less_than_was_announced_is_refused(growing: Segment) -> None:
+    with pytest.raises(ArenaError, match="has holes: 2097152 of 2101248 bytes allocated"):
+        MappedSegment.map(2, os.dup(growing.fd), SIZE, BYTE, 2 * MIB + 4096)
+    with pytest.raises(ArenaError, match="has holes"):
+        MappedSegment.map(2, os.dup(growing.fd), SIZE, BYTE)
+
+
+def test_what_the_kernel_refuses_leaves_a_segment_as_it_was(
+    growing: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_fd: int, _offset: int, _length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    growing.memory[:4] = b"kept"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ArenaError, match=r"segment 2 of 9 MiB .*No space left on device"):
+            growing.extend(MIB)
+    assert growing.allocated == 2 * MIB
+    assert bytes(growing.memory[:4]) == b"kept"
+    growing.extend(MIB)
+    assert growing.allocated == 3 * MIB
+
+
 def test_mapping_takes_the_descriptor_over(segment: Segment) -> None:
     received = os.dup(segment.fd)
     mapped = MappedSegment.map(2, received, SIZE, BYTE)

@@ -1,37 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the catalog costs, in work that can be counted: time is for the benchmark."""
 
+import contextlib
 import gc
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
 
 from kvhaven.catalog import StoreOn, TierSpec
 from kvhaven.catalog.actions import MemberId, Ticket, TierLookup, TierName, TierRead, TierWrite
+from kvhaven.catalog.entries import Entry
+from kvhaven.catalog.tierspec import WriteMode
 from kvhaven.keys import tenant_id
 from kvhaven.tenants import Quotas
-from kvhaven.types import NO_TENANT, ChunkKey
-from tests.unit.catalog_kit import PAGE, Node, keys_of, spec
+from kvhaven.types import NO_TENANT, ChunkKey, TenantId
+from tests.unit.catalog_kit import DISK, PAGE, STORED, Node, keys_of, namespace_of, spec
+
+ANN = tenant_id("ann")
 
 
-class CountingDict(dict[ChunkKey, object]):
+class CountingDict(dict[ChunkKey, Entry]):
     """Counts look-ups."""
 
     lookups = 0
 
-    def get(self, key: ChunkKey, default: object = None) -> object:
-        self.lookups += 1
+    def get(self, key: ChunkKey, default: object = None) -> object:  # type: ignore[override]
+        type(self).lookups += 1
         return super().get(key, default)
 
-    def __getitem__(self, key: ChunkKey) -> object:
-        self.lookups += 1
+    def __getitem__(self, key: ChunkKey) -> Entry:
+        type(self).lookups += 1
         return super().__getitem__(key)
+
+
+@contextlib.contextmanager
+def lookups_counted(node: Node) -> Iterator[Callable[[], int]]:
+    """Count from now on how often a chunk in the arena is looked up."""
+    stripes = node.catalog._space.entries.stripes
+    counting = {id(stripe): CountingDict(stripe) for stripe in stripes}
+    stripes[:] = [counting[id(stripe)] for stripe in stripes]
+    CountingDict.lookups = 0
+    yield lambda: CountingDict.lookups
 
 
 def test_an_acquire_looks_each_chunk_up_once() -> None:
     node, keys = Node(pages=2048, world=2), keys_of("a", 512)
     assert node.save(keys) == 512
-    entries = CountingDict(node.catalog._space.entries)
-    node.catalog._space.entries = entries  # type: ignore[assignment]
-    assert len(node.acquire(keys).chunks) == 512
-    assert entries.lookups == 512
+    with lookups_counted(node) as lookups:
+        assert len(node.acquire(keys).chunks) == 512
+        assert lookups() == 512
 
 
 def test_a_tenant_at_its_quota_costs_the_same_beside_many_others() -> None:
@@ -41,11 +59,10 @@ def test_a_tenant_at_its_quota_costs_the_same_beside_many_others() -> None:
         for number in range(others):
             node.save(keys_of(f"{number}", 2), tenant=tenant_id(f"user {number}"))
         node.save(keys_of("a", 2), tenant=tenant_id("ann"))
-        entries = CountingDict(node.catalog._space.entries)
-        node.catalog._space.entries = entries  # type: ignore[assignment]
-        node.reserve(keys_of("b", 2), tenant=tenant_id("ann"))
+        with lookups_counted(node) as counted:
+            node.reserve(keys_of("b", 2), tenant=tenant_id("ann"))
+            lookups.append(counted())
         assert node.catalog.stats().quota_evictions == 2
-        lookups.append(entries.lookups)
     assert lookups[0] == lookups[1]
 
 
@@ -87,3 +104,139 @@ def test_no_garbage_is_left_for_a_collector_that_is_off() -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+Event = Callable[[], object]
+
+
+def calls_of(event: Event) -> int:
+    """Count the functions that an event calls."""
+    calls = 0
+
+    def note(_: object, what: str, __: object) -> None:
+        nonlocal calls
+        calls += what in {"call", "c_call"}
+
+    sys.setprofile(note)
+    try:
+        event()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def full_node(chunks: int, tenant: TenantId = NO_TENANT) -> Node:
+    """Return a node whose arena and disk are full of short chains, which are a tenant's."""
+    disk = TierSpec(DISK, chunks * STORED, write=WriteMode.THROUGH)
+    node = Node(pages=chunks, tiers=[disk], write_queue=chunks)
+    for first in range(0, chunks, 16):
+        keys = keys_of(f"{first}", 16)
+        node.store(keys, tenant=tenant)
+        for grant in node.reserve(keys, tenant=tenant):
+            assert grant is not None
+            node.commit(grant)
+    settle(node)
+    return node
+
+
+def settle(node: Node) -> None:
+    """Have a catalog do all that it has begun."""
+    while node.catalog.work():
+        pass
+    node.catalog.take_actions()
+
+
+def save_another_size(node: Node) -> Event:
+    """Save a chunk of another size into a full arena."""
+    large = namespace_of("large", payload_bytes=4 * PAGE)
+    node.catalog.add_namespace(large)
+    node.attach("t", large)
+
+    def reserve() -> None:
+        (grant,) = node.catalog.reserve(MemberId("t/0"), large.digest, None, keys_of("t", 1), 1)
+        assert grant is not None
+
+    return reserve
+
+
+def write_to_a_full_disk(node: Node) -> Event:
+    """Commit a chunk that is written to a full disk."""
+    grant = node.grant(keys_of("new", 1)[0])
+    return lambda: node.commit(grant)
+
+
+def shrink_the_disk(node: Node) -> Event:
+    """Learn that the disk has room for a tenth of what it holds."""
+    return lambda: node.catalog.tier_capacity(DISK, node.pages * STORED // 10)
+
+
+def clear_a_namespace(node: Node) -> Event:
+    """Clear the only namespace."""
+    return lambda: node.catalog.clear(node.namespace.digest)
+
+
+def clear_a_tenant(node: Node) -> Event:
+    """Clear the tenant to which everything belongs."""
+    return lambda: node.catalog.clear(tenant=ANN)
+
+
+def limit_memory(node: Node) -> Event:
+    """Give a tenant that has everything its first quota."""
+    return lambda: node.catalog.limit_memory(ANN, 100 * PAGE)
+
+
+def limit_disk(node: Node) -> Event:
+    """Give it one of the disk."""
+    return lambda: node.catalog.limit_disk(ANN, 100 * STORED)
+
+
+def lose_a_writer(node: Node) -> Event:
+    """Lose a rank that writes as much as there is room for, and learn that it is gone."""
+    node.catalog.clear()
+    settle(node)
+    assert None not in node.reserve(keys_of("open", node.pages))
+
+    def lose() -> None:
+        node.catalog.lost(MemberId("s/0"))
+        node.catalog.gone(MemberId("s/0"))
+
+    return lose
+
+
+def switch_a_tier_off(node: Node) -> Event:
+    """Switch a tier off for which as much waits as there is room for."""
+    node.catalog.clear(tier=DISK)
+    settle(node)
+    for first in range(0, node.pages, 16):
+        for key in keys_of(f"{first}", 16):
+            entry = node.catalog._space.entries[key]
+            node.catalog._tiers.writes[DISK].offer(entry)
+    return lambda: node.catalog.tier_online(DISK, False)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        save_another_size,
+        write_to_a_full_disk,
+        shrink_the_disk,
+        clear_a_namespace,
+        clear_a_tenant,
+        limit_memory,
+        limit_disk,
+        lose_a_writer,
+        switch_a_tier_off,
+    ],
+)
+def test_no_event_costs_more_where_there_are_more_chunks(prepare: Callable[[Node], Event]) -> None:
+    costs = []
+    for chunks in (1600, 4800):
+        node = full_node(chunks, ANN)
+        event = prepare(node)
+        cost = calls_of(event)
+        while node.catalog.busy:
+            cost = max(cost, calls_of(node.catalog.work))
+            node.catalog.take_actions()
+        node.catalog.check()
+        costs.append(cost)
+    assert costs[1] < 1.5 * costs[0], costs

@@ -3,7 +3,7 @@
 
 import pytest
 
-from kvhaven.catalog.actions import Acquisition, Leased, MemberId, SessionId, Source, Ticket, Update
+from kvhaven.catalog.actions import Acquisition, MemberId, Prefix, SessionId, Source, Ticket, Update
 from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey, NamespaceDigest
 from tests.unit.catalog_kit import DISK, PAGE, Node, checksums_of, keys_of, spec
@@ -84,7 +84,7 @@ def test_releasing_what_is_not_leased_is_fine() -> None:
     node = Node()
     node.catalog.release(node.session, Ticket(1))
     node.catalog.release(SessionId("unknown"), Ticket(1))
-    assert node.catalog.settle(node.session, Ticket(1)) == Acquisition(Ticket(1), (), 0)
+    assert node.catalog.settle(node.session, Ticket(1)) == Acquisition(Ticket(1), Prefix(), 0)
 
 
 def test_a_leased_chunk_outlives_any_pressure() -> None:
@@ -123,7 +123,7 @@ def test_a_chunk_in_a_tier_is_promoted_and_the_ticket_told() -> None:
     assert node.catalog.checksums(keys[2]) == checksums_of(keys[2])
 
 
-def final_chunks(node: Node, answer: Acquisition, keys: list[ChunkKey]) -> tuple[Leased, ...]:
+def final_chunks(node: Node, answer: Acquisition, keys: list[ChunkKey]) -> Prefix:
     again = node.catalog.acquire(node.session, answer.ticket, node.namespace.digest, keys)
     assert offered(again) == keys
     return again.chunks

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from kvhaven import maps
 from kvhaven.catalog.policies import POLICIES
 from tests.simulation.catalog_node import Node
 
@@ -25,7 +26,7 @@ class CatalogMachine(RuleBasedStateMachine):
         """Leave a choice to hypothesis; the end of a history has nothing left to choose."""
         return self.data.draw(st.integers(0, n - 1)) if self.data is not None else 0
 
-    @rule(data=st.data(), number=st.integers(0, 30))
+    @rule(data=st.data(), number=st.integers(0, 32))
     def happen(self, data: st.DataObject, number: int) -> None:
         self.data = data
         self.node.step(self.events[number % len(self.events)])
@@ -36,7 +37,8 @@ class CatalogMachine(RuleBasedStateMachine):
         """A path that random events alone rarely find in a short history."""
         self.data = data
         engines, saving = self.node.engines, self.node.saving
-        for event in (engines.start, saving.plan_save, saving.reserve, saving.write):
+        ready = (engines.start, engines.prepare, engines.prepare)
+        for event in (*ready, saving.plan_save, saving.reserve, saving.write):
             self.node.step(event)
         for event in (saving.write, engines.acquire, engines.dispatch):
             self.node.step(event)
@@ -48,7 +50,8 @@ class CatalogMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_whatever_happens_nothing_is_wrong(policy: str) -> None:
+def test_whatever_happens_nothing_is_wrong(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maps, "PAGE", 4)
     run_state_machine_as_test(
         type(policy, (CatalogMachine,), {"policy": policy}),
         settings=settings(

@@ -169,6 +169,8 @@ def test_a_long_chain_is_asked_for_batch_by_batch() -> None:
     assert len(lookup.keys) == LOOKUP_SHARDS // 2
     node.catalog.take_actions()
     answer(node, lookup, lookup.keys)
+    while node.catalog.work():
+        node.catalog.check()
     actions = node.catalog.take_actions()
     assert [a.keys for a in actions if isinstance(a, TierLookup)] == []
     assert node.catalog.stats().tiers[FS].reads == 256, "half of the pin limit, of 2 pages each"

@@ -56,7 +56,7 @@ def test_a_tenants_chunk_is_not_there_for_anybody_else(other: TenantId) -> None:
     assert node.save(keys, tenant=ANN) == 3
     assert len(node.acquire(keys, tenant=ANN).chunks) == 3
     foreign = node.acquire(keys, tenant=other)
-    assert (foreign.chunks, foreign.promoting) == ((), 0)
+    assert (len(foreign.chunks), foreign.promoting) == (0, 0)
     assert node.catalog.stats().foreign == 1
     assert node.reserve(keys, tenant=other) == [None] * 3
     node.catalog.check()
@@ -301,4 +301,17 @@ def test_a_lower_quota_of_the_disk_counts_at_once() -> None:
     node.catalog.limit_disk(ANN, None)
     node.store(keys, tenant=ANN)
     assert stored(node, ANN) == 5
+    node.catalog.check()
+
+
+def test_a_first_quota_of_the_disk_counts_no_chunk_that_goes_meanwhile() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 1500)
+    node.store(keys, tenant=ANN)
+    node.catalog.limit_disk(ANN, 2000 * STORED)
+    assert node.catalog.busy, "that is one piece of work"
+    for piece in range(len(keys)):
+        for key in keys[piece::100]:
+            node.catalog.tier_forgot(DISK, key)
+        if not node.catalog.work():
+            break
     node.catalog.check()

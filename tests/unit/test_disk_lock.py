@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvhaven.errors import TierError
+from kvhaven.config import Settings
+from kvhaven.errors import ConfigError, TierError
+from kvhaven.service.ladder import make_tiers
 from tests.tiers import content, disk_tier, fetch, make_namespace, make_piece, scanned, store, until
 
 SPACE = make_namespace()
@@ -117,3 +119,108 @@ async def test_whoever_lost_the_lock_file_does_not_go_on_as_if_it_held_it(tmp_pa
             assert not second.health().online
         assert await scanned(tier) == ({SPACE.digest}, {PIECE.shard})
         assert (await tier.check()).clean
+
+
+# --- others must not be able to put files there -------------------------------------------------
+
+
+OWN = f"kvhaven-{os.geteuid()}"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+async def test_where_all_may_write_a_directory_of_our_own_is_used(
+    tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An emptyDir of Kubernetes has mode 777. A file that others put there would be loaded."""
+    path = tmp_path / "tier"
+    path.mkdir()
+    path.chmod(mode)
+    make_tiers(Settings(local_disk=str(path)))
+    assert f"all users may write to {path}" in caplog.text
+    assert f"{path / OWN} is used" in caplog.text
+    for _ in range(2):
+        async with disk_tier(path) as tier:
+            await tier.add_namespace(SPACE)
+            await store(tier, PIECE)
+            assert await fetch(tier, PIECE.shard) == content(PIECE)
+    assert (path / OWN).stat().st_mode & 0o777 == 0o700
+    assert [entry.name for entry in path.iterdir()] == [OWN]
+    assert path.stat().st_mode & 0o7777 == mode
+
+
+def open_to_others(own: Path) -> None:
+    own.mkdir()
+    own.chmod(0o777)
+
+
+def of_another_user(own: Path) -> None:
+    own.mkdir(mode=0o700)
+    os.chown(own, 12345, -1)
+
+
+def link(own: Path) -> None:
+    (own.parent.parent / "mine").mkdir(mode=0o700)
+    own.symlink_to(own.parent.parent / "mine")
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        open_to_others,
+        link,
+        pytest.param(
+            of_another_user,
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give it away"),
+        ),
+    ],
+)
+async def test_what_others_prepared_in_place_of_our_directory_is_refused(
+    tmp_path: Path, prepare: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "tier"
+    path.mkdir()
+    path.chmod(0o777)
+    prepare(path / OWN)
+    with pytest.raises(ConfigError, match=f"local_disk: .*{path / OWN}"):
+        make_tiers(Settings(local_disk=str(path)))
+    async with disk_tier(path) as tier:  # as if it had been prepared after the start
+        assert not tier.health().online
+        assert list((path / OWN).iterdir()) == []
+
+
+async def test_files_of_a_private_directory_stay_where_they_are(tmp_path: Path) -> None:
+    async with disk_tier(tmp_path / "tier") as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, PIECE)
+    make_tiers(Settings(local_disk=str(tmp_path / "tier")))
+    assert (tmp_path / "tier" / "lock").exists()
+    assert not (tmp_path / "tier" / OWN).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+async def test_a_directory_of_another_user_is_refused_and_taken_when_it_is_ours(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "tier"
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, -1)
+    with pytest.raises(ConfigError, match=r"owner 12345"):
+        make_tiers(Settings(local_disk=str(path)))
+    async with disk_tier(path, retry_s=0.02) as tier:
+        health = tier.health()
+        assert not health.online
+        assert "other users may write" in str(health.last_error)
+        os.chown(path, 0, -1)
+        await until(lambda: tier.health().online)
+
+
+async def test_a_group_that_may_write_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tier"
+    path.mkdir()
+    path.chmod(0o770)
+    make_tiers(Settings(local_disk=str(path)))
+    assert "may write to" in caplog.text
+    async with disk_tier(path) as tier:
+        assert tier.health().online

@@ -117,6 +117,51 @@ async def test_a_folder_without_a_valid_manifest_is_not_offered(path: Path, dama
         assert await fetch(tier, PIECES[0].shard) == content(PIECES[0])
 
 
+OLD_MANIFEST = """{
+  "version": 1,
+  "digest": "b6980387d480236951c65fee87c454bb75198e34ada2a61a6ff5a2960b160141",
+  "fields": {
+    "chunk_size": "256",
+    "format": "paged",
+    "model": "tiny",
+    "weights": "abababababababababababababababababababababababababababababababab",
+    "config": "cdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcd",
+    "dtype": "bfloat16",
+    "kv_cache_dtype": "auto",
+    "layout": "efefefefefefefefefefefefefefefefefefefefefefefefefefefefefefefef",
+    "engine": "vllm 0.32.0",
+    "parallel.tensor_parallel_size": "1",
+    "parallel.pipeline_parallel_size": "1"
+  },
+  "table": {
+    "shards": [
+      {
+        "id": {"group": 0, "layers": [0, 2], "heads": [0, 2], "replica": 0},
+        "payload_bytes": 5000
+      }
+    ]
+  },
+  "checksum": "a3cf7ea04f1793875bce0e00706590f5"
+}"""
+"""As version 0.1 wrote it, when a namespace had other fields (rules 1)."""
+
+
+async def test_namespaces_of_earlier_rules_are_scanned_and_age_out(tmp_path: Path) -> None:
+    old = unpack_manifest(OLD_MANIFEST.encode(), "b6980387d4802369")
+    pieces = [make_piece(old, number) for number in range(3)]
+    async with disk_tier(tmp_path / "tier") as tier:
+        await tier.add_namespace(old)
+        await store(tier, *pieces)
+    (tmp_path / "tier" / "b6980387d4802369" / "namespace.json").write_text(OLD_MANIFEST)
+    async with disk_tier(tmp_path / "tier") as tier:
+        namespaces, shards = await scanned(tier)
+        assert namespaces == {old.digest}
+        assert shards == {piece.shard for piece in pieces}
+        assert (await tier.check()).clean
+        await tier.delete([piece.shard for piece in pieces])
+        assert not any(file.suffix == ".kv" for file in everything(tmp_path))
+
+
 async def test_a_manifest_is_mended_when_its_namespace_is_known(path: Path) -> None:
     (path / folder_name(SPACE) / "namespace.json").write_bytes(b"garbage")
     async with disk_tier(path) as tier:

@@ -40,7 +40,7 @@ def engine(proxy: Proxy) -> Iterator[Engine]:
 
 
 def both_up(engine: Engine) -> bool:
-    return engine.ranks[0].client.up and engine.scheduler.client.responsive
+    return engine.ranks[0].client.wait_ready(0.01) and engine.scheduler.client.responsive
 
 
 def drop(proxy: Proxy, engine: Engine) -> None:

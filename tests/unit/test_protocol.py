@@ -23,8 +23,11 @@ from kvhaven.protocol import (
     Flush,
     FrameReader,
     Granted,
+    Grown,
     Hello,
+    KeyList,
     Message,
+    Ready,
     Release,
     Reserve,
     SegmentInfo,
@@ -32,7 +35,6 @@ from kvhaven.protocol import (
     decode_client,
     decode_service,
     encode,
-    split_keys,
 )
 from kvhaven.types import Shard, ShardId, ShardTable
 
@@ -46,6 +48,7 @@ FROM_CLIENTS: Sequence[Message] = (
     AttachRank(1, "e", "m", 0, 2, KEY, {"model": "m"}, (SHARD, OTHER), (7, 9), True),
     Acquire(3, KEY * 2, 100),
     Release(4, [1, 2]),
+    Ready(5, 0, 7, 1 << 40),
     Reserve(5, b"", KEY, 17),
     Commit(6, [(KEY, 12, [SUM, SUM]), (KEY, 13, [])]),
     Abort(7, [(KEY, 1 << 60)]),
@@ -53,7 +56,8 @@ FROM_CLIENTS: Sequence[Message] = (
     Flush(9, 0),
 )
 FROM_THE_SERVICE: Sequence[Message] = (
-    Attached(1, (SegmentInfo(0, 1 << 40, 7),), KEY, ShardTable((SHARD, OTHER)), (0, 4096)),
+    Attached(1, (SegmentInfo(0, 1 << 40, 7, 1 << 30),), KEY, ShardTable((SHARD, OTHER)), (0, 4096)),
+    Grown(0, 1 << 40),
     Acquired(2, True, [(0, 1 << 33)], b"\1"),
     Granted(3, [None, (0, 8192, 5, True), (0, 0, 6, False)]),
     StatusReply(4, b"{}"),
@@ -132,6 +136,6 @@ def test_garbage_is_a_protocol_error_or_a_message(garbage: bytes) -> None:
 
 
 def test_keys_are_whole() -> None:
-    assert split_keys(KEY + KEY[::-1]) == [KEY, KEY[::-1]]
+    assert list(KeyList(KEY + KEY[::-1])) == [KEY, KEY[::-1]]
     with pytest.raises(ProtocolError, match="whole number"):
-        split_keys(KEY + b"x")
+        KeyList(KEY + b"x")

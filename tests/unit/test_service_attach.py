@@ -2,6 +2,7 @@
 """Who may attach, who is refused and why, and what a broken connection leaves."""
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvhaven.errors import KVHavenError
+from kvhaven.client.rank import RankClient
+from kvhaven.errors import IncompleteEngineError, KVHavenError
 from kvhaven.protocol import (
     Attached,
     Hello,
@@ -71,11 +73,42 @@ def test_the_scheduler_waits_for_its_ranks(node: NodeThread) -> None:
         rank.close()
 
 
-def test_ranks_that_never_come_are_a_refusal(node: NodeThread) -> None:
+def test_ranks_that_never_come_are_missed(node: NodeThread) -> None:
     rank = Rank(node.address, 0, 2).start()
     with pytest.raises(KVHavenError, match=r"not all 2 ranks of engine engine .* within 0\.2 s"):
         Scheduler(node.address, 2, wait_ms=200).start()
     rank.close()
+
+
+def test_a_scheduler_whose_ranks_come_late_goes_on_asking(node: NodeThread) -> None:
+    """Storage of one rank may be in trouble, which must not end the engine."""
+    first, scheduler = Rank(node.address, 0, 2).start(), Scheduler(node.address, 2, wait_ms=50)
+    with pytest.raises(IncompleteEngineError, match="not all 2 ranks"):
+        scheduler.start()
+    assert not scheduler.client.responsive
+    second = Rank(node.address, 1, 2).start()
+    assert eventually(lambda: scheduler.client.responsive)
+    for each in (scheduler, first, second):
+        each.close()
+
+
+def test_ranks_that_read_unlike_files_are_left_without_a_cache(node: NodeThread) -> None:
+    def rank(number: int, **fields: str) -> Rank:
+        made = Rank(node.address, number, 2)
+        made.client.identify({"model": "m", "weights": "w"} | fields)
+        return made
+
+    first = rank(0).start()
+    for name in ("weights", "weights.repository.other", "draft.weights", "files.x", "code.a/b"):
+        unlike = rank(1, **{name: "other"})
+        with pytest.raises(IncompleteEngineError, match=f"they differ in {name} "):
+            unlike.start()
+        unlike.close()
+    for fields in ({"layout": "other"}, {"layout": "other", "weights": "other"}):
+        with pytest.raises(KVHavenError, match="they differ in layout") as refused:
+            rank(1, **fields).start()
+        assert not isinstance(refused.value, IncompleteEngineError)
+    first.close()
 
 
 def test_ranks_that_disagree_are_refused_with_what_differs(node: NodeThread) -> None:
@@ -92,6 +125,54 @@ def test_ranks_that_disagree_are_refused_with_what_differs(node: NodeThread) -> 
     second = Rank(node.address, 1, 2).start()
     first.close()
     second.close()
+
+
+def test_stages_of_a_pipeline_with_unlike_numbers_of_layers_serve(node: NodeThread) -> None:
+    """61 layers on two ranks: their shards have other layers and other sizes, and make a chunk."""
+    keys = prompt("p", 5)
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank, layers in enumerate([(0, 31), (31, 61)]):
+            stage = Rank(node.address, rank, 2)
+            stage.shard_bytes = 500 * (layers[1] - layers[0])
+            shards = (Shard(ShardId(0, layers, (0, 1)), stage.shard_bytes),)
+            attach = msgspec.structs.replace(stage.attach, shards=shards)
+            stage.client = RankClient(node.address, attach)
+            ranks.append(stack.enter_context(contextlib.closing(stage.start())))
+        scheduler = stack.enter_context(contextlib.closing(Scheduler(node.address, 2).start()))
+        assert ranks[0].save(keys, save=1) == 5
+        assert scheduler.load(keys, ranks) == 0
+        assert ranks[1].save(keys, save=1) == 5
+        assert eventually(lambda: scheduler.load(keys, ranks)) == 5
+
+
+def test_in_what_an_engine_differs_from_the_namespaces_of_its_model_is_logged(
+    node: NodeThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvhaven.service.attaching")
+    common = {"model": "tiny", "cache.block_size": "16", "weights": "w" * 64}
+    engines = {
+        "a": common,
+        "b": common | {"weights": "v" * 64, "parallel.tensor_parallel_size": "2"},
+        "c": common | {"cache.block_size": "32"},
+        "d": common,
+        "e": common | {"model": "other"},
+        "f": common | {"rules": "9"},
+    }
+    for engine, fields in engines.items():
+        rank = Rank(node.address, engine=engine)
+        rank.client.identify(fields)
+        rank.start().close()
+    said = [line for line in caplog.messages if "shares nothing" in line]
+    assert [line.split()[1].partition("#")[0] for line in said] == ["b", "c", "f"]
+    assert said[0].endswith(
+        f"of the same model: they differ in parallel.tensor_parallel_size (2, none), "
+        f"weights ({'v' * 40}..., {'w' * 40}...)"
+    )
+    assert said[1].endswith(
+        "they differ in cache.block_size (32, 16)"
+    )  # not b, which is less alike
+    assert said[2].endswith("they differ in rules (9, none)")
 
 
 def test_a_shard_without_bytes_is_refused(node: NodeThread) -> None:

@@ -96,11 +96,11 @@ def test_a_whole_prompt_is_asked_for_in_one_batch(short_dir: Path, filled: SlowS
 
 
 def test_a_prefetch_has_it_ready(short_dir: Path, filled: SlowStore) -> None:
-    filled.before["read"] = slow(0.1)
     with Node(short_dir / "s.sock", filled) as node, Engine(node.address) as engine:
         engine.scheduler.client.prefetch(KEYS)
         eventually(lambda: node.status().catalog.resident_chunks == len(KEYS))
-        assert seconds(lambda: engine.load(KEYS)) < 0.1
+        filled.before["read"] = never
+        assert engine.load(KEYS) == len(KEYS)
 
 
 @pytest.mark.parametrize("stuck_in", ["contains", "read"])
@@ -111,7 +111,7 @@ def test_one_that_is_stuck_costs_a_deadline_and_only_its_own_chunks(
     mine, disks = prompt("mine", 4), prompt("disk", 4)
     settings = {
         "local_disk": str(short_dir / "disk"),
-        "promote_deadline_ms": 300.0,
+        "promote_deadline_ms": 2000.0,
         "stop_deadline_s": 0.5,
     }
     with Node(short_dir / "s.sock", filled, **settings) as node:
@@ -125,14 +125,14 @@ def test_one_that_is_stuck_costs_a_deadline_and_only_its_own_chunks(
             ticket = scheduler.client.ask(KEYS)
             assert ticket is not None
             for _ in range(5):
-                assert seconds(lambda: engine.load(mine)) < 0.2
+                assert seconds(lambda: engine.load(mine)) < 2
                 assert engine.load(mine) == 4
-            assert seconds(lambda: engine.load(disks)) < 1
+            assert seconds(lambda: engine.load(disks)) < 2
             assert engine.load(disks) == 4
             node.check()
             if stuck_in == "contains":
                 # Nobody asks for ever: the same chunks are left alone for a moment.
-                eventually(lambda: not node.status().catalog.tiers[MEMORY_TIER].looking_up, 2)
+                eventually(lambda: not node.status().catalog.tiers[MEMORY_TIER].looking_up)
             else:
                 assert node.status().catalog.promoting_bytes == 8 * EXTENT_BYTES
             scheduler.client.release([ticket])
@@ -140,19 +140,21 @@ def test_one_that_is_stuck_costs_a_deadline_and_only_its_own_chunks(
 
 
 def test_a_slow_one_is_used_as_far_as_it_came_in_time(short_dir: Path, filled: SlowStore) -> None:
-    reads = 0
+    reads, go_on = 0, asyncio.Event()
 
-    async def slower_and_slower() -> None:
+    async def stop_after_three() -> None:
         nonlocal reads
         reads += 1
-        await asyncio.sleep(0.01 if reads <= 3 else 1.0)
+        if reads > 3:
+            await go_on.wait()
 
-    filled.before["read"] = slower_and_slower
+    filled.before["read"] = stop_after_three
     with Node(short_dir / "s.sock", filled) as node:
         with Engine(node.address) as engine:
-            engine.scheduler.client._promote_deadline_s = 0.3
+            engine.scheduler.client._promote_deadline_s = 2
             assert engine.load(KEYS) == 3
-            assert eventually(lambda: engine.load(KEYS) == 8, 3)
+            node.call(go_on.set)
+            assert eventually(lambda: engine.load(KEYS) == 8)
         settled(node.address, members=0)
 
 
@@ -172,7 +174,7 @@ def test_one_that_fails_is_a_miss_and_is_back_when_it_works(
             assert not status.catalog.tiers[MEMORY_TIER].online
             engine.save(more)
             filled.broken = ""
-            assert eventually(lambda: engine.load(KEYS) == 8, 10)
+            assert eventually(lambda: engine.load(KEYS) == 8)
         settled(node.address, members=0)
 
 

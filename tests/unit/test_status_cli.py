@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import kvhaven
-from tests.crash.engine import MODEL, Engine, prompt
+from tests.crash.engine import MODEL, Engine, Rank, prompt
 from tests.crash.node import NodeProcess, NodeThread, eventually, flush
 
 KEYS = prompt("p", 5)
@@ -72,6 +72,30 @@ def test_status_as_json_has_every_figure(node: NodeThread) -> None:
     assert shown["hit_rate"] == 1.0
     assert {member["role"] for member in shown["members"]} == {"rank 0", "scheduler"}
     assert set(shown["tiers"]) == {"disk"}
+
+
+def test_status_says_in_what_namespaces_of_one_model_differ(node: NodeThread) -> None:
+    common = {"model": "tiny", "weights": "w"}
+    unlike = [
+        common,
+        common | {"parallel.tensor_parallel_size": "2"},
+        common | {"parallel.tensor_parallel_size": "2", "model.dtype": "float16"},
+        {"model": "other"},
+    ]
+    digests = []
+    for number, fields in enumerate(unlike):
+        rank = Rank(node.address, engine=f"e{number}")
+        rank.client.identify(fields)
+        digests.append(rank.client._attach.namespace.hex()[:16])
+        rank.start().close()
+    shown = kvhaven("status", "--socket", node.address).splitlines()
+    said = sorted(line for line in shown if " differ in " in line)
+    assert len(said) == 2, shown
+    for line in said:  # the second is between the first and the third
+        assert digests[1] in line
+        assert (digests[0] in line) == ("parallel.tensor_parallel_size (" in line)
+        assert (digests[2] in line) == ("model.dtype (" in line)
+        assert " and 1 more" not in line
 
 
 def test_status_of_an_empty_service(node: NodeThread) -> None:

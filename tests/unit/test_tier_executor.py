@@ -165,9 +165,7 @@ async def test_closing_gives_up_at_its_deadline() -> None:
     blocked = await Blocked(executor).running()
     waiting = asyncio.create_task(executor.run(Lane.READ, int))
     await asyncio.sleep(0)
-    begin = time.monotonic()
     assert not await executor.close(0.1)
-    assert time.monotonic() - begin < 2
     for task in (blocked.task, waiting):
         with pytest.raises(TierError, match="given up"):
             await task

@@ -13,9 +13,13 @@ extent) is at most 1/16 of it. Two exceptions:
 
 Allocation prefers fuller slabs, so that others can empty. A slab that is empty goes back to
 the free units, and any class may have them.
+
+A segment may grow: only its first bytes are `usable` at first. Its units and the shapes of its
+slabs are those of its final size, so growing moves nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 import msgspec
 
@@ -24,6 +28,9 @@ from kvhaven.errors import ArenaError
 from kvhaven.types import PAGE_BYTES, Extent
 
 __all__ = ["AllocatorStats", "ClassStats", "SlabAllocator", "SlabId"]
+
+_MOST_LOOKED_AT = 64
+"""Slabs of a class that are searched for room within a reach; a class may have thousands."""
 
 
 class AllocatorStats(msgspec.Struct, frozen=True):
@@ -45,21 +52,43 @@ class SlabAllocator:
     """The allocator of all segments; pure bookkeeping, not thread-safe.
 
     `segments` maps a segment's index to its size in bytes; `slab_bytes` is the least length
-    of a slab (smaller in small segments, see the module). Raises ArenaError for a segment
-    smaller than a page.
+    of a slab (smaller in small segments, see the module). `usable` are the bytes of each
+    segment that may be handed out, from its beginning (default: all). Raises ArenaError for a
+    segment smaller than a page.
     """
 
-    def __init__(self, segments: Mapping[int, int], slab_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        segments: Mapping[int, int],
+        slab_bytes: int = 64 << 20,
+        *,
+        usable: Mapping[int, int] | None = None,
+    ) -> None:
         self._segments = {
             index: SegmentUnits(index, size, slab_bytes) for index, size in segments.items()
         }
+        self.usable: dict[int, int] = {}
+        for index, bytes_ in (segments if usable is None else usable).items():
+            self.grow(index, bytes_)
         self._classes: dict[int, SizeClass] = {}
         self._generation = 0
         self._used_bytes = 0
 
+    def grow(self, segment: int, usable_bytes: int) -> None:
+        """Hand out extents in the first `usable_bytes` of a segment from now on.
+
+        Raises ArenaError for fewer than before, or for more than the segment has.
+        """
+        self._segments[segment].grow(usable_bytes)
+        self.usable[segment] = usable_bytes
+
+    def settle(self, segment: int) -> None:
+        """Note that a segment will not grow any more: that is its size."""
+        self._segments[segment].settle()
+
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that slabs can cover: the segments without an incomplete last unit."""
+        """Bytes that slabs can cover: what is usable without an incomplete last unit."""
         return sum(s.units * s.unit_bytes for s in self._segments.values())
 
     @property
@@ -69,24 +98,24 @@ class SlabAllocator:
 
     def fits(self, length: int) -> bool:
         """Whether an extent of `length` bytes could be had from an empty arena."""
-        return length > 0 and any(s.shapes(_class_size(length)) for s in self._segments.values())
+        return length > 0 and any(s.fits(_class_size(length)) for s in self._segments.values())
 
-    def allocate(self, length: int) -> Extent | None:
+    def allocate(self, length: int, reach: Mapping[int, int] | None = None) -> Extent | None:
         """Return a new extent of `length` bytes, rounded up to whole pages.
 
         None means that its class has no room and there is no free run for another slab:
-        something must be evicted (see `cheapest_room`). Generations only ever grow and are
-        never used twice. Raises ArenaError for a length that is not positive.
+        something must be evicted (see `room_near`). With `reach`, only from slabs in the
+        first so many bytes of each segment; None may be the answer then although there is room:
+        not every slab is looked at. Generations only ever grow and are never used twice. Raises
+        ArenaError for a length that is not positive.
         """
         size = -(-length // PAGE_BYTES) * PAGE_BYTES
         if size <= 0:
             raise ArenaError(f"an extent of {length} bytes was asked for; it must be positive")
-        slab_class = self._classes.get(size)
-        if slab_class is None or not slab_class.mask:
-            slab_class = self._grow(size)
-            if slab_class is None:
-                return None
-        slab = next(iter(slab_class.levels[slab_class.mask.bit_length() - 1]))
+        slab = self._slab_with_room(size, reach)
+        if slab is None:
+            return None
+        slab_class = self._classes[size]
         spare = slab.spare
         if spare:
             offset = spare.pop()
@@ -126,7 +155,8 @@ class SlabAllocator:
 
     def slab_of(self, extent: Extent) -> SlabId:
         """Return the slab in which an extent lies; ArenaError when no slab is there."""
-        slab = self._slab(extent)
+        segment = self._segments.get(extent.segment)
+        slab = None if segment is None else segment.owner.get(extent.offset >> segment.shift)
         if slab is None:
             raise ArenaError(f"{extent} lies in no slab that is in use")
         return slab.id
@@ -143,28 +173,20 @@ class SlabAllocator:
             for slab in segment.slabs():
                 yield slab.id
 
-    def cheapest_room(
-        self, length: int, cost: Callable[[SlabId], float | None]
+    def room_near(
+        self, slab: SlabId, length: int, cost: Callable[[SlabId], float | None]
     ) -> tuple[SlabId, ...] | None:
         """Return the slabs to empty so that `length` bytes can be had, at the least total cost.
 
         They lie side by side, with the free units between them, so emptying them is enough;
-        emptying any others may not be, as slabs differ in length. `cost` gives what it costs
-        to empty a slab, None for one that cannot be emptied (leased, quarantined). The
-        answer is empty when `allocate` would succeed now, None when nothing helps. It looks
-        at every slab: for evictions, not for every allocation.
+        emptying any others may not be, as slabs differ in length. Only runs that a slab is in, or
+        touches, are looked at. `cost` gives what it costs to empty a slab, None for one that cannot
+        be emptied (leased, quarantined). The answer is None when nothing there helps.
         """
-        size = _class_size(length)
-        slab_class = self._classes.get(size)
-        if slab_class is not None and slab_class.mask:
-            return ()
-        best: tuple[float, tuple[SlabId, ...]] | None = None
-        for segment in self._segments.values():
-            shapes = segment.shapes(size)
-            found = segment.cheapest_run(shapes[-1], cost) if shapes else None  # the shortest
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
-        return best[1] if best is not None else None
+        segment = self._segments[slab.segment]
+        shapes = segment.shapes(_class_size(length))
+        found = segment.cheapest_run(shapes[-1], slab, cost) if shapes else None  # the shortest
+        return None if found is None else found[1]
 
     def stats(self) -> AllocatorStats:
         """Return how full and how fragmented everything is."""
@@ -205,16 +227,22 @@ class SlabAllocator:
         segment = self._segments.get(extent.segment)
         return segment.owner.get(extent.offset >> segment.shift) if segment is not None else None
 
-    def _grow(self, size: int) -> SizeClass | None:
-        """Give a slab to the class of `size`; None when there is no run for one."""
-        for segment in self._segments.values():
-            slab = segment.assign(size)
-            if slab is not None:
-                slab_class = self._classes.get(size)
+    def _slab_with_room(self, size: int, reach: Mapping[int, int] | None) -> Slab | None:
+        """Return the fullest slab of a class that has room, or a new one; None: there is none."""
+        slab_class = self._classes.get(size)
+        if slab_class is not None and slab_class.mask:
+            if reach is None:
+                return next(iter(slab_class.levels[slab_class.mask.bit_length() - 1]))
+            for slab in islice(slab_class.with_room(), _MOST_LOOKED_AT):
+                if slab.end <= reach.get(slab.id.segment, 0):
+                    return slab
+        for index, segment in self._segments.items():
+            new = segment.assign(size, None if reach is None else reach.get(index, 0))
+            if new is not None:
                 if slab_class is None:
                     slab_class = self._classes[size] = SizeClass(size)
-                slab_class.add(slab)
-                return slab_class
+                slab_class.add(new)
+                return new
         return None
 
     def _release(self, slab: Slab, slab_class: SizeClass) -> None:

@@ -106,6 +106,20 @@ def arena_size(
     )
 
 
+def room_to_grow(rest: int, limits: MemoryLimits | None = None) -> ArenaSize:
+    """Return how many of the `rest` bytes of an arena may still be allocated, and why not all.
+
+    All, as long as they are free: the headroom is there for what others took since the arena's
+    size was chosen. Else what leaves the tightest limit its headroom, perhaps nothing.
+    """
+    tightest = (limits or memory_limits()).tightest
+    if tightest is None or tightest.available >= rest:
+        return ArenaSize(rest, "")
+    allowed = (tightest.available - tightest.headroom) // _GRAIN * _GRAIN
+    reason = f"{tightest}, and {format_bytes(tightest.headroom)} stay reserved for others"
+    return ArenaSize(max(0, min(allowed, rest)), reason)
+
+
 def format_bytes(size: int) -> str:
     """Return a size for people, for example `1.5 GiB`."""
     value, units = float(size), ["bytes", "KiB", "MiB", "GiB"]

@@ -42,17 +42,19 @@ class SharedMapping:
         self._closed = False
         self._lock = threading.Lock()  # held for each piece of a prefault, and to unmap
 
-    def prefault(self, stop: threading.Event) -> None:
+    def prefault(self, stop: threading.Event, offset: int = 0, end: int | None = None) -> None:
         """Fill this process's page tables, so that copies need not wait for page faults.
 
-        Changes no byte. Meant for a background thread: it lets others run, looks at `stop`
-        before each piece of 8 MiB, and ends when the mapping is closed. Never
-        raises for what the kernel refuses: it is logged, and only speed is lost.
+        From `offset` to `end` (default: all); holes of the file would be allocated by it. Changes
+        no byte. Meant for a background thread: it lets others run, looks at `stop` before each
+        piece of 8 MiB, and ends when the mapping is closed. Never raises for what the kernel
+        refuses: it is logged, and only speed is lost.
         """
-        offset, piece = 0, _POPULATE_PIECE
+        end = self.size if end is None else end
+        piece = _POPULATE_PIECE
         populate: _Populate = _populate
-        while offset < self.size and not stop.is_set():
-            length = min(piece, self.size - offset)
+        while offset < end and not stop.is_set():
+            length = min(piece, end - offset)
             with self._lock:
                 if self._closed:
                     return
@@ -63,7 +65,7 @@ class SharedMapping:
                 piece, populate = _TOUCH_PIECE, _touch
             elif failure not in {errno.EINTR, errno.EAGAIN}:
                 reason = os.strerror(failure)
-                _log.warning("prefault of %d bytes ended at %d: %s", self.size, offset, reason)
+                _log.warning("prefault of %d bytes ended at %d: %s", end, offset, reason)
                 return
 
     def close(self) -> None:

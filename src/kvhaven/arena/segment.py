@@ -26,20 +26,24 @@ class Segment:
     `fd` is what is handed to workers; `memory` is the service's own writable mapping. The
     service locks no byte of it, so every lock it sees is somebody else's. The memory is gone
     when the service has closed it and the last worker's mapping ended.
+
+    Its size is fixed from the beginning, its memory may be allocated gradually: the first
+    `allocated` bytes are, the rest of the file is a hole. The hole must not be touched: touching
+    memory that cannot be had kills the process.
     """
 
-    def __init__(self, index: int, fd: int, mapping: SharedMapping) -> None:
+    def __init__(self, index: int, fd: int, mapping: SharedMapping, allocated: int) -> None:
         self.index = index
         self.fd = fd
+        self.allocated = allocated
         self._mapping = mapping
 
     @classmethod
-    def create(cls, index: int, size: int) -> Self:
-        """Make a segment of `size` bytes (whole pages), allocated in full and sealed.
+    def create(cls, index: int, size: int, allocated: int | None = None) -> Self:
+        """Make a segment of `size` bytes, sealed, the first `allocated` of them (None: all) there.
 
-        Every byte is 0. Before each piece it looks whether memory and every control group
-        above us have room for the rest, since the kernel kills whoever asks for too much.
-        Raises ArenaError with the size and the reason; nothing is left behind then.
+        Both are whole pages. Every byte is 0. Raises ArenaError with the size and the reason, as
+        `extend` does; nothing is left behind then.
         """
         if size <= 0 or size % PAGE_BYTES:
             raise ArenaError(
@@ -50,20 +54,41 @@ class Segment:
                 fd = _memfd(f"kvhaven-arena-{index}")
                 undo.callback(os.close, fd)
                 os.ftruncate(fd, size)
-                _allocate(index, fd, size)
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
                 mapping = SharedMapping(fd, size)
+                undo.callback(mapping.close)
             except OSError as error:
-                raise ArenaError(
-                    f"segment {index} of {format_bytes(size)} could not be had: {_reason(error)}; "
-                    "set max_local_cpu_size lower, or free memory"
-                ) from error
+                raise _refused(index, size, error) from error
+            segment = cls(index, fd, mapping, 0)
+            segment.extend(size if allocated is None else allocated)
             undo.pop_all()
-        return cls(index, fd, mapping)
+        return segment
+
+    def extend(self, length: int) -> None:
+        """Allocate the next `length` bytes (whole pages), piece by piece.
+
+        Before each piece it looks whether memory and every control group above us have room for
+        the rest, since the kernel kills whoever asks for too much. Lets other threads run. Raises
+        ArenaError with the size and the reason; `allocated` says how far it came.
+        """
+        end = self.allocated + length
+        while (rest := end - self.allocated) > 0:
+            limit = memory_limits().tightest
+            if limit is not None and limit.available < rest:
+                raise ArenaError(
+                    f"segment {self.index} of {format_bytes(self.size)} does not fit: {limit}, and "
+                    f"{format_bytes(rest)} are still to be allocated; set max_local_cpu_size lower"
+                )
+            piece = min(_ALLOCATION_PIECE, rest)
+            try:
+                os.posix_fallocate(self.fd, self.allocated, piece)
+            except OSError as error:
+                raise _refused(self.index, self.size, error) from error
+            self.allocated += piece
 
     @property
     def size(self) -> int:
-        """Its size in bytes."""
+        """Its size in bytes, the hole included."""
         return self._mapping.size
 
     @property
@@ -75,9 +100,9 @@ class Segment:
         """Whether a process holds the lock on `byte`, that is: still maps the segment."""
         return byte_is_locked(self.fd, byte)
 
-    def prefault(self, stop: threading.Event) -> None:
+    def prefault(self, stop: threading.Event, offset: int = 0, end: int | None = None) -> None:
         """Fill the service's page tables (see `SharedMapping.prefault`)."""
-        self._mapping.prefault(stop)
+        self._mapping.prefault(stop, offset, end)
 
     def close(self) -> None:
         """Unmap it and close `fd`. Raises BufferError while views of `memory` are alive.
@@ -98,21 +123,26 @@ class MappedSegment:
         self._mapping = mapping
 
     @classmethod
-    def map(cls, index: int, fd: int, size: int, lock_byte: int) -> Self:
+    def map(
+        cls, index: int, fd: int, size: int, lock_byte: int, allocated: int | None = None
+    ) -> Self:
         """Map the segment behind a received descriptor, and lock `lock_byte` while it is mapped.
+
+        All of it is mapped; touch only the first `allocated` bytes (None: all) until the service
+        says that there are more.
 
         Takes `fd` over: it is closed in any case, so hand in a duplicate to keep one. The file
         is opened anew through /proc, since a received descriptor shares the sender's open file
         description and with it the sender's locks. A forked child inherits mapping and lock.
 
-        Raises ArenaError when the size is not `size`, when the file is not sealed or not
-        fully allocated (touching it could kill us), when somebody holds the lock, or when
-        the kernel refuses.
+        Raises ArenaError when the size is not `size`, when the file is not sealed or has fewer
+        bytes than `allocated` (touching the others could kill us), when somebody holds the lock,
+        or when the kernel refuses.
         """
         own = -1
         try:
             own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-            _examine(index, own, size)
+            _examine(index, own, size, size if allocated is None else allocated)
             _lock(index, own, lock_byte)
             return cls(index, SharedMapping(own, size))
         except OSError as error:
@@ -142,9 +172,9 @@ class MappedSegment:
         """
         return self._mapping.address
 
-    def prefault(self, stop: threading.Event) -> None:
+    def prefault(self, stop: threading.Event, offset: int = 0, end: int | None = None) -> None:
         """Fill this process's page tables (see `SharedMapping.prefault`)."""
-        self._mapping.prefault(stop)
+        self._mapping.prefault(stop, offset, end)
 
     def close(self) -> None:
         """Unmap it, which frees the lock unless a forked child maps it still.
@@ -166,20 +196,14 @@ def _memfd(name: str) -> int:
         return os.memfd_create(name, flags)
 
 
-def _allocate(index: int, fd: int, size: int) -> None:
-    """Allocate every page of the file, piece by piece."""
-    for offset in range(0, size, _ALLOCATION_PIECE):
-        limit = memory_limits().tightest
-        if limit is not None and limit.available < size - offset:
-            raise ArenaError(
-                f"segment {index} of {format_bytes(size)} does not fit: {limit}, and "
-                f"{format_bytes(size - offset)} are still to be allocated; set max_local_cpu_size "
-                "lower"
-            )
-        os.posix_fallocate(fd, offset, min(_ALLOCATION_PIECE, size - offset))
+def _refused(index: int, size: int, error: OSError) -> ArenaError:
+    return ArenaError(
+        f"segment {index} of {format_bytes(size)} could not be had: {_reason(error)}; "
+        "set max_local_cpu_size lower, or free memory"
+    )
 
 
-def _examine(index: int, fd: int, size: int) -> None:
+def _examine(index: int, fd: int, size: int, allocated: int) -> None:
     """Refuse a file that is not as `Segment.create` makes it."""
     status = os.fstat(fd)
     if status.st_size != size:
@@ -187,9 +211,9 @@ def _examine(index: int, fd: int, size: int) -> None:
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if seals & _SEALS != _SEALS:
         raise ArenaError(f"segment {index} could change its size: seals {seals:#x}")
-    if status.st_blocks * _BLOCK < size:
+    if status.st_blocks * _BLOCK < allocated:
         raise ArenaError(
-            f"segment {index} has holes: {status.st_blocks * _BLOCK} of {size} bytes allocated"
+            f"segment {index} has holes: {status.st_blocks * _BLOCK} of {allocated} bytes allocated"
         )
 
 

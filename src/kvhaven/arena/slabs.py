@@ -41,6 +41,7 @@ class Slab:
     """A run of units that belongs to the class of `size`; hashed by identity."""
 
     __slots__ = (
+        "end",
         "extents",
         "id",
         "level",
@@ -60,6 +61,7 @@ class Slab:
         self.extents = units * unit_bytes // size
         self.waste = units * unit_bytes % size
         self.start = slab_id.index * unit_bytes
+        self.end = self.start + units * unit_bytes
         self.untouched = self.start  # offset of the first extent never given out
         self.spare: list[int] = []  # offsets of extents that came back
         self.live: dict[int, Extent] = {}  # by offset
@@ -110,6 +112,11 @@ class SizeClass:
         if level < LEVELS:
             self.mask |= 1 << level
 
+    def with_room(self) -> Iterator[Slab]:
+        """Yield the slabs that are not full, the fullest first."""
+        for level in reversed(self.levels[:LEVELS]):
+            yield from level
+
     def stats(self) -> ClassStats:
         """Return how full it is."""
         slabs = [slab for level in self.levels for slab in level]
@@ -133,9 +140,22 @@ class SizeClass:
 
 
 class SegmentUnits:
-    """The units of one segment, and which slab has them."""
+    """The units of one segment, and which slab has them.
 
-    __slots__ = ("_slab_bytes", "_taken", "free_units", "index", "owner", "shift", "units")
+    A segment has its final size from the beginning, and slabs have the shapes that suit it; the
+    `units` that may be handed out are those at its front, more and more of them (`grow`).
+    """
+
+    __slots__ = (
+        "_final",
+        "_slab_bytes",
+        "_taken",
+        "free_units",
+        "index",
+        "owner",
+        "shift",
+        "units",
+    )
 
     def __init__(self, index: int, size: int, slab_bytes: int) -> None:
         if size < PAGE_BYTES or slab_bytes < PAGE_BYTES:
@@ -146,10 +166,11 @@ class SegmentUnits:
         self.index = index
         unit = max(min(slab_bytes, size // 16), PAGE_BYTES)
         self.shift = unit.bit_length() - 1  # the largest power of two that is not above `unit`
-        self.units = size >> self.shift
+        self._final = size >> self.shift
+        self.units = 0
         self._slab_bytes = slab_bytes
-        self._taken = bytearray(self.units)
-        self.free_units = self.units
+        self._taken = bytearray()
+        self.free_units = 0
         self.owner: dict[int, Slab] = {}  # by unit, every unit of a slab
 
     @property
@@ -157,19 +178,47 @@ class SegmentUnits:
         """Bytes of a unit."""
         return 1 << self.shift
 
+    def grow(self, usable_bytes: int) -> None:
+        """Have the first `usable_bytes` of the segment handed out from now on.
+
+        Raises ArenaError for fewer than before, or more than the segment has.
+        """
+        units = usable_bytes >> self.shift
+        if not self.units <= units <= self._final:
+            raise ArenaError(
+                f"segment {self.index} cannot have {usable_bytes} usable bytes: it has "
+                f"{self.units} units of {self.unit_bytes} bytes, and may have {self._final}"
+            )
+        more, self.units = units - self.units, units
+        self.free_units += more
+        self._taken += bytes(more)
+
+    def settle(self) -> None:
+        """Note that the segment will not grow: shape new slabs for its present size."""
+        self._final = self.units
+
     def shapes(self, size: int) -> tuple[int, ...]:
         """Return how many units a slab of class `size` may have, best first; none: too large."""
-        return _shapes(size, self.units, 1 << self.shift, self._slab_bytes)
+        return _shapes(size, self._final, 1 << self.shift, self._slab_bytes)
 
-    def assign(self, size: int) -> Slab | None:
-        """Take units for a new slab of class `size`; None when no run of them is free."""
+    def fits(self, size: int) -> bool:
+        """Whether a slab of class `size` could be had if nothing else were here."""
+        shapes = self.shapes(size)
+        return bool(shapes) and shapes[-1] <= self.units
+
+    def assign(self, size: int, end_bytes: int | None = None) -> Slab | None:
+        """Take units for a new slab of class `size`; None when no run of them is free.
+
+        With `end_bytes`, only of those units that end there or before.
+        """
         if not self.free_units:
             return None
+        end = None if end_bytes is None else end_bytes >> self.shift
         for units in self.shapes(size):
             # Short slabs from the front, long ones from the back, so that they part the
             # segment in two and the short ones do not break up the long runs.
             find = self._taken.find if units == 1 else self._taken.rfind
-            first = find(bytes(units)) if units <= self.free_units else -1
+            first = find(bytes(units), 0, end) if units <= self.free_units else -1
             if first >= 0:
                 slab = Slab(SlabId(self.index, first), size, units, 1 << self.shift)
                 self._taken[first : first + units] = b"\1" * units
@@ -199,17 +248,18 @@ class SegmentUnits:
         return max(map(len, bytes(self._taken).split(b"\1")))
 
     def cheapest_run(
-        self, units: int, cost: Callable[[SlabId], float | None]
+        self, units: int, near: SlabId, cost: Callable[[SlabId], float | None]
     ) -> tuple[float, tuple[SlabId, ...]] | None:
         """Return cost and slabs of the cheapest run of `units` units, free ones included.
 
-        `cost` is what it costs to empty a slab, None for one that must stay. None: every run
-        has one of those in it.
+        Of those that end where the slab `near` begins, or later, and begin where it ends, or
+        sooner. `cost` is what it costs to empty a slab, None for one that must stay. None: every
+        run has one of those in it.
         """
         best: tuple[float, tuple[SlabId, ...]] | None = None
         window: list[tuple[int, float, SlabId | None]] = []  # neighbours: units, cost, slab
         length, total = 0, 0.0
-        for piece, price, slab_id in self._pieces(cost):
+        for piece, price, slab_id in self._pieces(near, units, cost):
             if price is None:
                 window, length, total = [], 0, 0.0
                 continue
@@ -236,11 +286,18 @@ class SegmentUnits:
         assert self.free_units == self.units - sum(taken), f"segment {self.index}: miscounted"
 
     def _pieces(
-        self, cost: Callable[[SlabId], float | None]
+        self, near: SlabId, units: int, cost: Callable[[SlabId], float | None]
     ) -> Iterator[tuple[int, float | None, SlabId | None]]:
-        """Yield slabs and single free units by address: units, what emptying costs, slab."""
-        unit = 0
-        while unit < self.units:
+        """Yield slabs and single free units by address: units, what emptying costs, slab.
+
+        Those from `units` units before a slab to `units` behind it.
+        """
+        unit = near.index
+        end = min(self.units, unit + self.owner[unit].units + units)
+        while unit > max(0, near.index - units):
+            before = self.owner.get(unit - 1)
+            unit -= before.units if before is not None else 1
+        while unit < end:
             slab = self.owner.get(unit)
             if slab is None:
                 yield 1, 0.0, None

@@ -2,11 +2,15 @@
 """What goes out of the catalog: answers to its callers, and actions for the service to do."""
 
 import enum
-from typing import NewType
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NewType, overload
 
 import msgspec
 
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Extent, NamespaceDigest, TenantId
+
+if TYPE_CHECKING:
+    from kvhaven.catalog.entries import Entry
 
 SessionId = NewType("SessionId", str)
 """One engine instance: its scheduler and all its ranks."""
@@ -27,7 +31,7 @@ class Source(enum.IntEnum):
     TIER = 1
 
 
-class Leased(msgspec.Struct, frozen=True):
+class Leased(msgspec.Struct, frozen=True, gc=False):
     """One chunk of a lease: pinned and verified until the lease ends."""
 
     key: ChunkKey
@@ -35,20 +39,67 @@ class Leased(msgspec.Struct, frozen=True):
     source: Source
 
 
+class Prefix(Sequence[Leased]):
+    """The first chunks of a lease; there may be thousands, so each is made when it is asked for.
+
+    `sources` has a byte for each, a `Source`.
+    """
+
+    __slots__ = ("_entries", "sources")
+
+    def __init__(self, entries: "Sequence[Entry]" = (), sources: bytes = b"") -> None:
+        self._entries = entries
+        self.sources = sources
+
+    def extents(self, first: int, end: int) -> list[Extent]:
+        """Return the extents of some of its chunks."""
+        return [entry.extent for entry in self._entries[first : min(end, len(self))]]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @overload
+    def __getitem__(self, at: int) -> Leased: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> "Prefix": ...
+
+    def __getitem__(self, at: int | slice) -> "Leased | Prefix":
+        if isinstance(at, slice):
+            return Prefix(self._entries[: len(self)][at], self.sources[at])
+        return _leased(self._entries[range(len(self))[at]], self.sources[at])
+
+    def __iter__(self) -> Iterator[Leased]:
+        return map(_leased, self._entries, self.sources)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def _leased(entry: "Entry", source: int) -> Leased:
+    return Leased(entry.key, entry.extent, Source(source))
+
+
 class Acquisition(msgspec.Struct, frozen=True):
     """The state of a lease: `chunks` is the prefix leased so far.
 
     `promoting` counts the chunks behind that prefix whose promotion this ticket still waits
-    for, and one more while it waits to hear whether a tier has the next; 0 means the answer is
-    final.
+    for, one more while it waits to hear whether a tier has the next, and one while it is long and
+    more of it is being leased; 0 means the answer is final.
     """
 
     ticket: Ticket
-    chunks: tuple[Leased, ...]
+    chunks: Prefix
     promoting: int
 
 
-class Grant(msgspec.Struct, frozen=True):
+class Grant(msgspec.Struct, frozen=True, gc=False):
     """Space for one chunk, reserved, and a rank's part in it: to write these `shards` (a bitmap).
 
     They are all the rank's shards, or none: then another rank of its session writes the same
@@ -74,7 +125,7 @@ class CommitResult(enum.Enum):
     """The reservation was given up meanwhile; the space is free once all writers are done."""
 
 
-class TierLookup(msgspec.Struct, frozen=True):
+class TierLookup(msgspec.Struct, frozen=True, gc=False):
     """Action: ask `tier`, in one batch, which shards of these chunks it has.
 
     Answer with `tier_looked_up` exactly once, and in time, whatever the tier does.
@@ -87,7 +138,7 @@ class TierLookup(msgspec.Struct, frozen=True):
     tenant: TenantId = NO_TENANT
 
 
-class TierRead(msgspec.Struct, frozen=True):
+class TierRead(msgspec.Struct, frozen=True, gc=False):
     """Action: read every shard of the chunk from `tier` into `extent`.
 
     Answer with `tier_read_done` exactly once.
@@ -100,7 +151,7 @@ class TierRead(msgspec.Struct, frozen=True):
     tenant: TenantId = NO_TENANT
 
 
-class TierWrite(msgspec.Struct, frozen=True):
+class TierWrite(msgspec.Struct, frozen=True, gc=False):
     """Action: write every shard of the chunk from `extent` to `tier`, with these checksums.
 
     The extent stays as it is until `tier_write_done`, which is called exactly once.
@@ -114,7 +165,7 @@ class TierWrite(msgspec.Struct, frozen=True):
     tenant: TenantId = NO_TENANT
 
 
-class TierDelete(msgspec.Struct, frozen=True):
+class TierDelete(msgspec.Struct, frozen=True, gc=False):
     """Action: delete every shard of the chunk from `tier`. No answer is awaited."""
 
     tier: TierName

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the catalog needs of an allocator (`kvhaven.arena.allocator` is the one there is)."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol, TypeVar
 
 from kvhaven.types import Extent
@@ -9,13 +9,31 @@ from kvhaven.types import Extent
 S = TypeVar("S", bound=Hashable)
 """The allocator's name of a slab."""
 
+Reach = Mapping[int, int]
+"""The usable bytes at the front of each segment, by its index."""
+
+
+def within(extent: Extent, reach: Reach) -> bool:
+    """Whether an extent lies within reach."""
+    return extent.offset + extent.length <= reach.get(extent.segment, 0)
+
 
 class Allocator(Protocol[S]):
     """Hands out extents of the arena from slabs of equal extents; pure bookkeeping.
 
     What the catalog relies on: generations are never used twice, and an extent that was
-    freed makes the next `allocate` of its length succeed.
+    freed makes the next `allocate` of its length succeed, without `reach`.
     """
+
+    @property
+    def usable(self) -> Reach:
+        """What may be handed out of each segment."""
+
+    def grow(self, segment: int, usable_bytes: int) -> None:
+        """Hand out extents in the first `usable_bytes` of a segment. Raises `ArenaError`."""
+
+    def settle(self, segment: int) -> None:
+        """Note that a segment will not grow any more."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -28,8 +46,8 @@ class Allocator(Protocol[S]):
     def fits(self, length: int) -> bool:
         """Whether an extent of `length` bytes could be had from an empty arena."""
 
-    def allocate(self, length: int) -> Extent | None:
-        """Return a new extent of `length` bytes, or None when there is no room."""
+    def allocate(self, length: int, reach: Reach | None = None) -> Extent | None:
+        """Return a new extent of `length` bytes, within reach; None when there is no room."""
 
     def free(self, extent: Extent) -> None:
         """Take an extent back. Raises `ArenaError` when it is not handed out."""
@@ -37,14 +55,13 @@ class Allocator(Protocol[S]):
     def slab_of(self, extent: Extent) -> S:
         """Return the slab in which an extent lies."""
 
-    def extents_in(self, slab: S) -> Iterable[Extent]:
-        """Return the extents of a slab that are handed out."""
+    def room_near(
+        self, slab: S, length: int, cost: Callable[[S], float | None]
+    ) -> tuple[S, ...] | None:
+        """Return the slabs to empty, about this one, so that `length` bytes can be had.
 
-    def cheapest_room(self, length: int, cost: Callable[[S], float | None]) -> tuple[S, ...] | None:
-        """Return the slabs to empty so that `length` bytes can be had, at the least cost.
-
-        `cost` gives None for a slab that cannot be emptied; the answer is None when nothing
-        helps, and empty when there is room already.
+        Those of the least total cost; `cost` gives None for a slab that cannot be emptied. The
+        answer is None when nothing there helps.
         """
 
     def check(self) -> None:

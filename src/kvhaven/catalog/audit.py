@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audits the catalog: what must hold after every event, counted anew from the ground up."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from itertools import pairwise
 
-from kvhaven.catalog.allocation import S
+from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.audit_lookups import check_lookups
-from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
+from kvhaven.catalog.entries import Entry, Listed, State, Tenant
+from kvhaven.catalog.holdings import Holding, Place, Shelf
 from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policy import EvictionPolicy
+from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.sessions import Lease, Member, Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.tierindex import TierIndex
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.tierspec import WriteMode
 from kvhaven.catalog.writebehind import OUTSTANDING_BYTES, OUTSTANDING_CHUNKS, WriteBehind
-from kvhaven.types import ChunkKey
 
 
 def check(
@@ -25,30 +27,45 @@ def check(
     sessions: Sessions,
     tiers: Tiers,
     leases: Leases,
+    reservations: Reservations,
+    *,
+    at_rest: bool,
 ) -> None:
-    """Raise AssertionError that names the first invariant that does not hold."""
+    """Raise AssertionError that names the first invariant that does not hold.
+
+    Some only hold `at_rest`: when nothing that an event has begun is left to do.
+    """
     space.allocator.check()
     _check_space(space)
-    for entry in space.held.values():
+    _check_slabs(space)
+    _check_corrupt(space)
+    for entry in space.held:
         _check_entry(entry, space)
     _check_aging(owners, space)
-    _check_quotas(owners, space)
-    _check_writers(space, sessions)
-    _check_leases(space, sessions, leases)
+    _check_quotas(owners, space, at_rest=at_rest)
+    _check_place(
+        space.place,
+        [(e.holding, e.state is State.RESIDENT, e.extent.length) for e in space.entries.values()],
+        owners,
+        at_rest=at_rest,
+    )
+    _check_writers(space, sessions, reservations, at_rest=at_rest)
+    _check_leases(space, sessions, leases, at_rest=at_rest)
     for own in tiers.own.values():
-        _check_index(own)
+        _check_index(own, owners, at_rest=at_rest)
     for writes_to in tiers.writes.values():
-        _check_writes(writes_to, space)
+        _check_writes(writes_to, space, at_rest=at_rest)
     check_lookups(sessions, tiers, leases)
     reads = sum(sum(i.reads.values()) for i in tiers.indexes.values())
-    reading = sum(e.reading for e in space.held.values())
+    reading = sum(e.reading for e in space.held)
+    assert reading == space.promoting, f"{space.promoting} promotions are counted, not {reading}"
     assert reads == reading, f"{reads} tier reads are under way, but {reading} extents are filled"
     filling = sum(i.reading_bytes for i in tiers.indexes.values())
     assert filling == space.promoting_bytes, f"tiers fill {filling} bytes"
     writes = Counter(e.extent.generation for w in tiers.writes.values() for e in w.writing.values())
     for through in (w for w in tiers.writes.values() if w.pins):
-        writes.update(e.extent.generation for e in through.queue)
-    for entry in space.held.values():
+        writes.update(e.extent.generation for e, _ in (*through.queue, *through.dropping))
+    for entry in space.held:
         wanted = writes.get(entry.extent.generation, 0)
         assert entry.writes == wanted, f"{_name(entry)} counts {entry.writes} writes, not {wanted}"
 
@@ -59,29 +76,82 @@ def _name(entry: Entry) -> str:
 
 def _check_space(space: Space[S]) -> None:
     """Every extent that is handed out belongs to one entry, and no two overlap."""
-    used = sum(e.extent.length for e in space.held.values())
+    held = list(space.held)
+    used = sum(e.extent.length for e in held)
     allocator = space.allocator
     assert used == allocator.used_bytes, f"entries hold {used} bytes, not {allocator.used_bytes}"
     assert used <= allocator.capacity_bytes, f"{used} bytes are more than the arena has"
-    places = sorted(
-        (e.extent.segment, e.extent.offset, e.extent.length) for e in space.held.values()
-    )
+    places = sorted((e.extent.segment, e.extent.offset, e.extent.length) for e in held)
     for one, two in pairwise(places):
         apart = one[0] != two[0] or one[1] + one[2] <= two[1]
         assert apart, f"extents {one} and {two} overlap"
+    for entry in space.held:
+        assert within(entry.extent, allocator.usable), f"{_name(entry)} lies in what is not there"
     live = {e.extent.generation for e in space.entries.values()}
-    doomed = {g for g, e in space.held.items() if e.state is State.DOOMED}
-    assert live | doomed == space.held.keys(), "an extent is held by no chunk"
+    doomed = {e.extent.generation for e in held if e.state is State.DOOMED}
+    assert live | doomed == {e.extent.generation for e in held}, "an extent is held by no chunk"
     assert not live & doomed, "a doomed chunk is in sight"
-    reserved = {g for g, e in space.held.items() if e.state is State.RESERVED}
-    assert reserved == space.reserved.keys(), "the list of reservations is off"
-    total = sum(space.held[g].extent.length for g in doomed)
-    assert total == space.doomed_bytes, f"{total} bytes are doomed, not {space.doomed_bytes}"
+    for state, counted in (
+        (State.DOOMED, space.doomed_bytes),
+        (State.RESERVED, space.reserved_bytes),
+    ):
+        total = sum(e.extent.length for e in held if e.state is state)
+        assert total == counted, f"{total} bytes are {state.value}, not {counted}"
+
+
+def _check_corrupt(space: Space[S]) -> None:
+    corrupt = sum(e.corrupt for e in space.held)
+    assert corrupt == space.corrupt, f"{corrupt} chunks in use are corrupt, not {space.corrupt}"
+
+
+def _check_slabs(space: Space[S]) -> None:
+    """Each slab knows its entries, and slabs are in the order of their last use."""
+    for name, slab in space.slabs.known.items():
+        assert slab.entries, f"slab {name} is empty and was not given up"
+        for generation, entry in slab.entries.items():
+            assert entry.extent.generation == generation, f"{_name(entry)} is filed wrongly"
+            assert entry.slab is slab, f"{_name(entry)} believes to lie elsewhere"
+            assert space.allocator.slab_of(entry.extent) == name, f"{_name(entry)} lies elsewhere"
+            assert entry.stamp <= slab.stamp, f"{_name(entry)} is younger than its slab"
+    for length in {slab.length for slab in space.slabs}:
+        order = [slab.stamp for slab in space.slabs.order(length)]
+        assert order == sorted(order), f"the slabs of {length} bytes are not in order"
+
+
+def _check_place(
+    place: Place,
+    entries: Iterable[tuple[Holding, bool, int]],
+    owners: Owners,
+    *,
+    at_rest: bool,
+) -> None:
+    """Holdings and shelves count what refers to them: whole chunks, their bytes, all entries."""
+    counts = defaultdict[Holding, list[int]](lambda: [0, 0, 0])
+    for holding, whole, bytes_ in entries:
+        counted = counts[holding]
+        counted[0] += whole
+        counted[1] += bytes_ * whole
+        counted[2] += 1
+    known = {h for p in owners.parts() if (h := p.holdings.get(place.name)) is not None}
+    shelves = defaultdict[Shelf, list[int]](lambda: [0, 0, 0])
+    for holding in known | counts.keys():
+        found = [holding.chunks, holding.bytes, holding.entries]
+        assert counts[holding] == found, f"{place.name}: a holding counts {found}"
+        shelf = shelves[holding.shelf]
+        shelf[:] = map(int.__add__, shelf, found)
+    for shelf_, expected in shelves.items():
+        found = [shelf_.chunks, shelf_.bytes, shelf_.entries]
+        assert expected == found, f"{place.name}: a shelf counts {found}, not {expected}"
+        current = shelf_ in place.shelves.values()
+        assert current != shelf_.cleared, f"{place.name}: a shelf was not put aside, or lost"
+    leftover = sum(h.entries for h in counts if h.cleared)
+    assert leftover == place.leftover, f"{place.name}: {leftover} cleared entries are left"
+    assert not (at_rest and leftover), f"{place.name}: cleared entries stay"
 
 
 def _check_entry(entry: Entry, space: Space[S]) -> None:
     name, complete = _name(entry), entry.namespace.complete
-    assert space.held.get(entry.extent.generation) is entry, f"{name} is filed under another name"
+    assert space.held_at(entry.extent) is entry, f"{name} is filed under another name"
     assert entry.extent.length == entry.namespace.extent_bytes, f"{name} has a wrong length"
     if entry.state is State.DOOMED:
         assert entry.pinned, f"{name} leaks: nothing pins it"
@@ -112,19 +182,19 @@ def _check_entry(entry: Entry, space: Space[S]) -> None:
 def _check_aging(owners: Owners, space: Space[S]) -> None:
     """The policies and the counts of children are in step with the entries."""
     children = Counter(e.parent for e in space.entries.values() if e.parent is not None)
-    assert children == space.children, "the counts of children are off"
+    for entry in space.entries.values():
+        found = children.pop(entry.key, 0)
+        assert found == entry.children, f"{_name(entry)} counts {entry.children} children"
+    assert children == dict(space.orphans.items()), "the counts of orphans are off"
     listed = [e for e in space.entries.values() if e.listed]
     _check_orders(space.orders.classes, listed, "all")
+    own = defaultdict[Tenant, list[Entry]](list)
+    for entry in listed:
+        if entry.listed is Listed.TENANT:
+            own[entry.namespace.tenant].append(entry)
     for tenant in owners.tenants():
-        own = [e for e in listed if e.namespace.tenant is tenant]
         if tenant.orders is not None:
-            _check_orders(tenant.orders, own, f"tenant {tenant.id.hex()}")
-    for part in owners.parts():
-        resident = sum(
-            e.state is State.RESIDENT for e in space.entries.values() if e.namespace is part
-        )
-        name = f"namespace {part.namespace.digest.hex()} of tenant {part.tenant.id.hex()}"
-        assert resident == part.resident, f"{name}: {resident} are resident"
+            _check_orders(tenant.orders, own[tenant], f"tenant {tenant.id.hex()}")
 
 
 def _check_orders(orders: dict[int, EvictionPolicy], listed: list[Entry], of: str) -> None:
@@ -137,32 +207,41 @@ def _check_orders(orders: dict[int, EvictionPolicy], listed: list[Entry], of: st
         assert known == set(order), f"{of}: policy {policy.name} does not know class {length}"
 
 
-def _check_quotas(owners: Owners, space: Space[S]) -> None:
+def _check_quotas(owners: Owners, space: Space[S], *, at_rest: bool) -> None:
     """Tenants are told apart, and have what is counted, within their quotas."""
-    for entry in space.held.values():
+    for entry in space.held:
         part = owners.part(entry.namespace.namespace.digest, entry.namespace.tenant.id)
         assert entry.namespace is part, f"{_name(entry)} belongs to a part that nobody finds"
     held = Counter[Tenant]()
-    for entry in space.held.values():
+    for entry in space.held:
         held[entry.namespace.tenant] += entry.extent.length
+    classes = (e for e in space.entries.values() if e.listed is Listed.CLASS)
+    unordered = {e.namespace.tenant for e in classes}
     for tenant in owners.tenants():
         name, quota = f"tenant {tenant.id.hex()}", tenant.memory_quota
         assert held[tenant] == tenant.memory_bytes, f"{name} has {held[tenant]} bytes of memory"
         assert quota == owners.memory.of(tenant.id), f"{name} has another quota of memory"
         assert tenant.disk_quota == owners.disk.of(tenant.id), f"{name} has another quota of disk"
-        assert (quota is None) == (tenant.orders is None), f"{name} has no order, or needs none"
+        assert quota is None or tenant.orders is not None, f"{name} has no order"
+        ordered = tenant.orders is None or tenant not in unordered
+        assert ordered or not at_rest, f"{name} has chunks that are not in its order"
         within = quota is None or held[tenant] <= quota or tenant in space.over
         assert within, f"{name} has {held[tenant]} bytes of memory, and may have {quota}"
 
 
-def _check_writers(space: Space[S], sessions: Sessions) -> None:
-    opened = {(m.id, g) for m in sessions.members.values() for g in m.open}
-    writing = {(m, g) for g, e in space.held.items() for m in e.writers or ()}
+def _check_writers(
+    space: Space[S], sessions: Sessions, reservations: Reservations, *, at_rest: bool
+) -> None:
+    members = {**reservations.leaving, **sessions.members}
+    everyone = [*reservations.leaving.values(), *sessions.members.values()]
+    opened = {(m.id, g) for m in everyone for g in (*m.open, *m.void)}
+    writing = {(m, e.extent.generation) for e in space.held for m in e.writers or ()}
     assert opened == writing, f"members and chunks disagree on who writes: {opened ^ writing}"
-    for entry in space.held.values():
+    for entry in space.held:
         taken = entry.bitmap
         for writer, shards in (entry.writers or {}).items():
-            known = sessions.members[writer]
+            known = members[writer]
+            assert within(entry.extent, known.ready), f"{_name(entry)}: {writer} is not ready"
             assert shards in {0, known.holds}, f"{_name(entry)}: {writer} writes a part of its part"
             assert not taken & shards, f"{_name(entry)} has two writers of a shard of {writer}"
             taken |= shards
@@ -170,12 +249,15 @@ def _check_writers(space: Space[S], sessions: Sessions) -> None:
             assert awaited, f"{_name(entry)} was committed by {writer}, who writes it"
     for member in sessions.members.values():
         assert sessions.sessions[member.session].members.get(member.id) is member
-        in_sight = [e for e in member.open.values() if e.state is not State.DOOMED]
-        assert not (member.lost and in_sight), f"{_name(in_sight[0])} has a lost writer"
-    for entry in space.reserved.values():
+        assert not (member.lost and member.open), f"member {member.id} is lost and writes"
+    void = [e for m in everyone for e in m.void.values() if e.state is not State.DOOMED]
+    assert not (at_rest and void), f"{_name(void[0])} has a lost writer"
+    for entry in (e for e in space.held if e.state is State.RESERVED):
         owner = entry.owner[0] if entry.owner is not None else None
-        assert owner in sessions.sessions, f"{_name(entry)} belongs to a forgotten session"
+        known_owner = owner in sessions.sessions or not at_rest
+        assert known_owner, f"{_name(entry)} belongs to a forgotten session"
     assert all(s.members for s in sessions.sessions.values()), "a session has no members"
+    assert not (at_rest and reservations.leaving), "members have not left"
 
 
 def _awaits(entry: Entry, member: Member) -> bool:
@@ -184,78 +266,96 @@ def _awaits(entry: Entry, member: Member) -> bool:
     return own and member.rank is not None and bool(entry.awaited >> member.rank & 1)
 
 
-def _check_leases(space: Space[S], sessions: Sessions, leases: Leases) -> None:
+def _check_leases(space: Space[S], sessions: Sessions, leases: Leases, *, at_rest: bool) -> None:
     """Pins are what the leases say, within the limit; nobody waits for nothing."""
     pins: Counter[int] = Counter()
-    waiting: dict[ChunkKey, list[Lease]] = {}
-    for session in sessions.sessions.values():
+    waiting: dict[Entry, list[Lease]] = {}
+    homes = {*sessions.sessions.values(), *leases.leaving}
+    for session in homes:
+        ranks = [member for member in session.members.values() if member.rank is not None]
         for ticket, lease in session.leases.items():
             name = f"lease {ticket} of session {session.id}"
             assert (lease.session, lease.ticket) == (session.id, ticket), f"{name} is misfiled"
-            assert lease.slots or lease.lookups, f"{name} is empty but remembered"
+            empty = lease.final and not lease.slots
+            assert not (at_rest and empty), f"{name} is empty but remembered"
             assert len(lease.slots) == len(lease.sources), f"{name} has lost a source"
-            begun = lease.orphaned or lease.acked
-            assert not (begun and session.ended(lease)), f"{name} leaks: nobody can be using it"
-            assert lease.final or not lease.orphaned, f"{name} waits for nobody"
+            assert not (at_rest and lease.growing), f"{name} does not grow any more"
+            if session not in leases.leaving:
+                begun = lease.orphaned or lease.acked
+                assert not (begun and session.ended(lease)), f"{name} leaks: nobody can be using it"
+                assert lease.final or not lease.orphaned, f"{name} waits for nobody"
             for index, entry in enumerate(lease.slots):
                 if entry.key in lease.waiting:
                     assert lease.waiting[entry.key] == index, f"{name} waits at the wrong place"
-                    assert entry.state is State.PROMOTING, f"{name} waits for {_name(entry)}"
-                    waiting.setdefault(entry.key, []).append(lease)
+                    assert entry.reading, f"{name} waits for {_name(entry)}"
+                    waiting.setdefault(entry, []).append(lease)
                 else:
+                    unready = [m.id for m in ranks if not within(entry.extent, m.ready)]
+                    assert not unready, f"{name}: {unready} are not ready for {_name(entry)}"
                     assert entry.bitmap == entry.namespace.complete, f"{name}: {_name(entry)}"
                     assert not entry.reading, f"{name} holds what is being filled: {_name(entry)}"
                     pins[entry.extent.generation] += 1
-    for generation, entry in space.held.items():
-        assert entry.leases == pins.pop(generation, 0), f"{_name(entry)}: leases are miscounted"
+    for tail in leases.letting_go:
+        pins.update(entry.extent.generation for entry in tail.entries[tail.done :])
+    for entry in space.held:
+        wanted = pins.pop(entry.extent.generation, 0)
+        assert entry.leases == wanted, f"{_name(entry)}: leases are miscounted"
     assert not pins, "a lease is on an extent that was given away"
     assert waiting.keys() == leases.waiters.keys(), "tickets and promotions disagree"
-    for key, known in leases.waiters.items():
-        same = sorted(map(id, known)) == sorted(map(id, waiting[key]))
-        assert same, f"tickets and promotions disagree on {key.hex()}"
-    leased = sum(e.extent.length for e in space.held.values() if e.leases)
-    filling = sum(e.extent.length for e in space.held.values() if e.reading)
+    for entry, known in leases.waiters.items():
+        same = sorted(map(id, known)) == sorted(map(id, waiting[entry]))
+        assert same, f"tickets and promotions disagree on {_name(entry)}"
+    leased = sum(e.extent.length for e in space.held if e.leases)
+    filling = sum(e.extent.length for e in space.held if e.reading)
     assert leased == space.leased_bytes, f"{leased} bytes are leased, not {space.leased_bytes}"
     assert filling == space.promoting_bytes, f"{filling} bytes are promoting"
     assert leased + filling <= leases.pin_limit, f"{leased + filling} bytes exceed the pin limit"
+    assert not (at_rest and (leases.letting_go or leases.leaving)), "what was let go is still held"
 
 
-def _check_index(index: TierIndex) -> None:
+def _check_index(index: TierIndex, owners: Owners, *, at_rest: bool) -> None:
     name, spec = index.spec.name, index.spec
-    used = sum(s.bytes for s in index.stored.values())
+    used = sum(s.bytes for _, s in index.stored.items())
     assert used == index.used_bytes, f"tier {name} has {used} bytes, not {index.used_bytes}"
-    usage: dict[NamespaceState, tuple[int, int]] = {}
-    for stored in index.stored.values():
-        chunks, bytes_ = usage.get(stored.namespace, (0, 0))
-        usage[stored.namespace] = chunks + 1, bytes_ + stored.bytes
-    assert usage == index.usage, f"tier {name}: the figures by namespace are off"
+    entries = [(s.holding, True, s.bytes) for _, s in index.stored.items()]
+    _check_place(index.place, entries, owners, at_rest=at_rest)
     assert index.writing.total() == index.writing_bytes, f"tier {name}: writes of tenants are off"
-    tenants = {part.tenant for part in usage}
+    tenants = {stored.namespace.tenant for _, stored in index.stored.items()}
     limited = {tenant for tenant in tenants if tenant.disk_quota is not None}
-    assert index.shares.keys() == limited, f"tier {name}: shares of the wrong tenants"
-    for tenant in limited:
-        _check_share(index, tenant)
-    kept = sum(s.bytes for k, s in index.stored.items() if k in index.reads)
-    most = max(spec.capacity_bytes, index.writing_bytes + kept)
-    assert used + index.writing_bytes <= most, f"tier {name} holds more than its capacity"
+    assert index.shares.keys() >= limited, f"tier {name}: a tenant has no share"
+    kept = Counter[Tenant]()
+    for key in index.reads:
+        stored = index.stored.get(key)
+        if stored is not None:
+            kept[stored.namespace.tenant] += stored.bytes
+    assert +kept == index.kept, f"tier {name}: what is being read is miscounted"
+    for tenant in index.shares:
+        _check_share(index, tenant, at_rest=at_rest)
+    most = max(spec.capacity_bytes, index.writing_bytes + kept.total())
+    fits = used + index.writing_bytes <= most
+    assert fits or not at_rest, f"tier {name} holds more than its capacity"
 
 
-def _check_share(index: TierIndex, tenant: Tenant) -> None:
+def _check_share(index: TierIndex, tenant: Tenant, *, at_rest: bool) -> None:
     name, share = f"tier {index.spec.name}, tenant {tenant.id.hex()}", index.shares[tenant]
     own = {k: s for k, s in index.stored.items() if s.namespace.tenant is tenant}
-    assert own.keys() == share.order.keys(), f"{name}: other chunks are its share"
-    used = sum(stored.bytes for stored in own.values())
+    listed = set(share.order)
+    assert listed <= own.keys(), f"{name}: other chunks are its share"
+    assert share.complete or not at_rest, f"{name} is not complete"
+    used = sum(own[key].bytes for key in listed)
     assert used == share.bytes, f"{name} has {used} bytes, not {share.bytes}"
-    assert list(share.order) == [k for k in index.stored if k in own], f"{name}: the order is off"
-    kept = sum(stored.bytes for key, stored in own.items() if key in index.reads)
+    if share.complete:
+        order = [key for key in index.stored if key in own]
+        assert list(share.order) == order, f"{name}: the order is off, or not all are there"
     writing, quota = index.writing[tenant], tenant.disk_quota
-    assert quota is not None
-    assert used + writing <= max(quota, writing + kept), f"{name} has more than {quota} bytes"
+    most = max(quota or 0, writing + index.kept[tenant])
+    within = quota is None or used + writing <= most
+    assert within or not at_rest, f"{name} has more than {quota} bytes"
 
 
-def _check_writes(writes: WriteBehind, space: Space[S]) -> None:
+def _check_writes(writes: WriteBehind, space: Space[S], *, at_rest: bool) -> None:
     name = writes.index.spec.name
-    queued = sum(e.extent.length for e in writes.queue)
+    queued = sum(e.extent.length for e, _ in writes.queue)
     assert queued == writes.queued_bytes, f"tier {name}: {queued} bytes wait to be written"
     assert queued <= writes.limit_bytes, f"tier {name}: more waits to be written than may"
     off = writes.index.spec.write is WriteMode.OFF
@@ -267,6 +367,7 @@ def _check_writes(writes: WriteBehind, space: Space[S]) -> None:
     stored = sum(e.namespace.stored_bytes for e in writes.writing.values())
     assert stored == writes.index.writing_bytes, f"tier {name}: bytes to come are miscounted"
     assert writes.cancelled <= writes.writing.keys(), f"tier {name} cancels what it does not write"
+    assert not (at_rest and (writes.voids or writes.dropping)), f"tier {name} still drops writes"
     for key, entry in writes.writing.items():
-        assert space.held.get(entry.extent.generation) is entry, f"{_name(entry)} is written freed"
+        assert space.held_at(entry.extent) is entry, f"{_name(entry)} is written freed"
         assert entry.key == key, f"tier {name}: {_name(entry)} is filed under another key"

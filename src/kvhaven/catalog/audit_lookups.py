@@ -11,10 +11,10 @@ def check_lookups(sessions: Sessions, tiers: Tiers, leases: Leases) -> None:
     """Raise AssertionError that names the first invariant that does not hold."""
     everyone = [lease for home in sessions.sessions.values() for lease in home.leases.values()]
     for lease in (*everyone, *leases.prefetches):
-        _check_lease(lease, tiers)
+        _check_lease(lease, tiers, prefetch=lease in leases.prefetches)
     for prefetch in leases.prefetches:
         assert not prefetch.slots, "a prefetch pins chunks"
-        assert prefetch.lookups, "a prefetch waits for nothing"
+        assert prefetch.lookups or prefetch.growing, "a prefetch waits for nothing"
     assert len(leases.prefetches) <= MOST_PREFETCHES, "too many prefetches wait"
     known = {id(lease) for lease in (*everyone, *leases.prefetches)}
     for presence in tiers.shared.values():
@@ -23,12 +23,12 @@ def check_lookups(sessions: Sessions, tiers: Tiers, leases: Leases) -> None:
         assert filling <= leases.shared_limit, f"tier {presence.spec.name} fills {filling} bytes"
 
 
-def _check_lease(lease: Lease, tiers: Tiers) -> None:
+def _check_lease(lease: Lease, tiers: Tiers, *, prefetch: bool) -> None:
     name = f"lease {lease.ticket} of session {lease.session}"
     assert len(set(map(id, lease.lookups))) == len(lease.lookups), f"{name} waits twice"
     if lease.lookups:
         # A prefetch has let go of what comes before, so it asks for any of its chunks.
-        wanted = lease.keys[len(lease.slots) :] if lease.session else ()
+        wanted = () if prefetch else lease.keys[len(lease.slots) :]
         for lookup in lease.lookups:
             assert lease in lookup.waiting, f"{name} waits for an answer that nobody tells it of"
             right = not wanted or wanted[0] in lookup.keys

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The catalog's face: every event that can happen to it, and what it wants done."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import cast
 
 from kvhaven.catalog import audit, figures
 from kvhaven.catalog.actions import (
@@ -16,6 +17,7 @@ from kvhaven.catalog.actions import (
 )
 from kvhaven.catalog.allocation import Allocator, S
 from kvhaven.catalog.entries import Entry, State
+from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policy import EvictionPolicy
@@ -24,14 +26,15 @@ from kvhaven.catalog.sessions import Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.stats import CatalogStats, TenantStats
 from kvhaven.catalog.tiering import Tiers
-from kvhaven.catalog.tierspec import TierSpec
+from kvhaven.catalog.tierspec import MEMORY, TierSpec
+from kvhaven.catalog.work import Pace, Work
 from kvhaven.errors import KVHavenError
 from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Extent, NamespaceDigest, TenantId
 
-MEMORY = TierName("memory")
-"""The arena's name where a tier can be named."""
+NO_SESSION = SessionId("")
+"""The session of a prefetch that may use all of the arena."""
 
 
 class Catalog:
@@ -43,12 +46,16 @@ class Catalog:
 
     `policy` is the pattern for one policy a size class. `pin_limit_bytes` bounds leased and
     promoting bytes together (default: half of the arena); `write_queue_bytes` bounds what
-    waits to be written to each tier (default: a quarter). `tiers` are asked in this order, the
-    fastest first; with `fill_faster`, what was read from one is written to those before it.
+    waits to be written to each tier (default: a quarter, at most half of the arena). Both follow
+    an arena that grows. `tiers` are asked in this order, the fastest first; with `fill_faster`,
+    what was read from one is written to those before it.
 
     Every chunk belongs to a tenant, or to nobody. Who asks for it as another gets a miss. A tenant
     keeps to its quota of the arena (`memory_quotas`) and of each tier of our own (`disk_quotas`)
     by evicting its own chunks; where these cannot go, it gets nothing new.
+
+    No event takes long, however many chunks there are: what concerns many of them is begun by the
+    event, and done piece by piece by `work`, in between. `pace` says how large a piece is.
     """
 
     def __init__(
@@ -62,29 +69,48 @@ class Catalog:
         fill_faster: bool = True,
         memory_quotas: Quotas = Quotas(),  # noqa: B008  it is frozen
         disk_quotas: Quotas = Quotas(),  # noqa: B008
+        pace: Pace = Pace(),  # noqa: B008
     ) -> None:
-        capacity = allocator.capacity_bytes
         if any(spec.name == MEMORY for spec in tiers):
             raise KVHavenError(f"a tier cannot be named {MEMORY}: that is the arena; rename it")
         self._actions: list[Action] = []
+        self._work = Work(pace)
         self._owners = Owners(memory_quotas, disk_quotas)
-        self._space = Space(allocator, policy)
-        self._sessions = Sessions()
+        self._space = Space(allocator, policy, self._work)
+        self._sessions = Sessions(allocator.usable)
+        self._pin_limit_bytes = pin_limit_bytes
+        self._write_queue_bytes = write_queue_bytes
         self._tiers = Tiers(
             tiers,
-            capacity // 4 if write_queue_bytes is None else write_queue_bytes,
+            self._queue_limit(),
             self._actions,
             self._space.free_if_idle,
+            self._work,
             fill_faster=fill_faster,
         )
         self._leases = Leases(
             self._space,
             self._tiers,
             self._sessions,
-            capacity // 2 if pin_limit_bytes is None else pin_limit_bytes,
+            self._pin_limit(),
             self._actions,
+            self._work,
         )
-        self._reservations = Reservations(self._space, self._sessions)
+        self._reservations = Reservations(self._space, self._sessions, self._work)
+
+    # The arena
+
+    def grew(self, segment: int, usable_bytes: int, *, last: bool = False) -> None:
+        """Note that the first `usable_bytes` of a segment may be handed out; `last`: for good.
+
+        No rank is ready for what is new (see `ready`).
+        """
+        self._space.allocator.grow(segment, usable_bytes)
+        if last:
+            self._space.allocator.settle(segment)
+        self._sessions.grew()
+        self._leases.pin_limit = self._pin_limit()
+        self._tiers.limit_queues(self._queue_limit())
 
     # Who is here
 
@@ -94,6 +120,10 @@ class Catalog:
         Raises KVHavenError if it has no shards, or was known with another shard table.
         """
         self._owners.add(namespace)
+
+    def namespaces(self) -> tuple[Namespace, ...]:
+        """Return the namespaces that are known."""
+        return tuple(part.namespace for part in self._owners.namespaces())
 
     def attach(
         self,
@@ -126,6 +156,16 @@ class Catalog:
             )
         self._sessions.attach(session, member, rank, namespace, world, holds)
 
+    def ready(self, member: MemberId, segment: int, usable_bytes: int) -> None:
+        """Note that a rank can copy to and from the first `usable_bytes` of a segment.
+
+        A session is offered and granted only what all its ranks are ready for, that is nothing
+        at first. Less than before, again, or for an unknown member, changes nothing.
+        """
+        known = self._sessions.members.get(member)
+        if known is not None:
+            self._sessions.ready(known, segment, usable_bytes)
+
     def lost(self, member: MemberId) -> None:
         """Note that a connection closed, which proves nothing about the process.
 
@@ -148,7 +188,6 @@ class Catalog:
         if known is None:
             return
         known.lost = True
-        self._reservations.lost(known)
         self._reservations.gone(known)
         home = self._sessions.gone(known)
         self._leases.gone(home, known)
@@ -173,10 +212,12 @@ class Catalog:
 
         `keys` begins at the chain's head. Consecutive chunks behind the prefix that an online
         tier holds are promoted, as far as space and the pin limit go, and the ticket waits
-        for them, and for those that are being promoted for others. Behind what is known to be
+        for them, and for those that are being promoted for others. A chunk in memory that the
+        session's ranks are not ready for ends the prefix. Behind what is known to be
         anywhere, shared tiers are asked, and the ticket waits for their answers and for what
-        comes of them. When it waits no more an `Update` says so. The same ticket again gets the
-        present state. A ticket that got nothing, and waits for nothing, is not remembered.
+        comes of them. A long chain is leased piece by piece, and the ticket waits for that too.
+        When it waits no more an `Update` says so. The same ticket again gets the present state. A
+        ticket that got nothing, and waits for nothing, is not remembered.
         Raises KVHavenError for an unknown session or namespace.
         """
         return self._leases.acquire(session, ticket, self._owners.part(namespace, tenant), keys)
@@ -189,10 +230,17 @@ class Catalog:
         return self._leases.settle(session, ticket)
 
     def prefetch(
-        self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT
+        self,
+        namespace: NamespaceDigest,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
+        session: SessionId = NO_SESSION,
     ) -> int:
-        """Touch, ask and promote as `acquire`, without a lease; return promotions begun at once."""
-        return self._leases.prefetch(self._owners.part(namespace, tenant), keys)
+        """Touch, ask and promote as `acquire`, without a lease; return promotions begun at once.
+
+        Chunks are promoted to places that all ranks of the session are ready for.
+        """
+        return self._leases.prefetch(session, self._owners.part(namespace, tenant), keys)
 
     def release(self, session: SessionId, ticket: Ticket) -> None:
         """End a lease that no rank was or will be told of; an unknown one is fine."""
@@ -237,7 +285,7 @@ class Catalog:
         shards of the rank, or, if another rank of the save was granted the same ones, none.
         None for a chunk means: this rank has no part in it. It is here, on its way, another
         save's, or committed by this rank already, or there is no space even after eviction, or
-        the tenant's quota has none.
+        the tenant's quota has none, or none is free of what the session's ranks are ready for.
         What another save left incomplete, and nobody writes any more, is dropped for this one.
         Raises KVHavenError for a member that is no connected rank, an unknown namespace, or
         another one than the member's.
@@ -303,11 +351,19 @@ class Catalog:
         """
         writes = self._tiers.writes_of(tier, key)
         entry = writes.done(key, ok=ok, taken_bytes=taken_bytes)
-        if ok and not self._space.children.get(key):
+        if ok and not entry.children:
             # The head of the chain may have been written long before: it stays the newer.
             self._tiers.indexes[tier].touch(e.key for e in self._space.chain(entry))
         self._space.free_if_idle(entry)
         writes.pump()
+
+    def tier_scanned(self, tier: TierName, *, ended: bool) -> None:
+        """Note that a scan of a tier of our own begins, or has ended.
+
+        What is cleared in between is deleted when the scan finds it. Raises KVHavenError for an
+        unknown tier, and for a shared one.
+        """
+        self._tiers.own_index(tier).scan(begins=not ended)
 
     def tier_found(
         self,
@@ -349,9 +405,8 @@ class Catalog:
         """
         entry = self._resident(key, extent)
         if entry is not None:
-            entry.corrupt = True
             self._tiers.discard(entry)
-            self._space.doom(entry)
+            self._space.discard(entry)
 
     def clear(
         self,
@@ -365,16 +420,17 @@ class Catalog:
         `TierName("memory")` is the arena alone. A shared tier is only touched when it is named:
         writes to it end undone, and what it was heard to hold is forgotten; its store is the
         caller's to clear. Returns chunks and bytes dropped, a chunk in two places counted twice.
-        What is pinned is out of sight now; its space follows. Raises KVHavenError for an unknown
-        namespace or tier.
+        All of it is out of sight now. Its space and its files follow piece by piece, and what is
+        pinned when it is not any more. Raises KVHavenError for an unknown namespace or tier.
         """
-        parts = frozenset(self._owners.parts(namespace, tenant))
+        scope = Scope(namespace, tenant)
+        parts = self._owners.parts_of(scope)
         chunks = bytes_ = 0
-        if tier in (None, MEMORY):
-            chunks, bytes_ = self._leases.clear(parts)
         if tier != MEMORY:
             names = tuple(self._tiers.own) if tier is None else (tier,)
-            more = self._tiers.clear(names, parts)
+            chunks, bytes_ = self._tiers.clear(names, scope, parts)
+        if tier in (None, MEMORY):
+            more = self._leases.clear(scope, parts)
             chunks, bytes_ = chunks + more[0], bytes_ + more[1]
         return chunks, bytes_
 
@@ -383,7 +439,8 @@ class Catalog:
     def limit_memory(self, tenant: TenantId, quota: int | None) -> None:
         """Give a tenant another quota of the arena in bytes; None is none at all.
 
-        What it has beyond goes at once, or, where somebody uses it, as soon as nobody does.
+        It gets nothing new beyond it from now on. What it has beyond goes piece by piece, and what
+        somebody uses as soon as nobody does.
         """
         self._space.quota_changed(self._owners.limit_memory(tenant, quota))
 
@@ -396,7 +453,7 @@ class Catalog:
     def take_actions(self) -> list[Action]:
         """Return what is to be done since the last call, in order.
 
-        Before, tenants with more than their quota give up what nobody uses any more.
+        Before, a tenant with more than its quota gives up what nobody uses any more.
         """
         if self._space.over:
             self._space.enforce_quotas()
@@ -404,8 +461,33 @@ class Catalog:
         self._actions.clear()
         return actions
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything for `work` to do."""
+        return self._work.pending
+
+    def work(self, pieces: int = 1) -> bool:
+        """Do so many pieces of what events have begun; return whether there are more.
+
+        Each takes a millisecond or two. Call it, and do the actions that come of it, whenever
+        there is nothing else to do.
+        """
+        return self._work.run(pieces)
+
     def stats(self) -> CatalogStats:
         """Return the figures of this moment, without walking over all chunks."""
+        survey = self.survey()
+        while True:
+            try:
+                next(survey)
+            except StopIteration as end:
+                return cast(CatalogStats, end.value)
+
+    def survey(self) -> Generator[None, None, CatalogStats]:
+        """Gather the same piece by piece: there may be a great many tenants.
+
+        The figures of different tenants may be of different moments then.
+        """
         return figures.collect(
             self._owners,
             self._space,
@@ -417,7 +499,7 @@ class Catalog:
 
     def tenant_stats(self, tenant: TenantId) -> TenantStats:
         """Return the figures of one tenant, which may have nothing."""
-        return figures.of_tenant(self._owners, self._tiers, tenant)
+        return figures.of_tenant(self._owners, self._space, self._tiers, tenant)
 
     def unwritten(self) -> int:
         """Return how many chunks are, or wait to be, written to tiers that are online."""
@@ -426,10 +508,26 @@ class Catalog:
 
     def check(self) -> None:
         """Audit every invariant. Raises AssertionError that names what is off."""
-        audit.check(self._owners, self._space, self._sessions, self._tiers, self._leases)
+        audit.check(
+            self._owners,
+            self._space,
+            self._sessions,
+            self._tiers,
+            self._leases,
+            self._reservations,
+            at_rest=not self._work.pending,
+        )
+
+    def _pin_limit(self) -> int:
+        half = self._space.allocator.capacity_bytes // 2
+        return half if self._pin_limit_bytes is None else self._pin_limit_bytes
+
+    def _queue_limit(self) -> int:
+        capacity, wanted = self._space.allocator.capacity_bytes, self._write_queue_bytes
+        return capacity // 4 if wanted is None else min(wanted, capacity // 2)
 
     def _resident(self, key: ChunkKey, extent: Extent | None) -> Entry | None:
         entry = self._space.entries.get(key)
-        if entry is None or entry.state is not State.RESIDENT:
+        if entry is None or entry.state is not State.RESIDENT or entry.holding.cleared:
             return None
         return entry if extent in (None, entry.extent) else None

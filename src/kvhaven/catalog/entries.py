@@ -2,11 +2,16 @@
 """What the catalog knows of one tenant, one namespace, and one chunk in the arena."""
 
 import enum
+from typing import TYPE_CHECKING, Any
 
 from kvhaven.catalog.actions import MemberId, SessionId, Source
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, Extent, TenantId, align_up
+
+if TYPE_CHECKING:
+    from kvhaven.catalog.holdings import Holding
+    from kvhaven.catalog.slabs import SlabUse
 
 SaveId = tuple[SessionId, int]
 """One save of one engine, on all its ranks: the session, and the save's number in it."""
@@ -30,11 +35,21 @@ def stored_bytes(payload_bytes: int) -> int:
     return PAGE_BYTES + align_up(payload_bytes)
 
 
+class Listed(enum.IntEnum):
+    """Which eviction policies know a chunk: those that do may evict it."""
+
+    NOT = 0
+    CLASS = 1
+    """That of its size class."""
+    TENANT = 2
+    """Its tenant's own, too."""
+
+
 class Tenant:
     """What a tenant has of the arena, and what it may have there and in each tier of our own.
 
     `orders` are policies of its own, by extent length: in which order its chunks go when it has
-    a quota. Without one there are none.
+    a quota. There are none before its first quota.
     """
 
     __slots__ = ("__weakref__", "disk_quota", "id", "memory_bytes", "memory_quota", "orders")
@@ -48,14 +63,17 @@ class Tenant:
 
 
 class NamespaceState:
-    """A tenant's part of a namespace, with the figures that are needed often."""
+    """A tenant's part of a namespace, with the figures that are needed often.
+
+    `holdings` is what it has in the arena and in tiers, by the place's name (see `Place`).
+    """
 
     __slots__ = (
         "__weakref__",
         "complete",
         "extent_bytes",
+        "holdings",
         "namespace",
-        "resident",
         "shards",
         "stored_bytes",
         "tenant",
@@ -69,23 +87,25 @@ class NamespaceState:
         self.complete = table.complete
         self.extent_bytes = table.extent_bytes
         self.stored_bytes = sum(stored_bytes(s.payload_bytes) for s in table.shards)
-        self.resident = 0  # chunks in the arena that are visible
+        self.holdings: dict[str, Holding] = {}
 
 
 class Entry:
     """One chunk in the arena. It refers to no other entry and to no session or lease.
 
     There may be a million of these while the cyclic garbage collector is off, so they have
-    slots and are in no cycle.
+    slots, and are in no cycle once they are given up: until then their slab refers to them.
     """
 
     __slots__ = (
         "awaited",
         "bitmap",
         "checksums",
+        "children",
         "corrupt",
         "extent",
         "fresh",
+        "holding",
         "key",
         "leases",
         "listed",
@@ -94,6 +114,7 @@ class Entry:
         "parent",
         "reading",
         "reused",
+        "slab",
         "stamp",
         "state",
         "writers",
@@ -103,15 +124,19 @@ class Entry:
     def __init__(
         self,
         namespace: NamespaceState,
+        holding: "Holding",
         key: ChunkKey,
         parent: ChunkKey | None,
         extent: Extent,
+        slab: "SlabUse[Any]",  # the allocator's kind of slab is nobody's business here
         state: State,
     ) -> None:
         self.namespace = namespace
+        self.holding = holding
         self.key = key
         self.parent = parent
         self.extent = extent
+        self.slab = slab
         self.state = state
         self.bitmap = 0  # shards that are written; complete when resident
         self.checksums: list[Checksum | None] | tuple[Checksum, ...] = ()
@@ -123,7 +148,8 @@ class Entry:
         self.writers: dict[MemberId, int] | None = None  # who may still write, and which shards
         self.owner: SaveId | None = None  # whose reservation it is
         self.awaited = 0  # bitmap of the owner's ranks that have not committed
-        self.listed = False  # the eviction policy knows it
+        self.listed = Listed.NOT  # which eviction policies know it
+        self.children = 0  # entries in sight whose parent it is
         self.stamp = 0  # number of the event that used it last
         self.corrupt = False  # its bytes failed verification after it was leased
 

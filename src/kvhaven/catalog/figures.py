@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers the catalog's figures."""
 
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from heapq import heappush, heappushpop
+
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.allocation import S
-from kvhaven.catalog.entries import Entry, NamespaceState, Tenant
+from kvhaven.catalog.entries import NamespaceState, Tenant
+from kvhaven.catalog.holdings import Place, Scope
 from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.reservations import Reservations
@@ -20,10 +24,17 @@ from kvhaven.catalog.stats import (
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.tierspec import TierState
 from kvhaven.catalog.writebehind import WriteBehind
-from kvhaven.types import NamespaceDigest, TenantId
+from kvhaven.maps import StripedDict
+from kvhaven.types import NO_TENANT, TenantId
 
-_Parts = list[NamespaceState]
-_UsageByTier = dict[TierName, dict[NamespaceState, tuple[int, int]]]
+_PIECE = 64
+"""Tenants, or chunks in quarantine, that are looked at in one go."""
+
+_Seen = StripedDict[bytes, None]
+"""Chunks by their generation."""
+
+_Places = Mapping[TierName, Place]
+"""The tiers of our own."""
 
 
 def collect(
@@ -33,36 +44,41 @@ def collect(
     tiers: Tiers,
     leases: Leases,
     reservations: Reservations,
-) -> CatalogStats:
-    """Return all figures; the cost grows with namespaces, tenants and leases, not with chunks."""
-    usage = {name: index.figures().usage for name, index in tiers.own.items()}
-    quarantine = {m.id: _quarantined(m, sessions) for m in sessions.lost()}
-    by_namespace: dict[NamespaceDigest, _Parts] = {}
-    by_tenant: dict[Tenant, _Parts] = {tenant: [] for tenant in owners.tenants()}
-    for part in owners.parts():
-        by_namespace.setdefault(part.namespace.digest, []).append(part)
-        if part.tenant in by_tenant:
-            by_tenant[part.tenant].append(part)
-    tenants, more_tenants = _tenants(by_tenant, usage)
-    held: dict[int, Entry] = {}
-    for entries in quarantine.values():
-        held.update(entries)
+) -> Generator[None, None, CatalogStats]:
+    """Return all figures, in pieces that each take a millisecond at most.
+
+    The cost grows with tenants, and with what is in quarantine, not with chunks.
+    """
+    places = {name: index.place for name, index in tiers.own.items()}
+    quarantined, seen, quarantine = 0, _Seen(), {}
+    for member in tuple(sessions.lost()):
+        quarantine[member.id], more = yield from _quarantined(member, sessions, seen)
+        quarantined += more
+    tenants, more_tenants = yield from _tenants(owners, space.place, places)
+    yield
     return CatalogStats(
-        namespaces={d: _namespace(parts, usage) for d, parts in by_namespace.items()},
+        namespaces={
+            part.namespace.digest: NamespaceStats(
+                fields=part.namespace.fields,
+                memory=_on_shelf(space.place, part),
+                tiers={name: _on_shelf(place, part) for name, place in places.items()},
+            )
+            for part in owners.namespaces()
+        },
         tiers={name: _tier(tiers.indexes[name], w) for name, w in tiers.writes.items()},
         sessions=len(sessions.sessions),
         members=len(sessions.members),
         capacity_bytes=space.allocator.capacity_bytes,
         used_bytes=space.allocator.used_bytes,
         pin_limit_bytes=leases.pin_limit,
-        resident_chunks=sum(p.resident for parts in by_namespace.values() for p in parts),
+        resident_chunks=sum(shelf.chunks for shelf in space.place.shelves.values()),
         leases=sum(len(s.leases) for s in sessions.sessions.values()),
         leased_bytes=space.leased_bytes,
         promoting_bytes=space.promoting_bytes,
-        reserved_bytes=_bytes(space.reserved),
+        reserved_bytes=space.reserved_bytes,
         doomed_bytes=space.doomed_bytes,
-        quarantined_bytes=_bytes(held),
-        quarantined_by={member: _bytes(entries) for member, entries in quarantine.items()},
+        quarantined_bytes=quarantined,
+        quarantined_by=quarantine,
         evictions=space.evictions,
         commits=reservations.commits,
         refused_commits=reservations.refused,
@@ -73,6 +89,7 @@ def collect(
         promoted_chunks=leases.promoted,
         failed_promotions=leases.failed_promotions,
         foreign=leases.foreign,
+        unready=leases.unready,
         quota_evictions=space.quota_evictions,
         quota_refusals=space.quota_refusals,
         tenants=tenants,
@@ -80,66 +97,88 @@ def collect(
     )
 
 
-def of_tenant(owners: Owners, tiers: Tiers, tenant: TenantId) -> TenantStats:
+def of_tenant(owners: Owners, space: Space[S], tiers: Tiers, tenant: TenantId) -> TenantStats:
     """Return the figures of one tenant, known or not."""
-    usage = {name: index.figures().usage for name, index in tiers.own.items()}
-    return _tenant(owners.tenant(tenant), list(owners.parts(tenant=tenant)), usage)
+    parts = owners.parts_of(Scope(None, tenant))
+    places = {name: index.place for name, index in tiers.own.items()}
+    return _tenant(owners.tenant(tenant), parts, space.place, places)
 
 
-def _bytes(entries: dict[int, Entry]) -> int:
-    return sum(e.extent.length for e in entries.values())
+def _quarantined(
+    member: Member, sessions: Sessions, seen: _Seen
+) -> Generator[None, None, tuple[int, int]]:
+    """Return the bytes that a lost member may still touch, and of how many no other one may.
 
-
-def _quarantined(member: Member, sessions: Sessions) -> dict[int, Entry]:
-    """Return what a lost member may still touch: its reservations, and leases it has not acked."""
-    held = dict(member.open)
-    if member.rank is not None:
-        for lease in sessions.sessions[member.session].leases.values():
-            if not lease.acked >> member.rank & 1:
-                held.update((e.extent.generation, e) for e in lease.slots if e.leases)
-    return held
-
-
-def _namespace(parts: _Parts, usage: _UsageByTier) -> NamespaceStats:
-    resident = sum(part.resident for part in parts)
-    return NamespaceStats(
-        fields=parts[0].namespace.fields,
-        memory=Usage(resident, resident * parts[0].extent_bytes),
-        tiers=_in_tiers(parts, usage),
-    )
+    Its reservations, and leases that it has not acknowledged. `seen` are other members' chunks.
+    """
+    home, rank = sessions.sessions.get(member.session), member.rank
+    leases = () if home is None or rank is None else tuple(home.leases.values())
+    unread = [lease.slots for lease in leases if not lease.acked >> (rank or 0) & 1]
+    own, looked, own_bytes, more_bytes = _Seen(), 0, 0, 0
+    for entries in (member.open.values(), member.void.values(), *unread):
+        for entry in tuple(entries):
+            generation = entry.extent.generation.to_bytes(8, "little")
+            if (entry.leases or entry.writers) and generation not in own:
+                own[generation] = None
+                own_bytes += entry.extent.length
+                if generation not in seen:
+                    seen[generation] = None
+                    more_bytes += entry.extent.length
+            looked += 1
+            if looked % _PIECE == 0:
+                yield
+    return own_bytes, more_bytes
 
 
 def _tenants(
-    by_tenant: dict[Tenant, _Parts], usage: _UsageByTier
-) -> tuple[dict[TenantId, TenantStats], int]:
+    owners: Owners, arena: Place, tiers: _Places
+) -> Generator[None, None, tuple[dict[TenantId, TenantStats], int]]:
     """Return the figures of the tenants that have most, and how many others have anything."""
-    found = {tenant.id: _tenant(tenant, parts, usage) for tenant, parts in by_tenant.items()}
-    # The others were asked for, and have nothing.
-    having = {tenant: bytes_ for tenant, known in found.items() if (bytes_ := _all_bytes(known))}
-    most = sorted(having, key=lambda tenant: (-having[tenant], tenant))[:MOST_TENANTS]
-    return {tenant: found[tenant] for tenant in most}, len(having) - len(most)
+    parts: dict[Tenant, list[NamespaceState]] = {}
+    for looked, part in enumerate(owners.parts(), 1):
+        if part.tenant.id != NO_TENANT:
+            parts.setdefault(part.tenant, []).append(part)
+        if looked % _PIECE == 0:
+            yield
+    most: list[tuple[int, int, TenantId, TenantStats]] = []
+    others = 0
+    for looked, (tenant, own) in enumerate(parts.items(), 1):
+        stats = _tenant(tenant, own, arena, tiers)
+        bytes_ = stats.memory.bytes + sum(tier.bytes for tier in stats.tiers.values())
+        if bytes_:  # others were asked for, and have nothing
+            ranked = bytes_, -int.from_bytes(tenant.id), tenant.id, stats
+            if len(most) < MOST_TENANTS:
+                heappush(most, ranked)
+            else:
+                heappushpop(most, ranked)
+                others += 1
+        if looked % _PIECE == 0:
+            yield
+    yield
+    return {tenant: stats for _, _, tenant, stats in sorted(most, reverse=True)}, others
 
 
-def _tenant(tenant: Tenant, parts: _Parts, usage: _UsageByTier) -> TenantStats:
+def _tenant(
+    tenant: Tenant, parts: Sequence[NamespaceState], arena: Place, tiers: _Places
+) -> TenantStats:
     return TenantStats(
-        memory=Usage(sum(part.resident for part in parts), tenant.memory_bytes),
-        tiers=_in_tiers(parts, usage),
+        memory=Usage(_held(arena, parts).chunks, tenant.memory_bytes),
+        tiers={name: _held(place, parts) for name, place in tiers.items()},
         memory_quota=tenant.memory_quota,
         disk_quota=tenant.disk_quota,
     )
 
 
-def _all_bytes(stats: TenantStats) -> int:
-    return stats.memory.bytes + sum(tier.bytes for tier in stats.tiers.values())
+def _held(place: Place, parts: Iterable[NamespaceState]) -> Usage:
+    """Return what parts of namespaces have in a place."""
+    found = [holding for part in parts if (holding := place.find(part)) is not None]
+    return Usage(sum(h.chunks for h in found), sum(h.bytes for h in found))
 
 
-def _in_tiers(parts: _Parts, usage: _UsageByTier) -> dict[TierName, Usage]:
-    """Return what parts of namespaces have in each tier of our own."""
-    found = {}
-    for name, known in usage.items():
-        counted = [known.get(part, (0, 0)) for part in parts]
-        found[name] = Usage(sum(c for c, _ in counted), sum(b for _, b in counted))
-    return found
+def _on_shelf(place: Place, part: NamespaceState) -> Usage:
+    """Return what a namespace has in a place."""
+    shelf = place.shelves.get(part.namespace.digest)
+    return Usage() if shelf is None else Usage(shelf.chunks, shelf.bytes)
 
 
 def _tier(index: TierState, writes: WriteBehind) -> TierStats:
@@ -161,4 +200,5 @@ def _tier(index: TierState, writes: WriteBehind) -> TierStats:
         looking_up=figures.looking_up,
         looked_up=figures.looked_up,
         found=figures.found,
+        scanned=figures.scanned,
     )

@@ -2,24 +2,28 @@
 """Leases: which chunks a ticket may load, what it waits for, and when nobody loads any more."""
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvhaven.catalog.actions import (
     Acquisition,
     Action,
+    Prefix,
     SessionId,
     Source,
     Ticket,
     TierName,
     Update,
 )
-from kvhaven.catalog.allocation import S
+from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.lookups import Lookups
+from kvhaven.catalog.presence import LOOKUP_SHARDS
 from kvhaven.catalog.sessions import Lease, Member, Session, Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.tierspec import TierState
+from kvhaven.catalog.work import Job, Work, consume
 from kvhaven.errors import KVHavenError
 from kvhaven.types import Checksum, ChunkKey, Extent
 
@@ -28,29 +32,66 @@ _Slot = tuple[ChunkKey, Entry | None, TierState | None]
 
 
 class _End(enum.Enum):
-    """Why a plan ends where it does."""
+    """Why a lease is not extended any further by a piece of work."""
 
+    PIECE = enum.auto()
+    """That was a whole piece: there is more."""
     NOWHERE = enum.auto()
     """The next chunk is not known to be anywhere."""
     LIMIT = enum.auto()
-    """Too much is being read from its tier."""
+    """Too much is being read, from its tier or altogether."""
     OTHER = enum.auto()
     """Nothing is left, or the next chunk cannot be had now."""
 
 
 MOST_PREFETCHES = 1024
 """Prefetches that may wait for tiers' answers; beyond, one takes what is known at once."""
+MOST_PROMOTIONS = 1 << 13
+"""Chunks that may be promoted at a time; beyond, a lease goes on when some have come."""
+MOST_TICKETS = 1 << 14
+"""Leases that a session may hold; beyond, there are none for it."""
+_WOKEN = 16
+"""Leases whose answers are made in a piece of work."""
+
+
+class LettingGo:
+    """Chunks of a lease that has ended; from the one at `done` on, they are still pinned."""
+
+    def __init__(self, entries: list[Entry], done: int) -> None:
+        self.entries = entries
+        self.done = done
+
+
+class _Budget:
+    """How many chunks may be promoted yet, by this piece and at all; bytes from shared tiers."""
+
+    def __init__(self, piece: int, most: int, shared: dict[TierName, int]) -> None:
+        self._piece = piece
+        self._most = most
+        self._shared = shared
+
+    def take(self, tier: TierState, bytes_: int) -> _End | None:
+        """Count a promotion; return why it cannot be, if so."""
+        name = tier.spec.name
+        if name in self._shared:
+            self._shared[name] -= bytes_
+        if not self._most or self._shared.get(name, 0) < 0:
+            return _End.LIMIT
+        if not self._piece:
+            return _End.PIECE
+        self._piece -= 1
+        self._most -= 1
+        return None
 
 
 class Leases:
     """Leases and the promotions they wait for.
 
-    A promotion is for whoever waits when it ends. Nobody who waits holds up anyone: the
-    space for all promotions of an acquire is reserved before the first is asked for, and
-    leased and promoting bytes together stay within `pin_limit`. Promotions from shared tiers
-    stay within half of that, however many there are: when one hangs, so do its reads, and what
-    is resident or on our own disk must still find room. A longer prompt goes on when its first
-    chunks have come.
+    A promotion is for whoever waits when it ends. Nobody who waits holds up anyone: space for
+    promotions is there before they are asked for, or the lease is cut, and leased and promoting
+    bytes together stay within `pin_limit`. Promotions from shared tiers stay within half of
+    that, however many there are: when one hangs, so do its reads, and what is resident or on our
+    own disk must still find room. A longer prompt goes on when its first chunks have come.
     """
 
     def __init__(
@@ -60,21 +101,31 @@ class Leases:
         sessions: Sessions,
         pin_limit: int,
         actions: list[Action],
+        work: Work,
     ) -> None:
         self.pin_limit = pin_limit
-        self.shared_limit = pin_limit // 2 // max(1, len(tiers.shared))  # for each of them
-        self.waiters: dict[ChunkKey, list[Lease]] = {}
+        self.waiters: dict[Entry, dict[Lease, None]] = {}  # who waits for what is promoted
         self.prefetches: set[Lease] = set()  # nobody's leases, which wait for lookups
+        self.letting_go: set[LettingGo] = set()  # what leases held
+        self.leaving: set[Session] = set()  # whose leases are being looked through
         self.hits = 0
         self.misses = 0
         self.promoted = 0
         self.failed_promotions = 0
         self.foreign = 0
+        self.unready = 0
+        self._begun = 0  # promotions
         self._space = space
         self._tiers = tiers
         self._sessions = sessions
         self._actions = actions
+        self._work = work
         self._lookups = Lookups(space, tiers)
+
+    @property
+    def shared_limit(self) -> int:
+        """Bytes that may be read at a time from each shared tier."""
+        return self.pin_limit // 2 // max(1, len(self._tiers.shared))
 
     def acquire(
         self,
@@ -87,45 +138,39 @@ class Leases:
         home = self._sessions.session(session)
         lease = home.leases.get(ticket)
         if lease is None:
-            lease = Lease(session, ticket)
-            self._begin(lease, namespace, keys)
-            self._tiers.used(lease.slots)
-            self._count(lease, len(keys))
-            if lease.slots or lease.lookups:
+            lease = Lease(session, ticket, namespace, keys)
+            if len(home.leases) < MOST_TICKETS:
+                self._grow(lease)
+            if lease.slots or not lease.final:
                 home.leases[ticket] = lease
-            if lease.final:
-                lease.keys = ()
-        return lease.answer()
+            self._note_final(lease)
+            lease.expected = not lease.final
+        return self._answer(lease)
 
-    def prefetch(self, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> int:
-        """Promote what can be, for nobody; return how many promotions began."""
-        lease = Lease(SessionId(""), Ticket(0))
-        begun = self._begin(lease, namespace, keys)
-        if lease.lookups and len(self.prefetches) < MOST_PREFETCHES:
-            self.prefetches.add(lease)
-            self._let_go(lease, 0)
-        else:
-            self._cut(lease, 0)
-        return begun
+    def prefetch(
+        self, session: SessionId, namespace: NamespaceState, keys: Sequence[ChunkKey]
+    ) -> int:
+        """Promote what can be, to where a session can reach; return how many promotions began."""
+        before = self._begun
+        self._grow(Lease(session, Ticket(0), namespace, keys, prefetch=True))
+        return self._begun - before
 
     def looked_up(self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None) -> None:
         """Take a tier's answer; see `Catalog.tier_looked_up`."""
-        for lease in self._lookups.answered(tier, number, found):
-            self._go_on(lease)
+        self._resume(self._lookups.answered(tier, number, found))
 
     def tier_offline(self, tier: TierName) -> None:
         """Have nobody wait for what a tier was asked."""
-        for lease in self._lookups.offline(tier):
-            self._go_on(lease)
+        self._resume(self._lookups.offline(tier))
 
     def settle(self, session: SessionId, ticket: Ticket) -> Acquisition:
         """End the waiting of a ticket; see `Catalog.settle`."""
         home = self._sessions.sessions.get(session)
         lease = home.leases.get(ticket) if home is not None else None
         if home is None or lease is None:
-            return Acquisition(ticket, (), 0)
+            return Acquisition(ticket, Prefix(), 0)
         self._settle(home, lease)
-        return lease.answer()
+        return self._answer(lease)
 
     def release(self, session: SessionId, ticket: Ticket) -> None:
         """End a lease that was not handed to the ranks, or give up waiting for it."""
@@ -139,7 +184,7 @@ class Leases:
             raise KVHavenError(
                 f"member {member.id} is no rank of session {session}; it has no part in its leases"
             )
-        home = self._sessions.session(session)
+        home = self._sessions.sessions[session]
         lease = home.leases.get(ticket)
         if lease is not None:
             lease.acked |= 1 << member.rank
@@ -148,12 +193,14 @@ class Leases:
 
     def gone(self, home: Session, member: Member) -> None:
         """End the leases that only waited for a member that is proven gone."""
-        for lease in tuple(home.leases.values()):
-            if member.rank is None:
-                lease.orphaned = True
-                self._settle(home, lease)
-            if not home.members or home.ended(lease):
-                self._end(home, lease)
+        self.leaving.add(home)
+        self._work.start(self._look_through(home, scheduler=member.rank is None))
+
+    def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
+        """Drop the chunks that a scope names from memory; return how many, and bytes."""
+        cleared = self._space.clear(scope, parts)
+        self._work.start(self._cut_cleared())
+        return cleared
 
     def read_done(
         self, tier: TierName, key: ChunkKey, extent: Extent, checksums: tuple[Checksum, ...] | None
@@ -161,7 +208,7 @@ class Leases:
         """End a promotion; return the entry if it is resident now."""
         space = self._space
         index = self._tiers.index(tier)
-        entry = space.held.get(extent.generation)
+        entry = space.held_at(extent)
         if entry is None or entry.key != key or not entry.reading or key not in index.reads:
             raise KVHavenError(
                 f"no read of {key.hex()} from tier {tier} into {extent} is under way"
@@ -172,18 +219,18 @@ class Leases:
             self.failed_promotions += 1
             index.forget(key)
         index.read_ended(key, extent.length)
-        if entry.state is State.DOOMED:
-            space.read_ended(entry)
-            return None
-        if checksums is None:
-            waiting = self.waiters.pop(key, ())
-            for lease in waiting:
-                self._cut(lease, lease.waiting[key])
+        if entry.holding.cleared and entry.state is not State.DOOMED:
             space.doom(entry)
+        dropped = entry.state is State.DOOMED
+        if dropped or checksums is None:
+            waiting = self._cut_before(entry)
+            if not dropped:
+                space.doom(entry)
             space.read_ended(entry)
-            # Another tier may have it; this one is believed to have it not.
-            for lease in waiting:
-                self._go_on(lease)
+            if dropped:
+                self._work.start(self._tell(waiting))
+            else:  # another tier may have it; this one is believed to have it not
+                self._resume(waiting)
             return None
         self.promoted += 1
         entry.checksums = list(checksums)
@@ -193,188 +240,308 @@ class Leases:
         self._hand_over(entry)
         return entry
 
-    def clear(self, parts: Collection[NamespaceState]) -> tuple[int, int]:
-        """Drop the chunks of parts of namespaces from memory; return how many, and bytes."""
-        chunks = bytes_ = 0
-        for entry in tuple(self._space.entries.values()):
-            if entry.namespace not in parts:
-                continue
-            if entry.state is State.RESIDENT:
-                chunks += 1
-                bytes_ += entry.extent.length
-            elif entry.state is State.PROMOTING:
-                self._stop_waiting(entry.key)
-            self._space.doom(entry)
-        return chunks, bytes_
+    def _answer(self, lease: Lease) -> Acquisition:
+        return lease.answer(corrupt=self._space.corrupt > 0)
 
-    def _stop_waiting(self, key: ChunkKey) -> None:
-        """Cut every ticket that waits for a chunk before it: it will not come."""
-        for lease in self.waiters.pop(key, ()):
-            self._cut(lease, lease.waiting[key])
+    # To extend a lease
+
+    def _grow(self, *leases: Lease) -> None:
+        """Extend leases behind the chunks that they have, piece by piece."""
+        idle = [lease for lease in leases if not lease.growing]
+        for lease in idle:
+            lease.growing = True
+        self._work.start(self._growing(idle))
+
+    def _growing(self, leases: Sequence[Lease]) -> Job:
+        pace, spent = self._work.pace, 0
+        for lease in leases:
+            # It may be ended, or settled, before its turn and between two pieces.
+            while lease.growing:
+                if spent >= pace.light:
+                    yield
+                    spent = 0
+                    continue
+                begun, had = self._begun, len(lease.slots)
+                end = self._extend(lease)
+                spent += len(lease.slots) - had + pace.light // _WOKEN
+                spent += (self._begun - begun) * (pace.light // pace.promotions)
+                if end is not _End.PIECE:
+                    self._grown(lease)
+                elif lease.prefetch:
+                    self._let_go(lease, 0)
+
+    def _grown(self, lease: Lease) -> None:
+        """Note that a lease does not grow any more, for the time being."""
+        lease.growing = False
+        if not lease.prefetch:
             self._tell_if_final(lease)
-
-    def _go_on(self, lease: Lease) -> None:
-        """Extend a lease whose next chunk may be known by now."""
-        if lease.namespace is None:
             return
-        self._lookups.leave(lease)
-        self._extend(lease, lease.namespace, lease.keys)
-        if lease in self.prefetches:
-            self._let_go(lease, 0)
-            if not lease.lookups:
-                self.prefetches.remove(lease)
+        self._let_go(lease, 0)
+        if lease.lookups and (lease in self.prefetches or len(self.prefetches) < MOST_PREFETCHES):
+            self.prefetches.add(lease)
         else:
-            self._tell_if_final(lease)
+            self._lookups.leave(lease)
+            self.prefetches.discard(lease)
 
-    def _begin(self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> int:
-        """Fill a new lease: what is resident, then what is being or can be promoted."""
-        space = self._space
-        size = namespace.extent_bytes
+    def _extend(self, lease: Lease) -> _End:
+        """Lease a piece of what is behind the chunks that a lease has, or promote it."""
+        pace, keys = self._work.pace, lease.keys
+        first = lease.passed + len(lease.slots)
+        piece = keys[first : first + pace.light]
+        leased = self._lease_resident(lease, piece)
+        end = _End.OTHER
+        if leased < len(piece):
+            end = self._promote(lease, first + leased, piece[leased:])
+        got = lease.passed + len(lease.slots) - first
+        if end is _End.OTHER and got == len(piece) and first + got < len(keys):
+            end = _End.PIECE
+        # Beyond a gap, too: what was asked for is used, whether it could be had or not.
+        self._tiers.touch(piece[got - 1 :: -1] if end is _End.PIECE else piece[::-1])
+        lease.limited = end is _End.LIMIT
+        if not lease.prefetch:
+            self._tiers.used(lease.slots[first:])
+            self._count(lease)
+        return end
+
+    def _lease_resident(self, lease: Lease, keys: Sequence[ChunkKey]) -> int:
+        """Lease the chunks that are resident, up to the first that is not; return how many."""
+        space, namespace = self._space, lease.namespace
+        size, holding = namespace.extent_bytes, space.place.find(namespace)
         room = before = self.pin_limit - space.leased_bytes - space.promoting_bytes
-        entries, slots = space.entries, lease.slots
-        resident = State.RESIDENT
+        stripes, resident = space.entries.stripes, State.RESIDENT
+        reach = self._sessions.reach(lease.session)
+        found: list[Entry] = []
+        fresh = []
         for key in keys:
-            entry = entries.get(key)
-            if entry is None or entry.state is not resident or entry.namespace is not namespace:
+            entry = stripes[key[0]].get(key)
+            if entry is None or entry.state is not resident or entry.holding is not holding:
+                break
+            if reach is not None and not within(entry.extent, reach):
                 break
             if not entry.leases:
                 if room < size:
                     break
                 room -= size
             entry.leases += 1
-            slots.append(entry)
-        space.leased_bytes += before - room
-        memory = Source.MEMORY
-        lease.sources = [entry.take_source() if entry.fresh else memory for entry in slots]
-        space.touch(slots)
-        self._tiers.touch(reversed(keys))
-        if len(slots) == len(keys):
+            if entry.fresh:
+                fresh.append(len(found))
+            found.append(entry)
+        if not found:
             return 0
-        lease.namespace, lease.keys = namespace, keys
-        return self._extend(lease, namespace, keys)
+        space.leased_bytes += before - room
+        sources = bytearray(len(found))
+        for at in fresh:
+            sources[at] = found[at].take_source()
+        space.touch(found)
+        self._arrange(lease, len(lease.slots))
+        lease.slots += found
+        lease.sources += sources
+        return len(found)
 
-    def _extend(self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> int:
-        """Go on behind the chunks that it has; return how many promotions began."""
-        space = self._space
-        first = len(lease.slots)
-        plan, end = self._plan(lease, namespace, keys[first:])
-        lease.limited = end is _End.LIMIT
+    def _promote(self, lease: Lease, first: int, keys: Sequence[ChunkKey]) -> _End:
+        """Go on with chunks that are not all resident; `first` is the place of the first."""
+        space, namespace = self._space, lease.namespace
+        plan, end = self._plan(lease, namespace, keys)
         # What is in the arena is pinned before anything is evicted for the rest.
         for _, entry, _ in plan:
             if entry is not None and entry.state is State.RESIDENT:
                 space.lease(entry)
         wanted = sum(entry is None for _, entry, _ in plan)
-        extents = space.allocate(namespace, wanted) if wanted else []
-        begun = 0
+        reach = self._sessions.reach(lease.session)
+        extents = space.allocate(namespace, wanted, reach) if wanted else []
+        begun, had = 0, len(lease.slots)
         touched: list[Entry] = []
-        for index, (key, found, tier) in enumerate(plan, first):
+        for at, (key, found, tier) in enumerate(plan, first):
             entry = found
-            if entry is None and begun == len(extents):
-                self._give_back(plan[index - first :])
-                break
-            if entry is None and tier is not None:
-                parent = keys[index - 1] if index else None
+            if entry is None:
+                if begun == len(extents):
+                    self._give_back(plan[at - first :])
+                    end = _End.OTHER
+                    break
+                assert tier is not None, "planned without a source"
+                parent = lease.keys[at - 1] if at else None
                 entry = space.insert(namespace, key, parent, extents[begun], State.PROMOTING)
                 self._tiers.read(tier, entry)
                 begun += 1
-            if entry is None:
-                break
             if entry.state is State.PROMOTING:
-                lease.waiting[key] = index
-                self.waiters.setdefault(key, []).append(lease)
+                lease.waiting[key] = len(lease.slots)
+                self.waiters.setdefault(entry, {})[lease] = None
                 lease.sources.append(Source.TIER)
             else:
                 lease.sources.append(entry.take_source())
                 touched.append(entry)
             lease.slots.append(entry)
+        self._begun += begun
         if touched:
             space.touch(touched)
-            extended = [entry for entry in lease.slots[:first] if entry.listed]
-            space.arrange(extended[::-1])
-        if end is _End.NOWHERE and len(lease.slots) == first + len(plan) and self._tiers.shared:
-            self._lookups.ask(lease, namespace, keys[len(lease.slots) :])
-        return begun
+            self._arrange(lease, had)
+        if end is _End.NOWHERE and self._tiers.shared:
+            behind = first + len(plan)
+            self._lookups.ask(lease, namespace, lease.keys[behind : behind + LOOKUP_SHARDS])
+        return end
+
+    def _arrange(self, lease: Lease, had: int) -> None:
+        """Put the chunks that a lease had before others were touched in order: not too many."""
+        before = lease.slots[max(0, had - self._work.pace.light // 2) : had]
+        self._space.arrange([entry for entry in before[::-1] if entry.listed])
 
     def _plan(
         self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey]
-    ) -> tuple[list[_Slot], "_End"]:
+    ) -> tuple[list[_Slot], _End]:
         """Return the chunks that are in the arena or can be promoted, and why it is not more."""
         plan: list[_Slot] = []
-        seen: set[ChunkKey] = set(lease.waiting)
-        size = namespace.extent_bytes
-        room = self.pin_limit - self._space.leased_bytes - self._space.promoting_bytes
-        shared = {n: self.shared_limit - t.reading_bytes for n, t in self._tiers.shared.items()}
+        seen: set[ChunkKey] = set()
+        space = self._space
+        size, holding = namespace.extent_bytes, space.place.find(namespace)
+        reach = self._sessions.reach(lease.session)
+        room = self.pin_limit - space.leased_bytes - space.promoting_bytes
+        budget = self._budget()
         for key in keys:
-            entry = self._space.entries.get(key)
+            entry = space.find(key)
             tier = self._tiers.source(key, namespace) if entry is None else None
+            again = key in seen or key in lease.waiting
             if entry is None:
                 usable = tier is not None
             else:
-                usable = entry.namespace is namespace and entry.state is not State.RESERVED
-            if not usable or key in seen:
+                usable = entry.holding is holding and entry.state is not State.RESERVED
+            if not usable or again:
                 self.foreign += self._lookups.is_foreign(key, namespace)
-                return plan, _End.NOWHERE if entry is None and key not in seen else _End.OTHER
+                return plan, _End.NOWHERE if entry is None and not again else _End.OTHER
+            if entry is not None and reach is not None and not within(entry.extent, reach):
+                self.unready += 1
+                break
             if entry is None or (entry.state is State.RESIDENT and not entry.leases):
                 room -= size
-            if entry is None and tier is not None and tier.spec.name in shared:
-                shared[tier.spec.name] -= size
-                if shared[tier.spec.name] < 0:
-                    return plan, _End.LIMIT
+            end = budget.take(tier, size) if tier is not None else None
+            if end is not None:
+                return plan, end
             if room < 0:
                 break
             seen.add(key)
             plan.append((key, entry, tier))
         return plan, _End.OTHER
 
+    def _budget(self) -> "_Budget":
+        """Return what a piece of work may have promoted."""
+        shared = {n: self.shared_limit - t.reading_bytes for n, t in self._tiers.shared.items()}
+        return _Budget(self._work.pace.promotions, MOST_PROMOTIONS - self._space.promoting, shared)
+
     def _give_back(self, plan: Sequence[_Slot]) -> None:
         for _, entry, _ in plan:
             if entry is not None and entry.state is State.RESIDENT:
                 self._space.unlease(entry)
 
+    # To wait, and to wait no longer
+
+    def _resume(self, leases: Iterable[Lease]) -> None:
+        """Extend leases whose next chunk may be known by now."""
+        for lease in leases:
+            self._lookups.leave(lease)
+        self._grow(*leases)
+
+    def _tell(self, leases: Iterable[Lease]) -> Job:
+        """Extend leases that were to go on now, and tell of those that are final."""
+        spent = 0
+        for lease in leases:
+            if spent >= _WOKEN:
+                yield
+                spent = 0
+            if self._is_over(lease):
+                continue
+            if lease.limited:
+                self._grow(lease)
+                spent = _WOKEN
+            else:
+                self._tell_if_final(lease)
+                spent += 1
+
+    def _is_over(self, lease: Lease) -> bool:
+        """Whether nobody waits for a lease any more."""
+        if lease.prefetch:
+            return lease not in self.prefetches
+        home = self._sessions.sessions.get(lease.session)
+        return home is None or home.leases.get(lease.ticket) is not lease or lease.orphaned
+
     def _hand_over(self, entry: Entry) -> None:
         """Lease a chunk that was promoted to everybody who waits for it."""
-        waiters = self.waiters.pop(entry.key, ())
+        waiters = self.waiters.pop(entry, {})
         entry.fresh = not waiters
         for lease in waiters:
             del lease.waiting[entry.key]
             self._space.lease(entry)
-            if lease.limited:
-                self._go_on(lease)
-            else:
-                self._tell_if_final(lease)
+        self._work.start(self._tell([w for w in waiters if w.limited or w.final]))
+
+    def _cut_cleared(self) -> Job:
+        """Have nobody wait for what was cleared."""
+        cleared = [entry for entry in self.waiters if entry.holding.cleared]
+        for done, entry in enumerate(cleared):
+            if done and done % _WOKEN == 0:
+                yield
+            yield from self._tell(self._cut_before(entry))
+
+    def _cut_before(self, entry: Entry) -> Iterable[Lease]:
+        """Cut every ticket that waits for a chunk before it: it will not come."""
+        waiting = self.waiters.pop(entry, {})
+        for lease in waiting:
+            self._cut(lease, lease.waiting[entry.key])
+        return waiting
 
     def _tell_if_final(self, lease: Lease) -> None:
-        self._count(lease, len(lease.keys))
-        if not lease.final:
-            return
-        lease.keys = ()
-        self._actions.append(Update(lease.session, lease.answer()))
-        if not lease.slots:
-            home = self._sessions.sessions[lease.session]
-            del home.leases[lease.ticket]
-
-    def _settle(self, home: Session, lease: Lease) -> None:
-        if not lease.final:
-            self._cut(lease, min(lease.waiting.values(), default=len(lease.slots)))
-            self._count(lease, len(lease.keys))
-            lease.keys = ()
-            if not lease.slots:
+        self._count(lease)
+        if lease.final and lease.expected:
+            self._actions.append(Update(lease.session, self._answer(lease)))
+            self._note_final(lease)
+            home = self._sessions.sessions.get(lease.session)
+            if home is not None and not lease.slots:
                 del home.leases[lease.ticket]
 
-    def _count(self, lease: Lease, asked: int) -> None:
+    @staticmethod
+    def _note_final(lease: Lease) -> None:
+        """Forget what was asked for, unless it still matters."""
+        if lease.final:
+            lease.keys = ()
+            lease.expected = False
+
+    def _settle(self, home: Session, lease: Lease) -> None:
+        lease.growing = lease.limited = False
+        self._cut(lease, min(lease.waiting.values(), default=len(lease.slots)))
+        self._count(lease)
+        self._note_final(lease)
+        if not lease.slots:
+            del home.leases[lease.ticket]
+
+    def _count(self, lease: Lease) -> None:
         """Count each chunk that was asked for once: when it is found, or known to be nowhere."""
         new = len(lease.slots) - lease.counted
         if new > 0:
-            awaited = sum(index >= lease.counted for index in lease.waiting.values())
-            self.hits += new - awaited
+            awaited = lease.waiting and lease.slots[lease.counted :]
+            self.hits += new - sum(entry.key in lease.waiting for entry in awaited or ())
             lease.counted = len(lease.slots)
-        more = lease.lookups or (lease.limited and lease.waiting)
+        asked = len(lease.keys)
+        more = lease.growing or lease.lookups or (lease.limited and lease.waiting)
         if not more and lease.counted < asked:
             self.misses += asked - lease.counted
             lease.counted = asked
 
+    # To let go
+
+    def _look_through(self, home: Session, *, scheduler: bool) -> Job:
+        """End a session's leases that nobody can be using, after a member has gone."""
+        for done, lease in enumerate(consume(home.leases.values())):
+            if done and done % _WOKEN == 0:
+                yield
+            if home.leases.get(lease.ticket) is not lease:
+                continue
+            if scheduler:
+                lease.orphaned = True
+                self._settle(home, lease)
+            if not home.members or home.ended(lease):
+                self._end(home, lease)
+        self.leaving.discard(home)
+
     def _end(self, home: Session, lease: Lease) -> None:
         if home.leases.pop(lease.ticket, None) is not None:
+            lease.growing = lease.limited = False
             self._cut(lease, 0)
 
     def _cut(self, lease: Lease, index: int) -> None:
@@ -383,15 +550,35 @@ class Leases:
         self._let_go(lease, index)
 
     def _let_go(self, lease: Lease, index: int) -> None:
-        for entry in lease.slots[index:]:
-            if entry.key in lease.waiting:
-                del lease.waiting[entry.key]
-                others = self.waiters.get(entry.key)
-                if others is not None:  # None: the promotion has just ended
-                    others.remove(lease)
-                    if not others:
-                        del self.waiters[entry.key]
-            else:
-                self._space.unlease(entry)
-        del lease.slots[index:]
+        """Pin the chunks from `index` on no longer, nor wait for them."""
+        if lease.prefetch:
+            lease.passed += len(lease.slots)
+        waited = [key for key, at in lease.waiting.items() if at >= index]
+        for key in waited:
+            entry = lease.slots[lease.waiting.pop(key)]
+            others = self.waiters.get(entry)
+            if others is not None:  # None: the promotion has just ended
+                del others[lease]
+                if not others:
+                    del self.waiters[entry]
+        # Who has the answer has the list; so it is not cut, unless a lease is cut in the middle.
+        tail, lease.slots = lease.slots, lease.slots[:index]
         del lease.sources[index:]
+        if waited:
+            absent = set(waited)
+            tail = [*lease.slots, *(e for e in tail[index:] if e.key not in absent)]
+        if len(tail) > index:
+            letting_go = LettingGo(tail, index)
+            self.letting_go.add(letting_go)
+            self._work.start(self._unpin(letting_go))
+
+    def _unpin(self, tail: LettingGo) -> Job:
+        unlease, light, entries = self._space.unlease, self._work.pace.light, tail.entries
+        while len(entries) - tail.done > light:
+            tail.done += light
+            for entry in entries[tail.done - light : tail.done]:
+                unlease(entry)
+            yield
+        for entry in entries[tail.done :]:
+            unlease(entry)
+        self.letting_go.discard(tail)

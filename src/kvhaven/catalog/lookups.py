@@ -47,7 +47,7 @@ class Lookups:
 
     def is_foreign(self, key: ChunkKey, namespace: NamespaceState) -> bool:
         """Whether a chunk is here, but another namespace's or another tenant's."""
-        entry = self._space.entries.get(key)
+        entry = self._space.find(key)
         if entry is not None:
             return entry.namespace is not namespace
         return self._tiers.is_foreign(key, namespace)
@@ -70,7 +70,7 @@ class Lookups:
     def leave(lease: Lease) -> None:
         """Have a lease wait for no answer."""
         for lookup in lease.lookups:
-            lookup.waiting.remove(lease)
+            del lookup.waiting[lease]
         lease.lookups.clear()
 
     def _wake(self, lookup: Lookup) -> list[Lease]:
@@ -87,5 +87,5 @@ class Lookups:
             and lookup.namespace is namespace
             and not tier.decided(key, namespace)
         ):
-            lookup.waiting.append(lease)
-            lease.lookups.append(lookup)
+            lookup.waiting[lease] = None
+            lease.lookups[lookup] = None

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
 from kvhaven.catalog.entries import NamespaceState, Tenant
+from kvhaven.catalog.holdings import Scope
 from kvhaven.errors import KVHavenError
 from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
@@ -24,10 +25,13 @@ class Owners:
         self.disk = disk
         self._namespaces: dict[NamespaceDigest, NamespaceState] = {}
         self._nobody = Tenant(NO_TENANT, None, None)
-        self._tenants: WeakValueDictionary[TenantId, Tenant] = WeakValueDictionary()
-        self._parts: WeakValueDictionary[tuple[NamespaceDigest, TenantId], NamespaceState] = (
-            WeakValueDictionary()
-        )
+        # In stripes, by the first byte of a tenant's name, which is a digest (see `maps`).
+        self._tenants: list[WeakValueDictionary[TenantId, Tenant]] = [
+            WeakValueDictionary() for _ in range(256)
+        ]
+        self._parts: list[WeakValueDictionary[tuple[NamespaceDigest, TenantId], NamespaceState]] = [
+            WeakValueDictionary() for _ in range(256)
+        ]
 
     def add(self, namespace: Namespace) -> None:
         """Make a namespace known; see `Catalog.add_namespace`."""
@@ -49,18 +53,20 @@ class Owners:
             raise KVHavenError(f"namespace {digest.hex()} is unknown; add_namespace comes first")
         if tenant == NO_TENANT:
             return whole
-        part = self._parts.get((digest, tenant))
+        part = self._known_part(digest, tenant)
         if part is None:
             part = NamespaceState(whole.namespace, self.tenant(tenant))
-            self._parts[digest, tenant] = part
+            self._parts[tenant[0]][digest, tenant] = part
         return part
 
     def tenant(self, tenant: TenantId) -> Tenant:
         """Return a tenant, known or not."""
-        known = self._tenants.get(tenant)
+        if tenant == NO_TENANT:
+            return self._nobody
+        stripe = self._tenants[tenant[0]]
+        known = stripe.get(tenant)
         if known is None:
-            known = Tenant(tenant, self.memory.of(tenant), self.disk.of(tenant))
-            self._tenants[tenant] = known
+            known = stripe[tenant] = Tenant(tenant, self.memory.of(tenant), self.disk.of(tenant))
         return known
 
     def limit_memory(self, tenant: TenantId, quota: int | None) -> Tenant:
@@ -78,22 +84,40 @@ class Owners:
         return known
 
     def tenants(self) -> Iterator[Tenant]:
-        """Yield the tenants of whom anything is here."""
-        yield from self._tenants.values()
+        """Yield the tenants of whom anything is here, while others come and go."""
+        for stripe in self._tenants:
+            for reference in stripe.valuerefs():
+                tenant = reference()
+                if tenant is not None:
+                    yield tenant
 
     def namespaces(self) -> Iterator[NamespaceState]:
         """Yield every namespace's part that belongs to no tenant."""
         yield from self._namespaces.values()
 
-    def parts(
-        self, digest: NamespaceDigest | None = None, tenant: TenantId | None = None
-    ) -> Iterator[NamespaceState]:
-        """Yield the parts of a namespace (None: of all) and of a tenant (None: of all, and nobody).
+    def parts_of(self, scope: Scope) -> list[NamespaceState]:
+        """Return a tenant's parts of the namespaces that a scope names; none if it names no tenant.
 
         Raises KVHavenError for an unknown namespace.
         """
-        if digest is not None:
-            self.part(digest)
-        for part in (*self._namespaces.values(), *self._parts.values()):
-            if digest in {None, part.namespace.digest} and tenant in {None, part.tenant.id}:
-                yield part
+        if scope.namespace is not None:
+            self.part(scope.namespace)
+        if scope.tenant is None:
+            return []
+        digests = tuple(self._namespaces) if scope.namespace is None else (scope.namespace,)
+        known = (self._known_part(digest, scope.tenant) for digest in digests)
+        return [part for part in known if part is not None]
+
+    def parts(self) -> Iterator[NamespaceState]:
+        """Yield every part of every namespace, while others come and go."""
+        yield from tuple(self._namespaces.values())
+        for stripe in self._parts:
+            for reference in stripe.valuerefs():
+                part = reference()
+                if part is not None:
+                    yield part
+
+    def _known_part(self, digest: NamespaceDigest, tenant: TenantId) -> NamespaceState | None:
+        if tenant == NO_TENANT:
+            return self._namespaces.get(digest)
+        return self._parts[tenant[0]].get((digest, tenant))

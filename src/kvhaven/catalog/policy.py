@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chunk goes first when space is needed: the contract of eviction policies."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from kvhaven.types import ChunkKey
@@ -13,7 +13,9 @@ class EvictionPolicy(Protocol):
     The catalog passes over a proposal that is pinned, or that has children in the arena. A
     policy holds keys only: no sizes, no clock, nothing random, so that histories replay. A
     key is added once until it is removed or evicted, and named by the other calls only in
-    between. Every call costs O(1) for each key that it names, if not always then on average.
+    between. Every call, and every step of an iterator, costs O(1) for each key that it names. The
+    service's loop stands still meanwhile, so that is not meant on average: `kvhaven.maps` has
+    queues that never move all of their keys at once.
     """
 
     name: str
@@ -40,7 +42,8 @@ class EvictionPolicy(Protocol):
         """Note that these were proposed, in this order, and cannot go: others hold them.
 
         They are to make way for proposals that can go, or each search would begin with them
-        again. Only called when one of those behind them could go.
+        again. Only called when one of those behind them could go, or may be able to: a search ends
+        after so many.
         """
 
     def evicted(self, key: ChunkKey) -> None:
@@ -54,4 +57,11 @@ class EvictionPolicy(Protocol):
 
         Nothing is copied: mostly only the first few are asked for. Nothing is added, touched
         or taken away while the iterator is in use.
+        """
+
+    def walk(self) -> Iterator[Sequence[ChunkKey]]:
+        """Yield every chunk in the order of `candidates`, some hundred at a time.
+
+        Chunks are added, touched and taken away meanwhile: of what is touched or added, nothing is
+        promised.
         """

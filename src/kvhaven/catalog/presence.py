@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a shared tier was heard to hold: answers, and how long they are believed."""
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvhaven.catalog.actions import Action, TierDelete, TierLookup
 from kvhaven.catalog.entries import NamespaceState
+from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.tierspec import Moves, TierFigures, TierSpec
+from kvhaven.catalog.work import Job, Work
 from kvhaven.errors import KVHavenError
+from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ class Lookup:
         self.number = number
         self.namespace = namespace
         self.keys = keys
-        self.waiting: list[Lease] = []
+        self.waiting: dict[Lease, None] = {}
 
 
 class _Answer:
@@ -55,17 +58,18 @@ class Presence(Moves):
     the answer is too old. Only a read, verified, makes anything visible.
     """
 
-    def __init__(self, spec: TierSpec, actions: list[Action]) -> None:
+    def __init__(self, spec: TierSpec, actions: list[Action], work: Work) -> None:
         super().__init__()
         self.spec = spec
         self.online = True
         self.now = 0.0
-        self.known: OrderedDict[ChunkKey, _Answer] = OrderedDict()  # the oldest answer first
+        self.known = OrderedMap[ChunkKey, _Answer]()  # the oldest answer first
         self.lookups: dict[int, Lookup] = {}
         self.pending: dict[ChunkKey, Lookup] = {}
         self.looked_up = 0
         self.found = 0
         self._actions = actions
+        self._work = work
         self._numbers = 0
 
     # What is believed
@@ -144,16 +148,19 @@ class Presence(Moves):
         self._actions.append(TierDelete(self.spec.name, digest, key, tenant))
         return self.forget(key)
 
-    def clear(self, parts: Collection[NamespaceState]) -> tuple[int, int]:
-        """Believe nothing of these chunks any more; the store itself is the service's to clear."""
-        for key, known in tuple(self.known.items()):
-            if known.namespace is None or known.namespace in parts:
-                del self.known[key]
+    def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
+        """Believe nothing any more; the store itself is the service's to clear.
+
+        Not of others' chunks either: they are asked for again when they are wanted.
+        """
+        del scope, parts
+        old, self.known = self.known, OrderedMap()
+        self._work.start(_forget(old))
         return 0, 0
 
     def figures(self) -> TierFigures:
         """Return the figures of this moment; what it holds, only the tier itself knows."""
-        return TierFigures(0, 0, 0, {}, len(self.pending), self.looked_up, self.found)
+        return TierFigures(looking_up=len(self.pending), looked_up=self.looked_up, found=self.found)
 
     def _known(self, key: ChunkKey) -> _Answer | None:
         known = self.known.get(key)
@@ -163,7 +170,19 @@ class Presence(Moves):
         self, key: ChunkKey, namespace: NamespaceState | None, seconds: float, *, present: bool
     ) -> None:
         known = self.known
-        known[key] = _Answer(namespace, self.now + seconds, present=present)
-        known.move_to_end(key)
-        while known and (len(known) > MOST_KNOWN or self.now >= next(iter(known.values())).until):
-            known.popitem(last=False)
+        if key in known:
+            known.pop(key)
+        known.append(key, _Answer(namespace, self.now + seconds, present=present))
+        # Two for each that is added: what grew too old in a pause goes bit by bit.
+        for oldest in tuple(islice(known, 2)):
+            if len(known) > MOST_KNOWN or self.now >= known[oldest].until:
+                known.pop(oldest)
+
+
+def _forget(answers: OrderedMap[ChunkKey, _Answer]) -> Job:
+    """Give the memory of answers back, page by page."""
+    for page in answers.walk():
+        for key, _ in page:
+            answers.pop(key)
+        if answers:
+            yield

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing chunks: who may fill which shards, and when nobody can any more."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvhaven.catalog.actions import CommitResult, Grant, MemberId, SessionId
-from kvhaven.catalog.allocation import S
+from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.entries import Entry, NamespaceState, SaveId, State
 from kvhaven.catalog.sessions import Member, Sessions
 from kvhaven.catalog.space import Space
+from kvhaven.catalog.work import Job, Work, consume
 from kvhaven.errors import KVHavenError
 from kvhaven.types import Checksum, ChunkKey
+
+MOST_OPEN = 1 << 14
+"""Chunks that a member may be writing at a time; beyond, it is granted none."""
 
 
 class Reservations:
@@ -27,9 +31,11 @@ class Reservations:
     by another save: those who never came may have had such a reason.
     """
 
-    def __init__(self, space: Space[S], sessions: Sessions) -> None:
+    def __init__(self, space: Space[S], sessions: Sessions, work: Work) -> None:
         self._space = space
         self._sessions = sessions
+        self._work = work
+        self.leaving: dict[MemberId, Member] = {}  # who are gone, while their part ends
         self.commits = 0
         self.refused = 0
 
@@ -48,11 +54,11 @@ class Reservations:
                 f"member {member_id} computes namespace {member.namespace.hex()}; it cannot "
                 f"write chunks of {namespace.namespace.digest.hex()}"
             )
-        entries, owner = self._space.entries, (member.session, save)
+        find, owner = self._space.find, (member.session, save)
         grants: list[Grant | None] = []
         missing: dict[ChunkKey, int] = {}
         for index, key in enumerate(keys):
-            entry = entries.get(key)
+            entry = find(key)
             grant = None
             if entry is None:
                 missing.setdefault(key, index)
@@ -82,6 +88,9 @@ class Reservations:
             self._give_up(entry, member_id)
             return CommitResult.REFUSED, None
         del entry.writers[member_id]
+        if entry.holding.cleared and entry.state is not State.DOOMED:
+            self._space.doom(entry)
+            return CommitResult.DISCARDED, None
         if entry.state is State.DOOMED:
             self._space.free_if_idle(entry)
             return CommitResult.DISCARDED, None
@@ -106,30 +115,57 @@ class Reservations:
 
     def lost(self, member: Member) -> None:
         """Doom what a member was writing; the space stays as long as it may still write."""
-        for entry in tuple(member.open.values()):
-            if entry.state is not State.DOOMED:
-                self._space.doom(entry)
+        member.void.update(member.open)
+        member.open = {}
+        self._work.start(self._doom(consume(member.void.values())))
 
     def gone(self, member: Member) -> None:
         """End all parts of a member that cannot write any more."""
-        for entry in member.open.values():
-            self._give_up(entry, member.id)
-        member.open.clear()
+        member.void.update(member.open)
+        member.open = {}
+        self.leaving[member.id] = member
+        self._work.start(self._give_up_all(member))
 
     def forget(self, session: SessionId) -> None:
         """Drop the incomplete reservations of a session without members."""
-        for entry in tuple(self._space.reserved.values()):
-            if entry.owner is not None and entry.owner[0] == session:
+        last = self._space.last_generation  # its name may be used again
+
+        def left(entry: Entry) -> bool:
+            owner = entry.owner
+            return owner is not None and owner[0] == session and entry.extent.generation <= last
+
+        if self._space.reserved_bytes:
+            self._work.start(self._space.doom_all(left))
+
+    def _doom(self, entries: Iterable[Entry]) -> Job:
+        """Doom reservations that are still in sight."""
+        heavy = self._work.pace.heavy
+        for done, entry in enumerate(entries):
+            if done and done % heavy == 0:
+                yield
+            if entry.state is State.RESERVED:
                 self._space.doom(entry)
 
-    @staticmethod
-    def _close(member: Member | None, key: ChunkKey, generation: int) -> Entry | None:
+    def _give_up_all(self, member: Member) -> Job:
+        heavy = self._work.pace.heavy
+        for done, generation in enumerate(tuple(member.void)):
+            if done and done % heavy == 0:
+                yield
+            self._give_up(member.void.pop(generation), member.id)
+        del self.leaving[member.id]
+
+    def _close(self, member: Member | None, key: ChunkKey, generation: int) -> Entry | None:
         """Take a chunk out of what a member has open, if it is there."""
-        entry = member.open.get(generation) if member is not None else None
-        if member is None or entry is None or entry.key != key:
+        if member is None:
             return None
-        del member.open[generation]
-        return entry
+        for known in (member.open, member.void):
+            entry = known.get(generation)
+            if entry is not None and entry.key == key:
+                del known[generation]
+                if known is member.void and entry.state is State.RESERVED:
+                    self._space.doom(entry)
+                return entry
+        return None
 
     def _give_up(self, entry: Entry, member_id: MemberId) -> None:
         if entry.writers is not None:
@@ -147,8 +183,10 @@ class Reservations:
     def _join(self, entry: Entry, member: Member) -> Grant | None:
         """Give a rank its part of a chunk that its save has reserved, unless it had it."""
         awaited = member.rank is not None and entry.awaited >> member.rank & 1
-        if not awaited or member.id in (entry.writers or ()):
+        if not awaited or member.id in (entry.writers or ()) or not _room(member):
             return None
+        if not within(entry.extent, member.ready):
+            return None  # it has taken a rank's place since then
         return self._open(entry, member, self._to_write(entry, member))
 
     @staticmethod
@@ -181,13 +219,19 @@ class Reservations:
         space = self._space
         ranks = (1 << self._sessions.sessions[member.session].world) - 1
         # The chunks before them must not be what is evicted for them.
-        parents = [p for p in (chain[i] for i in missing.values()) if p in space.entries]
+        parents = [p for i in missing.values() if (p := chain[i]) is not None]
         for parent in parents:
             space.adopt(parent)
-        extents = space.allocate(namespace, len(missing))
+        wanted = min(len(missing), _room(member))
+        extents = space.allocate(namespace, wanted, self._sessions.reach(member.session))
         for (key, index), extent in zip(missing.items(), extents, strict=False):
             entry = space.insert(namespace, key, chain[index], extent, State.RESERVED)
             entry.owner, entry.awaited = owner, ranks
             grants[index] = self._open(entry, member, member.holds)
         for parent in parents:
             space.disown(parent)
+
+
+def _room(member: Member) -> int:
+    """Return how many more chunks a member may be writing."""
+    return max(0, MOST_OPEN - len(member.open) - len(member.void))

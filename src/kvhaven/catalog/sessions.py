@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 
 from kvhaven.catalog.actions import (
     Acquisition,
-    Leased,
     MemberId,
+    Prefix,
     SessionId,
-    Source,
     Ticket,
 )
+from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState
 from kvhaven.catalog.presence import Lookup
 from kvhaven.errors import KVHavenError
@@ -22,17 +22,22 @@ class Lease:
 
     `waiting` maps the key of each chunk that is being promoted to its index in `slots`; the
     chunks in between are leased already, but are offered only when all before them are. While
-    `lookups` are under way, it also waits to hear where the chunk behind the last slot is.
+    `lookups` are under way, it also waits to hear where the chunk behind the last slot is. While
+    it is `growing`, more of what was asked for is taken in, piece by piece.
     """
 
     __slots__ = (
         "acked",
         "counted",
+        "expected",
+        "growing",
         "keys",
         "limited",
         "lookups",
         "namespace",
         "orphaned",
+        "passed",
+        "prefetch",
         "session",
         "slots",
         "sources",
@@ -40,15 +45,27 @@ class Lease:
         "waiting",
     )
 
-    def __init__(self, session: SessionId, ticket: Ticket) -> None:
+    def __init__(
+        self,
+        session: SessionId,
+        ticket: Ticket,
+        namespace: NamespaceState,
+        keys: Sequence[ChunkKey],
+        *,
+        prefetch: bool = False,
+    ) -> None:
         self.session = session  # its name: the object would make a cycle
         self.ticket = ticket
         self.slots: list[Entry] = []
-        self.sources: list[Source] = []
+        self.sources = bytearray()  # a `Source` for each
         self.waiting: dict[ChunkKey, int] = {}
-        self.lookups: list[Lookup] = []
-        self.namespace: NamespaceState | None = None
-        self.keys: Sequence[ChunkKey] = ()  # what was asked for, as long as it is not final
+        self.lookups: dict[Lookup, None] = {}
+        self.growing = False
+        self.namespace = namespace
+        self.keys = keys  # what was asked for, as long as it is not final
+        self.prefetch = prefetch  # nobody's: it holds no chunk for long
+        self.passed = 0  # chunks before its slots, of a prefetch
+        self.expected = False  # its scheduler was told that it is not final
         self.limited = False  # it goes on when what it waits for has come: too much at a time
         self.counted = 0  # how many of these are in the figures
         self.acked = 0  # ranks whose copy ended
@@ -57,27 +74,30 @@ class Lease:
     @property
     def final(self) -> bool:
         """Whether it waits for nothing."""
-        return not self.waiting and not self.lookups
+        return not self.waiting and not self.lookups and not self.growing
 
-    def answer(self) -> Acquisition:
-        """Return the state of the lease: the prefix that can be loaded, and what is awaited."""
+    def answer(self, *, corrupt: bool) -> Acquisition:
+        """Return the state of the lease: the prefix that can be loaded, and what is awaited.
+
+        `corrupt` says that any chunk in use is; what follows one in the lease is not offered.
+        """
         ready = min(self.waiting.values()) if self.waiting else len(self.slots)
-        chunks = []
-        for entry, source in zip(self.slots[:ready], self.sources, strict=False):
-            if entry.corrupt:
-                break
-            chunks.append(Leased(entry.key, entry.extent, source))
-        awaited = len(self.waiting) + bool(self.lookups)
-        return Acquisition(self.ticket, tuple(chunks), awaited)
+        # To copy a long list is to touch all that is in it. A final one is never changed.
+        slots = self.slots if self.final and ready == len(self.slots) else self.slots[:ready]
+        if corrupt:
+            ready = next((at for at, entry in enumerate(slots) if entry.corrupt), ready)
+        awaited = len(self.waiting) + bool(self.lookups) + self.growing
+        return Acquisition(self.ticket, Prefix(slots, bytes(self.sources[:ready])), awaited)
 
 
 class Member:
     """One process of a session: its scheduler (`rank` is None) or a rank.
 
-    `holds` is the bitmap of the shards that a rank has of every chunk of its namespace.
+    `holds` is the bitmap of the shards that a rank has of every chunk of its namespace, `ready`
+    how much of each segment it can copy to and from. That only ever grows.
     """
 
-    __slots__ = ("holds", "id", "lost", "namespace", "open", "rank", "session")
+    __slots__ = ("holds", "id", "lost", "namespace", "open", "rank", "ready", "session", "void")
 
     def __init__(
         self,
@@ -93,13 +113,18 @@ class Member:
         self.namespace = namespace
         self.holds = holds
         self.lost = False
-        self.open: dict[int, Entry] = {}  # by generation: the chunks it may be writing to
+        self.ready: dict[int, int] = {}  # by segment, in bytes
+        self.open: dict[int, Entry] = {}  # by generation: the chunks it is writing to
+        self.void: dict[int, Entry] = {}  # the same from before it was lost: they are given up
 
 
 class Session:
-    """One engine instance."""
+    """One engine instance.
 
-    __slots__ = ("gone_ranks", "id", "leases", "members", "world")
+    `reach` is what all its ranks can copy to and from; None is all of the arena that there is.
+    """
+
+    __slots__ = ("gone_ranks", "id", "leases", "members", "reach", "world")
 
     def __init__(self, session: SessionId, world: int) -> None:
         self.id = session
@@ -107,6 +132,16 @@ class Session:
         self.members: dict[MemberId, Member] = {}
         self.leases: dict[Ticket, Lease] = {}
         self.gone_ranks = 0  # bitmap of ranks that were here and are proven gone
+        self.reach: Reach | None = {}
+
+    def measure(self, usable: Reach) -> None:
+        """Find out what all ranks can reach, of what may be handed out."""
+        ranks = [member for member in self.members.values() if member.rank is not None]
+        if len({member.rank for member in ranks}) < self.world:
+            self.reach = {}
+            return
+        reach = {at: min(member.ready.get(at, 0) for member in ranks) for at in usable}
+        self.reach = None if all(reach[at] >= usable[at] for at in usable) else reach
 
     def ended(self, lease: Lease) -> bool:
         """Whether no rank can still copy from the lease, or will be told to."""
@@ -120,9 +155,13 @@ class Session:
 
 
 class Sessions:
-    """Who is here. A session is forgotten when the last of its members is gone."""
+    """Who is here. A session is forgotten when the last of its members is gone.
 
-    def __init__(self) -> None:
+    `usable` is what may be handed out of each segment of the arena, at any time.
+    """
+
+    def __init__(self, usable: Reach) -> None:
+        self._usable = usable
         self.sessions: dict[SessionId, Session] = {}
         self.members: dict[MemberId, Member] = {}
 
@@ -167,6 +206,22 @@ class Sessions:
         self.members[member] = home.members[member] = newcomer
         if rank is not None:
             home.gone_ranks &= ~(1 << rank)
+            home.measure(self._usable)
+
+    def ready(self, member: Member, segment: int, usable_bytes: int) -> None:
+        """Note how much of a segment a rank can copy to and from; see `Catalog.ready`."""
+        member.ready[segment] = max(usable_bytes, member.ready.get(segment, 0))
+        self.sessions[member.session].measure(self._usable)
+
+    def grew(self) -> None:
+        """Note that more of the arena may be handed out, which no rank is ready for yet."""
+        for home in self.sessions.values():
+            home.measure(self._usable)
+
+    def reach(self, session: SessionId) -> Reach | None:
+        """Return what the ranks of a session can reach; None: all, or there is no such session."""
+        home = self.sessions.get(session)
+        return home.reach if home is not None else None
 
     def session(self, session: SessionId) -> Session:
         """Return a session. Raises KVHavenError for one that is not here."""
@@ -192,6 +247,7 @@ class Sessions:
         others = [m for m in home.members.values() if m.rank == member.rank]
         if member.rank is not None and not others:
             home.gone_ranks |= 1 << member.rank
+        home.measure(self._usable)
         if not home.members:
             del self.sessions[home.id]
         return home

@@ -10,7 +10,7 @@ MOST_TENANTS = 1000
 """There may be as many tenants as there are users; figures must fit into an answer."""
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """How much of something there is. In a tier, bytes include the shards' headers."""
 
     chunks: int = 0
@@ -62,6 +62,8 @@ class TierStats(msgspec.Struct, frozen=True):
     """Chunks that it was asked for since start."""
     found: int
     """Chunks of these that it said to have, whole."""
+    scanned: bool = True
+    """Whether all is known that it holds from before the start. A shared one is asked instead."""
 
 
 class CatalogStats(msgspec.Struct, frozen=True):
@@ -102,6 +104,8 @@ class CatalogStats(msgspec.Struct, frozen=True):
     failed_promotions: int
     foreign: int = 0
     """Requests that ended before a chunk which is here as another tenant's (a client's bug)."""
+    unready: int = 0
+    """Requests that ended before a chunk in memory that their engine's ranks are not ready for."""
     quota_evictions: int = 0
     """Of the evictions, those that made room within the tenant's own quota."""
     quota_refusals: int = 0

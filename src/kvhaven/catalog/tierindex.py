@@ -1,35 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one tier holds, as the catalog believes it, and what goes when it is full."""
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from kvhaven.catalog.actions import Action, TierDelete
 from kvhaven.catalog.entries import NamespaceState, Tenant
+from kvhaven.catalog.holdings import Holding, Place, Scope
 from kvhaven.catalog.tierspec import Moves, TierFigures, TierSpec
+from kvhaven.catalog.work import Job, Work
 from kvhaven.errors import KVHavenError
+from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
 
 class Share:
-    """What a tenant with a quota has in a tier: its chunks in the order of their last use."""
+    """What a tenant that has, or had, a quota has in a tier: its chunks in the order of use.
 
-    __slots__ = ("bytes", "order")
+    Until it is `complete`, chunks that were there before its first quota are added bit by bit.
+    """
+
+    __slots__ = ("bytes", "complete", "order", "trimming")
 
     def __init__(self) -> None:
         self.bytes = 0
-        self.order: OrderedDict[ChunkKey, None] = OrderedDict()
+        self.order = OrderedMap[ChunkKey, None]()
+        self.complete = True
+        self.trimming = False
 
 
 class Stored:
     """One chunk in a tier: which of its shards are there, and their bytes, headers included."""
 
-    __slots__ = ("bitmap", "bytes", "namespace")
+    __slots__ = ("bitmap", "bytes", "holding", "namespace")
 
-    def __init__(self, namespace: NamespaceState) -> None:
+    def __init__(self, namespace: NamespaceState, holding: Holding) -> None:
         self.namespace = namespace
+        self.holding = holding
         self.bitmap = 0
         self.bytes = 0
 
@@ -40,20 +49,28 @@ class TierIndex(Moves):
     A chunk that is being read is never deleted: if it has to go meanwhile it is out of
     sight at once, and deleted when its last read has ended. A tenant that has a quota makes room
     among its own chunks; where that is not enough, nothing more of it is written.
+
+    What is too much goes piece by piece, at each write what it takes the place of, at least.
     """
 
-    def __init__(self, spec: TierSpec, actions: list[Action]) -> None:
+    def __init__(self, spec: TierSpec, actions: list[Action], work: Work) -> None:
         super().__init__()
         self.spec = spec
         self.online = True
-        self.stored: OrderedDict[ChunkKey, Stored] = OrderedDict()
+        self.stored = OrderedMap[ChunkKey, Stored]()
+        self.place = Place(spec.name)
         self.used_bytes = 0
         self.writing = Counter[Tenant]()  # `writing_bytes` by tenant
-        self.usage: dict[NamespaceState, tuple[int, int]] = {}  # chunks, bytes
-        self.shares: dict[Tenant, Share] = {}  # of tenants with a quota that have chunks here
+        self.kept = Counter[Tenant]()  # bytes of chunks that are being read: they cannot go now
+        self.shares: dict[Tenant, Share] = {}
         self.evictions = 0
         self._delete_later: dict[ChunkKey, NamespaceState] = {}
         self._actions = actions
+        self._work = work
+        self._trimming = False
+        self._sweeping = False
+        self._scanning = self._scanned = False
+        self._cleared: list[Scope] = []  # since the scan began
 
     def resize(self, capacity_bytes: int) -> None:
         """Take another capacity, and evict what no longer fits."""
@@ -63,15 +80,13 @@ class TierIndex(Moves):
 
     def quota_changed(self, tenant: Tenant) -> None:
         """Keep a tenant to its quota from now on."""
-        if tenant.disk_quota is None:
-            self.shares.pop(tenant, None)
-            return
-        if tenant not in self.shares:
-            for key, stored in self.stored.items():
-                if stored.namespace.tenant is tenant:
-                    self._share(tenant).order[key] = None
-                    self._share(tenant).bytes += stored.bytes
-        self._trim_tenant(tenant)
+        share = self.shares.get(tenant)
+        if share is None and tenant.disk_quota is not None and self.stored:
+            share = self.shares[tenant] = Share()
+            share.complete = False
+            self._work.start(self._gather(tenant, share))
+        elif share is not None and share.complete:
+            self._trim_tenant(tenant)
 
     def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
         """Whether every shard of the chunk is there."""
@@ -80,23 +95,29 @@ class TierIndex(Moves):
             stored is not None
             and stored.namespace is namespace
             and stored.bitmap == namespace.complete
+            and not stored.holding.cleared
         )
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Note a use of each chunk that is there; a chain is given from tail to head."""
-        stored = self.stored
-        if stored:
-            for key in keys:
-                if key in stored:
-                    stored.move_to_end(key)
-                    if self.shares:
-                        self._touch_own(key)
+        if not self.stored:
+            return
+        keys = list(keys)
+        self.stored.to_end(keys)
+        if self.shares:
+            self._touch_own(keys)
+
+    def scan(self, *, begins: bool) -> None:
+        """Note that a scan begins, or ends: what is cleared meanwhile counts when it is found."""
+        self._scanning, self._scanned = begins, not begins
+        self._cleared.clear()
 
     def found(self, namespace: NamespaceState, key: ChunkKey, bit: int, bytes_: int) -> None:
         """Count a shard that the scan found and that takes `bytes_`.
 
-        It is older than anything used since start. Raises KVHavenError for a shard that the
-        namespace does not have.
+        It is older than anything used since start. What was cleared and is still there, or was
+        cleared since the scan began and not written anew, is deleted. Raises KVHavenError for a
+        shard that the namespace does not have.
         """
         if not 0 <= bit < namespace.shards:
             raise KVHavenError(
@@ -104,30 +125,30 @@ class TierIndex(Moves):
                 f"there are {namespace.shards}"
             )
         stored = self.stored.get(key)
-        if stored is None:
-            stored = self._insert(namespace, key)
-            self.stored.move_to_end(key, last=False)
-            share = self.shares.get(namespace.tenant)
-            if share is not None:
-                share.order.move_to_end(key, last=False)
-        if stored.namespace is not namespace:
+        if stored is None and any(scope.covers(namespace) for scope in self._cleared):
             self._delete_files(key, namespace)
+            return
+        if stored is None:
+            stored = self._insert(namespace, key, oldest=True)
+        if stored.namespace is not namespace or stored.holding.cleared:
+            self.delete(key, namespace)
         elif not stored.bitmap >> bit & 1:
             stored.bitmap |= 1 << bit
-            self._grow(stored, bytes_)
+            self._grow(key, stored, bytes_)
             self._trim_for(namespace)
 
     def has_room(self, namespace: NamespaceState) -> bool:
         """Whether a chunk can be written at all, beside those under way."""
         bytes_, tenant = namespace.stored_bytes, namespace.tenant
         quota = tenant.disk_quota
-        if quota is not None and bytes_ > quota - self.writing[tenant] - self._kept(tenant):
+        if quota is not None and bytes_ > quota - self.writing[tenant] - self.kept[tenant]:
             return False
         return self.writing_bytes + bytes_ <= self.spec.capacity_bytes
 
-    def write_begins(self, namespace: NamespaceState) -> None:
-        """Make room for a chunk."""
-        super().write_begins(namespace)
+    def write_begins(self, key: ChunkKey, namespace: NamespaceState) -> None:
+        """Make room for a chunk. One of its name that was cleared is deleted before."""
+        self._drop_cleared(key)
+        super().write_begins(key, namespace)
         self.writing[namespace.tenant] += namespace.stored_bytes
         self._trim_for(namespace)
 
@@ -147,32 +168,35 @@ class TierIndex(Moves):
 
         Where a chunk of that name is another tenant's (a client's bug), that one stays.
         """
-        stored = self.stored.get(key) or self._insert(namespace, key)
-        if stored.namespace is not namespace:
+        stored = self.stored.get(key)
+        if stored is not None and stored.namespace is not namespace:
             self._delete_files(key, namespace)
             return
+        if stored is None:
+            stored = self._insert(namespace, key)
         stored.bitmap = namespace.complete
         whole = namespace.stored_bytes if bytes_ is None else bytes_
-        self._grow(stored, whole - stored.bytes)
+        self._grow(key, stored, whole - stored.bytes)
         self.touch((key,))
         self._trim_for(namespace)
 
     def forget(self, key: ChunkKey) -> int:
         """Count a chunk no longer; return its bytes."""
-        stored = self.stored.pop(key, None)
-        if stored is None:
+        if key not in self.stored:
             return 0
-        namespace = stored.namespace
+        if key in self.reads:
+            self._keep(key, -1)
+        stored = self.stored.pop(key)
         self.used_bytes -= stored.bytes
-        chunks, bytes_ = self.usage.pop(namespace)
-        if chunks > 1:
-            self.usage[namespace] = chunks - 1, bytes_ - stored.bytes
-        share = self.shares.get(namespace.tenant)
-        if share is not None:
+        self.place.count(stored.holding, -1, -stored.bytes)
+        self.place.leave(stored.holding)
+        tenant = stored.namespace.tenant
+        share = self.shares.get(tenant)
+        if share is not None and key in share.order:
             share.bytes -= stored.bytes
-            del share.order[key]
-            if not share.order:
-                del self.shares[namespace.tenant]
+            share.order.pop(key)
+            if not share.order and share.complete:
+                del self.shares[tenant]
         return stored.bytes
 
     def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
@@ -187,24 +211,32 @@ class TierIndex(Moves):
             self._delete_files(key, namespace)
         return self.forget(key)
 
-    def clear(self, parts: Collection[NamespaceState]) -> tuple[int, int]:
-        """Delete the chunks of parts of namespaces; return how many, and their bytes."""
-        chunks = bytes_ = 0
-        for key, stored in tuple(self.stored.items()):
-            if stored.namespace in parts:
-                chunks += 1
-                bytes_ += self.delete(key, stored.namespace)
-        return chunks, bytes_
+    def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
+        """Delete what a scope names, piece by piece; return how many chunks, and their bytes."""
+        cleared = self.place.clear(scope, parts)
+        if self._scanning and scope not in self._cleared:
+            self._cleared.append(scope)
+        if not self._sweeping:
+            self._sweeping = True
+            self._work.start_if_small(self._sweep(), self.place.leftover)
+        return cleared
 
     def figures(self) -> TierFigures:
         """Return the figures of this moment."""
-        return TierFigures(self.used_bytes, len(self.stored), self.evictions, self.usage)
+        return TierFigures(self.used_bytes, len(self.stored), self.evictions, scanned=self._scanned)
+
+    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
+        """Count a read, which fills so many bytes of the arena."""
+        if key not in self.reads:
+            self._keep(key, 1)
+        super().read_begins(key, bytes_)
 
     def read_ended(self, key: ChunkKey, bytes_: int) -> None:
         """End a read; after the last one a chunk may go. Raises KeyError when there is none."""
         super().read_ended(key, bytes_)
         if key in self.reads:
             return
+        self._keep(key, -1)
         namespace = self._delete_later.pop(key, None)
         if namespace is not None and key not in self.stored:
             self._delete_files(key, namespace)
@@ -215,51 +247,22 @@ class TierIndex(Moves):
 
     def trim(self) -> None:
         """Delete the oldest chunks, down to the watermark, if there is more than fits."""
-        total = self.used_bytes + self.writing_bytes
-        if total <= self.spec.capacity_bytes:
-            return
-        excess = total - int(self.spec.watermark * self.spec.capacity_bytes)
-        victims = []
-        for key, stored in self.stored.items():
-            if excess <= 0:
-                break
-            if key not in self.reads:
-                victims.append((key, stored.namespace))
-                excess -= stored.bytes
-        self.evictions += len(victims)
-        for key, namespace in victims:
-            self.delete(key, namespace)
+        excess = self.used_bytes + self.writing_bytes - self.spec.capacity_bytes
+        if excess > 0 and self._trimming:
+            self._evict(self.stored, excess)
+        elif excess > 0:
+            self._trimming = True
+            self._work.start(self._trim())
 
-    def _insert(self, namespace: NamespaceState, key: ChunkKey) -> Stored:
-        stored = self.stored[key] = Stored(namespace)
-        chunks, bytes_ = self.usage.get(namespace, (0, 0))
-        self.usage[namespace] = chunks + 1, bytes_
-        if namespace.tenant.disk_quota is not None:
-            self._share(namespace.tenant).order[key] = None
-        return stored
+    def _trim(self) -> Job:
+        while self._evict(self.stored, self._above_watermark()) == self._work.pace.heavy:
+            if self._above_watermark() > 0:
+                yield
+        self._trimming = False
 
-    def _grow(self, stored: Stored, bytes_: int) -> None:
-        namespace = stored.namespace
-        stored.bytes += bytes_
-        self.used_bytes += bytes_
-        chunks, total = self.usage[namespace]
-        self.usage[namespace] = chunks, total + bytes_
-        share = self.shares.get(namespace.tenant)
-        if share is not None:
-            share.bytes += bytes_
-
-    def _share(self, tenant: Tenant) -> Share:
-        return self.shares.setdefault(tenant, Share())
-
-    def _touch_own(self, key: ChunkKey) -> None:
-        share = self.shares.get(self.stored[key].namespace.tenant)
-        if share is not None:
-            share.order.move_to_end(key)
-
-    def _kept(self, tenant: Tenant) -> int:
-        """Return the bytes of a tenant's chunks that are being read: they cannot go now."""
-        reading = (self.stored.get(key) for key in self.reads)
-        return sum(s.bytes for s in reading if s is not None and s.namespace.tenant is tenant)
+    def _above_watermark(self) -> int:
+        most = int(self.spec.watermark * self.spec.capacity_bytes)
+        return self.used_bytes + self.writing_bytes - most
 
     def _trim_for(self, namespace: NamespaceState) -> None:
         """Keep to a tenant's quota, and to the capacity."""
@@ -268,13 +271,27 @@ class TierIndex(Moves):
 
     def _trim_tenant(self, tenant: Tenant) -> None:
         """Delete a tenant's oldest chunks until it keeps to its quota."""
-        quota, share = tenant.disk_quota, self.shares.get(tenant)
-        if quota is None or share is None:
-            return
-        excess = share.bytes + self.writing[tenant] - quota
-        victims = []
-        for key in share.order:
-            if excess <= 0:
+        share = self.shares.get(tenant)
+        if share is not None and not share.trimming and self._excess(tenant, share) > 0:
+            share.trimming = True
+            self._work.start(self._keep_to_quota(tenant, share))
+
+    def _keep_to_quota(self, tenant: Tenant, share: Share) -> Job:
+        while self._evict(share.order, self._excess(tenant, share)) == self._work.pace.heavy:
+            if self._excess(tenant, share) > 0:
+                yield
+        share.trimming = False
+
+    def _excess(self, tenant: Tenant, share: Share) -> int:
+        """Return how many bytes a tenant has beyond its quota."""
+        quota = tenant.disk_quota
+        return 0 if quota is None else share.bytes + self.writing[tenant] - quota
+
+    def _evict(self, order: Iterable[ChunkKey], excess: int) -> int:
+        """Delete the first chunks of an order that are not being read, a piece; count them."""
+        victims: list[ChunkKey] = []
+        for key in order:
+            if excess <= 0 or len(victims) == self._work.pace.heavy:
                 break
             if key not in self.reads:
                 victims.append(key)
@@ -282,6 +299,97 @@ class TierIndex(Moves):
         self.evictions += len(victims)
         for key in victims:
             self.delete(key, self.stored[key].namespace)
+        return len(victims)
+
+    def _sweep(self) -> Job:
+        """Delete what was cleared, in rounds: what is used meanwhile may be missed by one."""
+        pace = self._work.pace
+        looked = dropped = 0
+        while self.place.leftover:
+            for page in self.stored.walk():
+                looked += len(page)
+                dropped += sum(self._drop_cleared(key) for key, _ in page)
+                if not self.place.leftover:
+                    break
+                if looked >= pace.light or dropped >= pace.heavy:
+                    yield
+                    looked = dropped = 0
+        self._sweeping = False
+
+    def _drop_cleared(self, key: ChunkKey) -> bool:
+        """Delete a chunk if it is there and was cleared."""
+        stored = self.stored.get(key)
+        if stored is None or not stored.holding.cleared:
+            return False
+        self.delete(key, stored.namespace)
+        return True
+
+    def _gather(self, tenant: Tenant, share: Share) -> Job:
+        """Find all chunks of a tenant, in the order of their last use, and keep it to its quota."""
+        looked, known = 0, -1
+        while known < len(share.order):  # again: older ones may have been found meanwhile
+            known = len(share.order)
+            for page in self.stored.walk_back():
+                looked += len(page)
+                for key, stored in page:
+                    if stored.namespace.tenant is tenant and key not in share.order:
+                        share.order.prepend(key, None)
+                        share.bytes += stored.bytes
+                        looked += 5
+                if looked >= self._work.pace.light:
+                    yield
+                    looked = 0
+        share.complete = True
+        if not share.order:
+            del self.shares[tenant]
+        self._trim_tenant(tenant)
+
+    def _insert(self, namespace: NamespaceState, key: ChunkKey, *, oldest: bool = False) -> Stored:
+        holding = self.place.holding(namespace)
+        stored = Stored(namespace, holding)
+        (self.stored.prepend if oldest else self.stored.append)(key, stored)
+        self.place.enter(holding)
+        self.place.count(holding, 1, 0)
+        tenant = namespace.tenant
+        share = self.shares.get(tenant)
+        if share is None and tenant.disk_quota is not None:
+            share = self.shares[tenant] = Share()
+        if share is not None and (share.complete or not oldest):
+            (share.order.prepend if oldest else share.order.append)(key, None)
+        return stored
+
+    def _grow(self, key: ChunkKey, stored: Stored, bytes_: int) -> None:
+        if key in self.reads:
+            self.kept[stored.namespace.tenant] += bytes_
+        stored.bytes += bytes_
+        self.used_bytes += bytes_
+        self.place.count(stored.holding, 0, bytes_)
+        share = self.shares.get(stored.namespace.tenant)
+        if share is not None and key in share.order:
+            share.bytes += bytes_
+
+    def _touch_own(self, keys: list[ChunkKey]) -> None:
+        """Note a use of chunks of one tenant among its own."""
+        first = next((s for key in keys if (s := self.stored.get(key)) is not None), None)
+        share = None if first is None else self.shares.get(first.namespace.tenant)
+        if first is None or share is None:
+            return
+        for key in keys if not share.complete else ():
+            stored = self.stored.get(key)
+            known = stored is None or key in share.order
+            if stored is not None and not known and stored.namespace is first.namespace:
+                share.order.append(key, None)
+                share.bytes += stored.bytes
+        share.order.to_end(keys)
+
+    def _keep(self, key: ChunkKey, sign: int) -> None:
+        """Count the bytes of a chunk that is there and read, or no longer (negative)."""
+        stored = self.stored.get(key)
+        if stored is not None:
+            tenant = stored.namespace.tenant
+            self.kept[tenant] += sign * stored.bytes
+            if not self.kept[tenant]:
+                del self.kept[tenant]
 
     def _delete_files(self, key: ChunkKey, namespace: NamespaceState) -> None:
         digest, tenant = namespace.namespace.digest, namespace.tenant.id

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """All tiers together: where a chunk can be promoted from, and where it is to be written."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvhaven.catalog.actions import Action, TierName, TierRead
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
+from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.presence import Presence
 from kvhaven.catalog.tierindex import TierIndex
-from kvhaven.catalog.tierspec import StoreOn, TierSpec, TierState, WriteMode
+from kvhaven.catalog.tierspec import StoreOn, TierSpec, TierState
+from kvhaven.catalog.work import Work
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.errors import KVHavenError
+from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
 MOST_SEEN = 1 << 16
@@ -29,29 +31,31 @@ class Tiers:
         write_queue_bytes: int,
         actions: list[Action],
         let_go: Callable[[Entry], None],
+        work: Work,
         *,
         fill_faster: bool,
     ) -> None:
-        self.own = {s.name: TierIndex(s, actions) for s in specs if not s.shared}
-        self.shared = {s.name: Presence(s, actions) for s in specs if s.shared}
+        self.own = {s.name: TierIndex(s, actions, work) for s in specs if not s.shared}
+        self.shared = {s.name: Presence(s, actions, work) for s in specs if s.shared}
         self.indexes: dict[TierName, TierState] = {
             s.name: self.shared[s.name] if s.shared else self.own[s.name] for s in specs
         }
-        # What waits to be written through is pinned: all of that together is bounded too.
-        through = sum(spec.write is WriteMode.THROUGH for spec in specs)
         self.writes = {
-            name: WriteBehind(
-                index,
-                write_queue_bytes // (through if index.spec.write is WriteMode.THROUGH else 1),
-                actions,
-                let_go,
-            )
+            name: WriteBehind(index, 0, actions, let_go, work)
             for name, index in self.indexes.items()
         }
+        self.limit_queues(write_queue_bytes)
         self._patient = [w for w in self.writes.values() if w.index.spec.store_on is StoreOn.SECOND]
-        self._seen: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._seen = OrderedMap[ChunkKey, None]()
         self._fill_faster = fill_faster
         self._actions = actions
+
+    def limit_queues(self, bytes_: int) -> None:
+        """Let so many bytes wait for each tier from now on: no fewer than before."""
+        # What waits to be written through is pinned: all of that together is bounded too.
+        through = sum(writes.pins for writes in self.writes.values())
+        for writes in self.writes.values():
+            writes.limit_bytes = bytes_ // (through if writes.pins else 1)
 
     def index(self, tier: TierName) -> TierState:
         """Return a tier's bookkeeping. Raises KVHavenError for an unknown tier."""
@@ -84,7 +88,7 @@ class Tiers:
     def is_foreign(self, key: ChunkKey, namespace: NamespaceState) -> bool:
         """Whether a tier of our own has a chunk, but as another namespace's or tenant's."""
         found = [index.stored.get(key) for index in self.own.values()]
-        return any(stored is not None and stored.namespace is not namespace for stored in found)
+        return any(s is not None and s.namespace is not namespace for s in found)
 
     def quota_changed(self, tenant: Tenant) -> None:
         """Keep a tenant to its quota in each tier of our own from now on."""
@@ -158,17 +162,17 @@ class Tiers:
     def discard(self, entry: Entry) -> None:
         """Do not keep what is being written of a chunk: its bytes are not to be trusted."""
         for writes in self.writes.values():
-            writes.cancel(lambda e: e is entry)
+            writes.discard(entry)
 
     def clear(
-        self, tiers: Iterable[TierName], parts: Collection[NamespaceState]
+        self, tiers: Iterable[TierName], scope: Scope, parts: Sequence[NamespaceState]
     ) -> tuple[int, int]:
-        """Delete the chunks of parts of namespaces; return how many, and their bytes."""
+        """Delete the chunks that a scope names; return how many, and their bytes."""
         chunks = bytes_ = 0
         for name in tiers:
             index = self.index(name)
-            self.writes[name].cancel(lambda e: e.namespace in parts)
-            more = index.clear(parts)
+            self.writes[name].clear(scope)
+            more = index.clear(scope, parts)
             chunks, bytes_ = chunks + more[0], bytes_ + more[1]
         return chunks, bytes_
 
@@ -178,8 +182,9 @@ class Tiers:
         again = entry.key in seen
         if again:
             entry.reused = True
-        seen[entry.key] = None
-        seen.move_to_end(entry.key)
+            seen.to_end((entry.key,))
+            return True
+        seen.append(entry.key, None)
         if len(seen) > MOST_SEEN:
-            seen.popitem(last=False)
-        return again
+            seen.pop(next(iter(seen)))
+        return False

@@ -2,14 +2,18 @@
 """What the catalog is told of a tier, and what it wants of a tier's bookkeeping."""
 
 import enum
-from collections.abc import Collection, Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
 
 import msgspec
 
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.entries import NamespaceState
+from kvhaven.catalog.holdings import Scope
 from kvhaven.types import ChunkKey
+
+MEMORY: Final = TierName("memory")
+"""The arena's name where a tier can be named."""
 
 
 class WriteMode(enum.Enum):
@@ -80,7 +84,7 @@ class TierState(Protocol):
     def has_room(self, namespace: NamespaceState) -> bool:
         """Whether a chunk can be written at all, beside those under way."""
 
-    def write_begins(self, namespace: NamespaceState) -> None:
+    def write_begins(self, key: ChunkKey, namespace: NamespaceState) -> None:
         """Make room for a chunk."""
 
     def write_ended(self, namespace: NamespaceState) -> None:
@@ -95,8 +99,11 @@ class TierState(Protocol):
     def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
         """Have a chunk deleted, whether it is counted or not; return the bytes counted."""
 
-    def clear(self, parts: Collection[NamespaceState]) -> tuple[int, int]:
-        """Delete the chunks of parts of namespaces, as far as they are known; count them."""
+    def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
+        """Have all chunks that a scope names deleted, as far as they are known; count them.
+
+        `parts` are those of the tenant, if the scope names one.
+        """
 
     def figures(self) -> "TierFigures":
         """Return the figures of this moment."""
@@ -124,7 +131,7 @@ class Moves:
         else:
             del self.reads[key]
 
-    def write_begins(self, namespace: NamespaceState) -> None:
+    def write_begins(self, key: ChunkKey, namespace: NamespaceState) -> None:  # noqa: ARG002
         """Count the bytes of a write."""
         self.writing_bytes += namespace.stored_bytes
 
@@ -134,12 +141,12 @@ class Moves:
 
 
 class TierFigures(msgspec.Struct, frozen=True):
-    """What a tier's bookkeeping counts: `usage` is chunks and bytes by namespace and tenant."""
+    """What a tier's bookkeeping counts."""
 
-    used_bytes: int
-    chunks: int
-    evictions: int
-    usage: dict[NamespaceState, tuple[int, int]]
+    used_bytes: int = 0
+    chunks: int = 0
+    evictions: int = 0
     looking_up: int = 0
     looked_up: int = 0
     found: int = 0
+    scanned: bool = True

@@ -6,12 +6,19 @@ from collections.abc import Callable
 
 from kvhaven.catalog.actions import Action, TierWrite
 from kvhaven.catalog.entries import Entry, State
+from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.tierspec import TierState, WriteMode
+from kvhaven.catalog.work import Job, Work
 from kvhaven.types import ChunkKey
 
 OUTSTANDING_BYTES = 64 << 20
 OUTSTANDING_CHUNKS = 4
 """A tier is given this many bytes at a time, or this many chunks if those are more."""
+MOST_OUTSTANDING = 1024
+"""But never more chunks than this."""
+
+_Offer = tuple[Entry, int]
+"""A chunk that waits to be written, and the number of its offer."""
 
 
 class WriteBehind:
@@ -20,6 +27,9 @@ class WriteBehind:
     A write that was handed out pins its chunk; one that waits does so only in the mode
     `THROUGH`, otherwise it is dropped when its chunk is evicted. When more than `limit_bytes`
     wait, the oldest is dropped. `let_go` is told of each chunk that a dropped write pinned.
+
+    What waits when it is cleared is dropped at its turn, or when `_prune` comes by: in `voids` is
+    the number of the last offer before each clear.
     """
 
     def __init__(
@@ -28,19 +38,25 @@ class WriteBehind:
         limit_bytes: int,
         actions: list[Action],
         let_go: Callable[[Entry], None],
+        work: Work,
     ) -> None:
         self.index = index
         self.pins = int(index.spec.write is WriteMode.THROUGH)
-        self.queue: deque[Entry] = deque()
+        self.queue: deque[_Offer] = deque()
+        self.dropping: deque[_Offer] = deque()  # what a tier that went offline was to be given
         self.queued_bytes = 0
         self.writing: dict[ChunkKey, Entry] = {}
         self.outstanding_bytes = 0
         self.dropped = 0
         self.written = 0
         self.cancelled: set[ChunkKey] = set()
+        self.voids: dict[Scope, int] = {}
         self.limit_bytes = limit_bytes
         self._actions = actions
         self._let_go = let_go
+        self._work = work
+        self._offers = 0
+        self._pumping = False
 
     def offer(self, entry: Entry) -> None:
         """Have a resident chunk written that the tier is not known to have."""
@@ -49,25 +65,19 @@ class WriteBehind:
             return
         if index.holds(entry.key, entry.namespace):
             return
-        self.queue.append(entry)
-        self.queued_bytes += entry.extent.length
+        self._offers += 1
+        self._append((entry, self._offers))
         entry.writes += self.pins
         self.pump()
         while self.queued_bytes > self.limit_bytes:
-            self._drop_oldest()
+            self._unpin(self._next()[0])
+            self.dropped += 1
 
     def pump(self) -> None:
         """Hand out what the tier can take now."""
-        while self.queue and self._has_room(self.queue[0].extent.length):
-            entry = self._next()
-            index = self.index
-            if not index.holds(entry.key, entry.namespace):
-                fits = index.has_room(entry.namespace)
-                if entry.state is State.RESIDENT and entry.key not in self.writing and fits:
-                    self._hand_out(entry)
-                else:
-                    self.dropped += 1
-            self._unpin(entry)
+        if not self._pumping and self._can_take():
+            self._pumping = True
+            self._work.start(self._pump())
 
     def done(self, key: ChunkKey, *, ok: bool, taken_bytes: int | None = None) -> Entry:
         """End a write and return its chunk; raises KeyError when none is under way.
@@ -91,31 +101,93 @@ class WriteBehind:
             self.index.unfinished(key, entry.namespace)
         return entry
 
-    def cancel(self, matches: Callable[[Entry], bool]) -> None:
-        """Drop waiting writes of these chunks; those under way are deleted when they end."""
-        waiting, self.queue = self.queue, deque()
-        self.queued_bytes = 0
-        for entry in waiting:
-            if matches(entry):
-                self._unpin(entry)
-            else:
-                self.queue.append(entry)
-                self.queued_bytes += entry.extent.length
-        self.cancelled.update(k for k, e in self.writing.items() if matches(e))
+    def clear(self, scope: Scope) -> None:
+        """Drop waiting writes of what a scope names; those under way are deleted when they end."""
+        self.cancelled.update(k for k, e in self.writing.items() if scope.covers(e.namespace))
+        if self.queue:
+            pruning = bool(self.voids)
+            self.voids[scope] = self._offers
+            if not pruning:
+                self._work.start_if_small(self._prune(), len(self.queue))
+
+    def discard(self, entry: Entry) -> None:
+        """Do not keep what is being written of a chunk that is doomed."""
+        if self.writing.get(entry.key) is entry:
+            self.cancelled.add(entry.key)
 
     def drop_queue(self) -> None:
         """Drop what waits, because the tier is offline."""
-        while self.queue:
-            self._drop_oldest()
+        if not self.queue:
+            return
+        self.dropped += len(self.queue)
+        self.queued_bytes = 0
+        queue, self.queue = self.queue, deque()
+        if self.dropping:
+            self.dropping += queue
+        else:
+            self.dropping = queue
+            self._work.start(self._drop())
 
-    def _next(self) -> Entry:
-        entry = self.queue.popleft()
-        self.queued_bytes -= entry.extent.length
-        return entry
+    def _pump(self) -> Job:
+        taken = 0
+        while self._can_take():
+            if taken == self._work.pace.heavy:
+                yield
+                taken = 0
+                continue
+            taken += 1
+            offer = self._next()
+            entry, index = offer[0], self.index
+            if not index.holds(entry.key, entry.namespace) and not self._is_void(offer):
+                here = entry.state is State.RESIDENT and not entry.holding.cleared
+                if here and entry.key not in self.writing and index.has_room(entry.namespace):
+                    self._hand_out(entry)
+                else:
+                    self.dropped += 1
+            self._unpin(entry)
+        self._pumping = False
 
-    def _drop_oldest(self) -> None:
-        self._unpin(self._next())
-        self.dropped += 1
+    def _prune(self) -> Job:
+        """Drop what is void among all that waits; a turn of the whole queue for each round."""
+        while self.voids:
+            voids = dict(self.voids)
+            for done in range(len(self.queue)):
+                if done and done % self._work.pace.heavy == 0:
+                    yield
+                if not self.queue:
+                    break
+                offer = self._next()
+                if self._is_void(offer):
+                    self._unpin(offer[0])
+                else:
+                    self._append(offer)
+            self.voids = {s: number for s, number in self.voids.items() if voids.get(s) != number}
+
+    def _drop(self) -> Job:
+        dropped = 0
+        while self.dropping:
+            if dropped == self._work.pace.heavy:
+                yield
+                dropped = 0
+                continue
+            dropped += 1
+            self._unpin(self.dropping.popleft()[0])
+
+    def _is_void(self, offer: _Offer) -> bool:
+        """Whether a chunk was cleared from the tier after it was offered."""
+        entry, number = offer
+        return any(
+            number <= last and scope.covers(entry.namespace) for scope, last in self.voids.items()
+        )
+
+    def _append(self, offer: _Offer) -> None:
+        self.queue.append(offer)
+        self.queued_bytes += offer[0].extent.length
+
+    def _next(self) -> _Offer:
+        offer = self.queue.popleft()
+        self.queued_bytes -= offer[0].extent.length
+        return offer
 
     def _unpin(self, entry: Entry) -> None:
         """End what pinned a waiting chunk; one that nothing pinned may be gone already."""
@@ -123,18 +195,21 @@ class WriteBehind:
             entry.writes -= 1
             self._let_go(entry)
 
-    def _has_room(self, length: int) -> bool:
-        return (
-            len(self.writing) < OUTSTANDING_CHUNKS
-            or self.outstanding_bytes + length <= OUTSTANDING_BYTES
-        )
+    def _can_take(self) -> bool:
+        """Whether something waits, and the tier can be given it."""
+        if not self.queue:
+            return False
+        if len(self.writing) < OUTSTANDING_CHUNKS:
+            return True
+        bytes_ = self.outstanding_bytes + self.queue[0][0].extent.length
+        return bytes_ <= OUTSTANDING_BYTES and len(self.writing) < MOST_OUTSTANDING
 
     def _hand_out(self, entry: Entry) -> None:
         index, namespace = self.index, entry.namespace
         entry.writes += 1
         self.writing[entry.key] = entry
         self.outstanding_bytes += entry.extent.length
-        index.write_begins(namespace)
+        index.write_begins(entry.key, namespace)
         checksums = tuple(c for c in entry.checksums if c is not None)
         digest, tenant = namespace.namespace.digest, namespace.tenant.id
         self._actions.append(

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
     from kvhaven.catalog.stats import TierStats
     from kvhaven.service.status import ServiceStatus
-    from kvhaven.tiers.base import CompressionStatus
+    from kvhaven.tiers.base import CompressionStatus, TierHealth
+
+_MOST_COMPARED = 100
+"""Namespaces; each is compared with each."""
 
 Socket = Annotated[
     Path | None,
@@ -64,16 +67,12 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
         str(catalog.resident_chunks),
         f"leased {size_text(catalog.leased_bytes)}, reserved {size_text(catalog.reserved_bytes)}, "
         f"promoting {size_text(catalog.promoting_bytes)}, "
-        f"quarantined {size_text(catalog.quarantined_bytes)}, evictions {catalog.evictions}",
+        f"quarantined {size_text(catalog.quarantined_bytes)}, evictions {catalog.evictions}"
+        f"{_growth(status)}",
     )
     for name, health in status.tiers.items():
         tier = next((t for n, t in catalog.tiers.items() if n == name), None)
-        state = "online" if health.online else f"[red]offline[/]: {health.last_error}"
-        if health.online and not health.writable:
-            state += f", [yellow]writes off[/]: {health.last_error}"
-        if health.holder:
-            state += f", held by {health.holder}"
-        state += _compression(health.compression)
+        state = _state(health, tier)
         queued = f"{tier.queued_writes + tier.outstanding_writes} queued" if tier else ""
         places.add_row(
             name,
@@ -95,15 +94,63 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
             ]
             namespaces.add_row(namespace.digest[:16], namespace.model, *cells)
         console.print(namespaces)
+        _print_differences(console, status)
     _print_tenants(console, status)
     members = Table("engine", "process", "state")
     for member in status.members:
         state = "connected" if member.connected else "[yellow]lost[/]"
+        if member.role != "scheduler" and member.ready_bytes < status.arena_allocated_bytes:
+            state += f", ready for {size_text(member.ready_bytes)} of the arena so far"
         if member.quarantined_bytes:
             state += f", {size_text(member.quarantined_bytes)} in quarantine"
         members.add_row(member.session, member.role, state)
     if status.members:
         console.print(members)
+
+
+def _state(health: "TierHealth", tier: "TierStats | None") -> str:
+    """Return what a tier does and does not do now."""
+    state = "online" if health.online else f"[red]offline[/]: {health.last_error}"
+    if health.online and not health.writable:
+        state += f", [yellow]writes off[/]: {health.last_error}"
+    if health.online and tier is not None and not tier.scanned:
+        state += ", looking at what it holds"
+    if health.holder:
+        state += f", held by {health.holder}"
+    return state + _compression(health.compression)
+
+
+def _print_differences(console: "Console", status: "ServiceStatus") -> None:
+    """Say in what namespaces of one model differ, each and the one that is most like it."""
+    from kvhaven.keys import difference, differing_fields  # noqa: PLC0415
+
+    compared = status.namespaces[:_MOST_COMPARED]
+    pairs = set()
+    for one in compared:
+        alike = [
+            (len(differing_fields(one.fields, other.fields)), other.digest)
+            for other in compared
+            if other.model == one.model and other.digest != one.digest
+        ]
+        if alike:
+            pairs.add(tuple(sorted((one.digest, min(alike)[1]))))
+    fields = {namespace.digest: namespace.fields for namespace in compared}
+    for one_digest, other_digest in sorted(pairs):
+        differing = difference(fields[one_digest], fields[other_digest])
+        console.print(
+            f"{one_digest[:16]} and {other_digest[:16]} differ in {differing}",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _growth(status: "ServiceStatus") -> str:
+    """Return how much of the arena there is, if it is not all there."""
+    allocated, planned = status.arena_allocated_bytes, status.arena_planned_bytes
+    if allocated == planned:
+        return ""
+    state = "allocating" if status.arena_allocating else "[red]memory ran out[/]"
+    return f", arena: {size_text(allocated)} of {size_text(planned)}, {state}"
 
 
 def _print_tenants(console: "Console", status: "ServiceStatus") -> None:

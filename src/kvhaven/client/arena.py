@@ -1,30 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's mapping of the arena."""
+"""A client's mapping of the arena, and its preparation for a rank's copies."""
 
+import logging
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from kvhaven.arena.growth import next_step
 from kvhaven.arena.segment import MappedSegment
 from kvhaven.errors import ArenaError
 from kvhaven.protocol import SegmentInfo
 
+logger = logging.getLogger(__name__)
 
-def map_arena(segments: Sequence[SegmentInfo], descriptors: list[int]) -> list[MappedSegment]:
+_PREFAULT_PIECE = 64 << 20
+"""Page tables are filled in pieces, so that new memory is registered before the rest of them."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """A device's registration of host memory, by address and size; by default none is needed.
+
+    Both functions are called from a thread of the arena while copies run. `register` may take
+    0.1 s a GB. `unregister` is called with the arguments of an earlier `register`.
+    """
+
+    register: Callable[[int, int], None] = lambda _address, _size: None
+    unregister: Callable[[int, int], None] = lambda _address, _size: None
+
+
+@dataclass(eq=False)
+class _Prepared:
+    """A mapped segment: how much of it is allocated, ready for copies, and prefaulted, in bytes."""
+
+    segment: MappedSegment
+    lock_byte: int
+    usable: int
+    ready: int = 0
+    prefaulted: int = 0
+
+
+class MappedArena:
+    """The arena of one service as a rank has it; `address_of` turns a place into an address.
+
+    All of it is mapped from the beginning. A thread registers what the service has allocated with
+    the device, step by step, and calls `on_ready(segment, lock byte, bytes)` after each step: the
+    service uses this rank only there. Then the thread fills page tables, which only makes copies
+    faster.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        infos: Sequence[SegmentInfo],
+        segments: Sequence[MappedSegment],
+        memory: HostMemory,
+        on_ready: Callable[[int, int, int], None],
+    ) -> None:
+        self.service = service
+        self._memory = memory
+        self._on_ready = on_ready
+        self._changed = threading.Condition()
+        # All below is guarded by `_changed`, except for what only the thread changes.
+        self._segments = {
+            info.index: _Prepared(segment, info.lock_byte, info.usable)
+            for info, segment in zip(infos, segments, strict=True)
+        }
+        self._registered: list[tuple[int, int]] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvhaven-arena", daemon=True)
+        self._thread.start()
+
+    @property
+    def lock_bytes(self) -> tuple[int, ...]:
+        """The bytes of its segments that are locked while it is mapped."""
+        return tuple(prepared.lock_byte for prepared in self._segments.values())
+
+    def address_of(self, segment: int, offset: int, length: int) -> int:
+        """Return the address of a place. Raises `ArenaError` when it is not in the segment."""
+        prepared = self._segments.get(segment)
+        if prepared is None:
+            raise ArenaError(f"segment {segment} was never mapped")
+        if offset < 0 or offset + length > prepared.usable:
+            raise ArenaError(
+                f"{offset}+{length} is outside segment {segment}, which has {prepared.usable} bytes"
+            )
+        return prepared.segment.address + offset
+
+    @property
+    def ready(self) -> bool:
+        """Whether this rank has reported to be ready for all that it knows to be allocated."""
+        return all(prepared.ready == prepared.usable for prepared in self._segments.values())
+
+    def grown(self, segment: int, usable: int) -> None:
+        """Note how much of a segment the service has allocated; less than before is ignored."""
+        with self._changed:
+            prepared = self._segments[segment]
+            prepared.usable = max(usable, prepared.usable)
+            self._changed.notify()
+
+    def close(self) -> threading.Thread:
+        """Unregister and unmap, in the thread that is returned; no copy may be running."""
+        with self._changed:
+            self._closing.set()
+            self._changed.notify()
+        return self._thread
+
+    # --- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            work()
+        for address, size in self._registered:
+            try:
+                self._memory.unregister(address, size)
+            except Exception:  # a driver may raise anything, and the memory must be unmapped
+                logger.exception("the arena could not be unregistered from the device")
+        close_all([prepared.segment for prepared in self._segments.values()])
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for something to do; None: to end."""
+        with self._changed:
+            while not self._closing.is_set():
+                for index, prepared in self._segments.items():
+                    if prepared.ready < prepared.usable:
+                        end = next_step(prepared.ready, prepared.usable)
+                        return lambda: self._prepare(index, prepared, end)
+                for prepared in self._segments.values():
+                    if prepared.prefaulted < prepared.ready:
+                        return lambda: self._prefault(prepared)
+                self._changed.wait()
+        return None
+
+    def _prepare(self, index: int, prepared: _Prepared, end: int) -> None:
+        """Register a step with the device and report it as ready."""
+        address, size = prepared.segment.address + prepared.ready, end - prepared.ready
+        try:
+            self._memory.register(address, size)
+            self._registered.append((address, size))
+        except Exception:  # a driver may raise anything, and registering is for speed alone
+            logger.exception("the arena could not be registered with the device")
+        self._on_ready(index, prepared.lock_byte, end)
+        prepared.ready = end
+
+    def _prefault(self, prepared: _Prepared) -> None:
+        end = min(prepared.ready, prepared.prefaulted + _PREFAULT_PIECE)
+        prepared.segment.prefault(self._closing, prepared.prefaulted, end)
+        prepared.prefaulted = end
+
+
+def map_arena(infos: Sequence[SegmentInfo], descriptors: list[int]) -> list[MappedSegment]:
     """Map every segment and close the descriptors, also on failure. Raises `ArenaError`."""
     mapped: list[MappedSegment] = []
     try:
-        for info in segments[: len(descriptors)]:
+        for info in infos[: len(descriptors)]:
             # `map` takes its descriptor over, also when it fails.
-            segment = MappedSegment.map(info.index, descriptors.pop(0), info.size, info.lock_byte)
+            descriptor = descriptors.pop(0)
+            segment = MappedSegment.map(
+                info.index, descriptor, info.size, info.lock_byte, info.usable
+            )
             mapped.append(segment)
     except ArenaError:
         close_all(mapped)
         raise
     finally:
         close_descriptors(descriptors)
-    if len(mapped) < len(segments):
+    if len(mapped) < len(infos):
         close_all(mapped)
-        raise ArenaError(f"{len(segments)} segments were announced, fewer descriptors came")
+        raise ArenaError(f"{len(infos)} segments were announced, fewer descriptors came")
     return mapped
 
 

@@ -8,7 +8,12 @@ from typing import NamedTuple, TypeVar
 
 from kvhaven.client.arena import close_descriptors
 from kvhaven.client.unix import peer_uid
-from kvhaven.errors import KVHavenError, ProtocolError, ServiceUnavailableError
+from kvhaven.errors import (
+    IncompleteEngineError,
+    KVHavenError,
+    ProtocolError,
+    ServiceUnavailableError,
+)
 from kvhaven.protocol import (
     Attached,
     AttachRank,
@@ -47,8 +52,8 @@ def shake_hands(
 ) -> Greeted:
     """Say who we are and wait for the answer, 30 s longer than a scheduler waits for its ranks.
 
-    The descriptors are the caller's to close. Raises `RefusedError`, `ProtocolError`,
-    `ServiceUnavailableError` or `OSError`.
+    The descriptors are the caller's to close. Raises `RefusedError`, `IncompleteEngineError`,
+    `ProtocolError`, `ServiceUnavailableError` or `OSError`.
     """
     if peer_uid(sock) != os.geteuid():
         raise RefusedError(
@@ -95,7 +100,7 @@ def _receive(
             continue
         first, *early = messages
         if isinstance(first, Refused):
-            raise RefusedError(first.reason)
+            raise (IncompleteEngineError if first.passing else RefusedError)(first.reason)
         if not isinstance(first, wanted):
             raise ProtocolError(f"{type(first).__name__} instead of {wanted.__name__}")
         return first, early

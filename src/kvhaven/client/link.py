@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvhaven.client.handshake import RefusedError, shake_hands
-from kvhaven.errors import KVHavenError, ServiceUnavailableError
+from kvhaven.errors import IncompleteEngineError, KVHavenError, ServiceUnavailableError
 from kvhaven.protocol import (
     Ack,
     Attached,
@@ -86,7 +86,7 @@ class Link:
         self._service = ""
         self._closing = threading.Event()
         self._first_try = threading.Event()
-        self._refusal: str | None = None
+        self._refusal: KVHavenError | None = None
         self._complaint = ""
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kvhaven-link", daemon=True)
@@ -97,12 +97,23 @@ class Link:
         """Whether the service has taken us and the connection stands."""
         return self._up
 
+    @property
+    def closing(self) -> threading.Event:
+        """Set once `close` was called: what prepares a later start has no use any more."""
+        return self._closing
+
+    @property
+    def acknowledged(self) -> bool:
+        """Whether the service has handled every reliable message."""
+        return not self._outbox
+
     def start(self, timeout_s: float) -> None:
         """Start the thread and wait for the first attach.
 
         Raises `KVHavenError` when the service refused us (its reason says what to change);
         the link is closed then. Raises `ServiceUnavailableError` when nothing answered in
-        time; the link goes on trying, so the caller may carry on without.
+        time, or `IncompleteEngineError` when it lies with the engine's other processes; the link
+        goes on trying, so the caller may carry on without.
         """
         self._thread.start()
         if not self._first_try.wait(timeout_s):
@@ -110,9 +121,11 @@ class Link:
                 f"no node service answered at {self._address} within {timeout_s:g} s"
                 + (f": {self._complaint}" if self._complaint else "")
             )
-        if self._refusal is not None:
-            self.close(0)
-            raise KVHavenError(self._refusal)
+        refusal = self._refusal
+        if refusal is not None:
+            if not isinstance(refusal, ServiceUnavailableError):
+                self.close(0)
+            raise refusal
 
     def post(self, message: Message) -> bool:
         """Send a message; False when there is no connection or it does not take any more."""
@@ -163,7 +176,7 @@ class Link:
             except Exception as error:  # noqa: BLE001 - nobody else would try again
                 self._complain(error)
                 self._closing.wait(pause)
-                refused = isinstance(error, RefusedError)
+                refused = isinstance(error, RefusedError | IncompleteEngineError)
                 pause = min(pause * 2, _REFUSED_MOST_S if refused else _RETRY_MOST_S)
                 continue
             pause = _RETRY_FIRST_S
@@ -181,8 +194,8 @@ class Link:
     def _complain(self, error: Exception) -> None:
         """Log a reason once, as long as it stays the same; the first refusal is `start`'s."""
         reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
-        if isinstance(error, RefusedError) and not self._first_try.is_set():
-            self._refusal = reason
+        if not self._first_try.is_set() and isinstance(error, RefusedError | IncompleteEngineError):
+            self._refusal = error
             self._first_try.set()
         if reason != self._complaint and not self._closing.is_set():
             logger.warning("no node service at %s for now: %s", self._address, reason)

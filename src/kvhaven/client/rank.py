@@ -6,68 +6,40 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from kvhaven.arena.segment import MappedSegment
-from kvhaven.client.arena import close_all, close_descriptors, map_arena
+from kvhaven.client.arena import HostMemory, MappedArena, close_descriptors, map_arena
 from kvhaven.client.link import Link
-from kvhaven.errors import ArenaError
+from kvhaven.keys import namespace_digest
 from kvhaven.protocol import (
+    MOST_ITEMS,
     Abort,
     Attached,
     AttachRank,
     Commit,
     Granted,
+    Grown,
     Loaded,
+    ModelChanged,
+    ModelState,
+    Ready,
     Reserve,
     ServiceMessage,
+    batches,
 )
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey, ShardTable, TenantId
 
 logger = logging.getLogger(__name__)
 
+_UNMAP_S = 5.0
+"""How long `close` waits for an arena to be unregistered and unmapped; else it ends with us."""
+_READY_POLL_S = 0.001
 _PROBE_EVERY_S = 1.0
 _QUICK_S = 0.05
 """A slow service that answers within this is asked again."""
-
-
-class MappedArena:
-    """The arena of one service, mapped; `address_of` turns a place into a host address.
-
-    `lock_bytes` are the bytes of its segments that are locked while it is mapped.
-    """
-
-    def __init__(
-        self, service: str, segments: list[MappedSegment], lock_bytes: tuple[int, ...]
-    ) -> None:
-        self.service = service
-        self.segments = segments
-        self.lock_bytes = lock_bytes
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._prefault, name="prefault", daemon=True)
-        self._thread.start()
-
-    def address_of(self, segment: int, offset: int, length: int) -> int:
-        """Return the address of a place. Raises `ArenaError` when it is not in the segment."""
-        if not 0 <= segment < len(self.segments):
-            raise ArenaError(f"segment {segment} was never mapped")
-        mapped = self.segments[segment]
-        if offset < 0 or offset + length > mapped.size:
-            raise ArenaError(f"{offset}+{length} is outside segment {segment} of {mapped.size}")
-        return mapped.address + offset
-
-    def close(self) -> None:
-        """Unmap; no copy may be running."""
-        self._stop.set()
-        self._thread.join()
-        close_all(self.segments)
-
-    def _prefault(self) -> None:
-        for segment in self.segments:
-            segment.prefault(self._stop)
 
 
 class Grant(NamedTuple):
@@ -106,8 +78,8 @@ class Reservation:
 class RankClient:
     """One rank's side of the service. Only `grants` waits, with a deadline.
 
-    `on_arena` is called with each arena that was mapped, before it is used, and `off_arena`
-    before it is unmapped.
+    `memory` registers the arena with the device, in a thread of the arena; nothing waits for it.
+    The service neither offers nor grants what is not registered yet.
     """
 
     def __init__(
@@ -115,8 +87,7 @@ class RankClient:
         address: str,
         attach: AttachRank,
         *,
-        on_arena: Callable[[MappedArena], None] = lambda _: None,
-        off_arena: Callable[[MappedArena], None] = lambda _: None,
+        memory: HostMemory = HostMemory(),  # noqa: B008  it is frozen
         ensure_service: Callable[[], None] = lambda: None,
     ) -> None:
         held = ShardTable(attach.shards)
@@ -128,8 +99,7 @@ class RankClient:
         )
         """From the start of this rank's first shard to the end of its last."""
         self._attach = attach
-        self._on_arena = on_arena
-        self._off_arena = off_arena
+        self._memory = memory
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         # All below is guarded by the lock; `service` and figures may be read without it.
@@ -139,9 +109,26 @@ class RankClient:
         self._replaced: list[MappedArena] = []
         self._slow = False
         self._next_probe = 0.0
+        self._said = attach.model
         self.deadlines_missed = 0
         self.service = ""
         self._link = Link(address, self, ensure_service=ensure_service)
+
+    @property
+    def closing(self) -> threading.Event:
+        """Set once `close` was called."""
+        return self._link.closing
+
+    def identify(self, fields: Mapping[str, str]) -> None:
+        """Take the namespace's fields, where these were not known from the beginning.
+
+        Before `start`: until then nothing is reserved.
+        """
+        digest = namespace_digest(fields)
+        with self._lock:
+            self._attach = msgspec.structs.replace(
+                self._attach, namespace=digest, fields=dict(fields)
+            )
 
     def start(self, timeout_s: float) -> None:
         """Attach and map the arena. Raises as `Link.start` does."""
@@ -155,12 +142,26 @@ class RankClient:
             arenas = [*self._arenas.values(), *self._replaced]
             self._arenas.clear()
             self._replaced.clear()
-        self._unmap(arenas)
+        for thread in [arena.close() for arena in arenas]:
+            thread.join(_UNMAP_S)
 
     @property
     def up(self) -> bool:
         """Whether the service can be asked now."""
         return self._link.up
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until this rank is ready for all that it knows to be allocated, and was heard.
+
+        Engines do not wait: they have misses until then. Benchmarks and tests begin with hits.
+        """
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            arena = self._arenas.get(self.service)
+            if self.up and arena is not None and arena.ready and self._link.acknowledged:
+                return True
+            time.sleep(_READY_POLL_S)
+        return False
 
     def arena(self, service: str) -> MappedArena | None:
         """Return the arena of that service, as long as it is mapped."""
@@ -176,7 +177,8 @@ class RankClient:
         with self._lock:
             stale = [s for s in self._arenas if s not in services and s != self.service]
             arenas = [self._arenas.pop(service) for service in stale]
-        self._unmap(arenas)
+        for arena in arenas:
+            arena.close()
 
     def reserve(
         self,
@@ -186,6 +188,8 @@ class RankClient:
         tenant: TenantId = NO_TENANT,
     ) -> Reservation | None:
         """Ask for space for a tenant's consecutive chunks; None if the service is away or slow.
+
+        There is none for those beyond the first `MOST_ITEMS`.
 
         `save` is the number of the save, the same on all ranks and used for no other. A slow
         service is asked for nothing once a second, to see whether it has recovered.
@@ -197,7 +201,8 @@ class RankClient:
             self._next_probe = now + _PROBE_EVERY_S
             self._ask(Reserve(0, b"", b"", save), (), now)
             return None
-        return self._ask(Reserve(0, parent or b"", b"".join(keys), save, tenant), keys, now)
+        wanted = b"".join(keys[:MOST_ITEMS])
+        return self._ask(Reserve(0, parent or b"", wanted, save, tenant), keys, now)
 
     def grants(self, reservation: Reservation, deadline: float) -> list[Grant | None]:
         """Wait for an answer until `deadline` (`time.monotonic`), then do without.
@@ -220,26 +225,37 @@ class RankClient:
         for service in {grant.service for grant, _ in done}:
             pairs = [pair for pair in done if pair[0].service == service]
             chunks = [(grant.key, grant.generation, checksums) for grant, checksums in pairs]
-            self._link.post_reliable(functools.partial(Commit, chunks=chunks), service)
+            sums = max(len(checksums) for _, checksums in pairs)
+            for part in batches(chunks, max(1, MOST_ITEMS // max(1, sums))):
+                self._link.post_reliable(functools.partial(Commit, chunks=part), service)
         self._let_go([grant for grant, _ in done])
 
     def abort(self, grants: Sequence[Grant]) -> None:
         """Give grants up; no copy into them may be running."""
         for service in {grant.service for grant in grants}:
             chunks = [(g.key, g.generation) for g in grants if g.service == service]
-            self._link.post_reliable(functools.partial(Abort, chunks=chunks), service)
+            for part in batches(chunks, MOST_ITEMS):
+                self._link.post_reliable(functools.partial(Abort, chunks=part), service)
         self._let_go(grants)
 
     def loaded(self, tickets: Sequence[int], service: str) -> None:
         """Report that this rank's copies for these leases have ended."""
-        if tickets:
-            self._link.post_reliable(functools.partial(Loaded, tickets=list(tickets)), service)
+        for part in batches(tickets, MOST_ITEMS):
+            self._link.post_reliable(functools.partial(Loaded, tickets=part), service)
+
+    def model_changed(self, model: ModelState) -> None:
+        """Tell the engine's scheduler what the model holds now, through the service."""
+        with self._lock:
+            self._attach = msgspec.structs.replace(self._attach, model=model)
+            service = self.service
+        self._post_model(model, service)
 
     # --- called by the link -----------------------------------------------------------------
 
     def greeting(self) -> AttachRank:
         """Say who we are, and which grants we got: the service ends all others."""
         with self._lock:
+            self._said = self._attach.model
             return msgspec.structs.replace(self._attach, holding=tuple(self._holding))
 
     def attached(self, service: str, answer: Attached, descriptors: list[int]) -> None:
@@ -248,14 +264,14 @@ class RankClient:
         known = self._arenas.get(service)
         if known is not None and known.lock_bytes == lock_bytes:
             close_descriptors(descriptors)
+            for segment in answer.segments:
+                known.grown(segment.index, segment.usable)
         else:
             # Other locks: we were taken for gone before we had mapped anything. What proves
             # from now on that we live are the new ones.
-            arena = MappedArena(service, map_arena(answer.segments, descriptors), lock_bytes)
-            try:
-                self._on_arena(arena)
-            except Exception:  # a driver may raise anything, and registering is for speed alone
-                logger.exception("the arena could not be registered with the device")
+            segments = map_arena(answer.segments, descriptors)
+            say_ready = functools.partial(self._say_ready, service)
+            arena = MappedArena(service, answer.segments, segments, self._memory, say_ready)
             with self._lock:
                 if known is not None:
                     self._replaced.append(known)
@@ -265,9 +281,14 @@ class RankClient:
                 self._holding.clear()
             self.service = service
             self._slow = False
+            model, said = self._attach.model, self._said
+        if model != said:  # it changed between the greeting and the answer
+            self._post_model(model, service)
 
     def received(self, message: ServiceMessage) -> None:
         """Hand an answer to who waits for it; one that comes too late is given back."""
+        if isinstance(message, Grown):
+            self._arenas[self.service].grown(message.segment, message.usable)
         if not isinstance(message, Granted):
             return
         with self._lock:
@@ -306,6 +327,9 @@ class RankClient:
             return None
         return reservation
 
+    def _post_model(self, model: ModelState, service: str) -> None:
+        self._link.post_reliable(functools.partial(ModelChanged, model=model), service)
+
     def _let_go(self, grants: Sequence[Grant]) -> None:
         with self._lock:
             self._holding.difference_update(
@@ -315,7 +339,8 @@ class RankClient:
     def _placed(self, keys: Sequence[ChunkKey], message: Granted) -> list[Grant | None]:
         arena = self._arenas[self.service]
         grants: list[Grant | None] = []
-        for key, granted in zip(keys, message.grants, strict=True):
+        beyond = [None] * (len(keys) - len(message.grants))  # `MOST_ITEMS`
+        for key, granted in zip(keys, [*message.grants, *beyond], strict=True):
             if granted is None:
                 grants.append(None)
                 continue
@@ -324,7 +349,6 @@ class RankClient:
             grants.append(Grant(key, address, generation, self.service, writes))
         return grants
 
-    def _unmap(self, arenas: Sequence[MappedArena]) -> None:
-        for arena in arenas:
-            self._off_arena(arena)
-            arena.close()
+    def _say_ready(self, service: str, segment: int, lock_byte: int, usable: int) -> None:
+        ready = functools.partial(Ready, segment=segment, lock_byte=lock_byte, usable=usable)
+        self._link.post_reliable(ready, service)

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -16,13 +16,18 @@ from kvhaven.client.arena import close_all, close_descriptors, map_arena
 from kvhaven.client.link import Link
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import (
+    MOST_ITEMS,
+    MOST_KEYS,
     Acquire,
     Acquired,
     Attached,
     AttachScheduler,
+    ModelState,
     Prefetch,
+    RankModel,
     Release,
     ServiceMessage,
+    batches,
 )
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 
@@ -102,8 +107,15 @@ class SchedulerClient:
         self._next_probe = 0.0
         self.service = ""
         self.namespace = b""
+        self.models: Mapping[int, ModelState] = {}
+        """What each rank's model holds, by rank; replaced as a whole, never changed."""
         self.deadlines_missed = 0
         self._link = Link(address, self, ensure_service=ensure_service)
+
+    @property
+    def closing(self) -> threading.Event:
+        """Set once `close` was called."""
+        return self._link.closing
 
     def start(self, timeout_s: float) -> None:
         """Attach. Raises as `Link.start` does."""
@@ -138,7 +150,7 @@ class SchedulerClient:
     def prefetch(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> None:
         """Have what is stored below memory promoted, and the chain marked as used."""
         if keys and self.responsive:
-            self._link.post(Prefetch(b"".join(keys), tenant))
+            self._link.post(Prefetch(b"".join(keys[:MOST_KEYS]), tenant))
 
     def ask(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> int | None:
         """Ask for a lease on the longest prefix of a tenant's `keys`; return its ticket.
@@ -238,6 +250,9 @@ class SchedulerClient:
 
     def received(self, message: ServiceMessage) -> None:
         """Enter an answer into the table; a late one that nobody wants has been released."""
+        if isinstance(message, RankModel):
+            self.models = {**self.models, message.rank: message.model}
+            return
         if not isinstance(message, Acquired):
             return
         now = self._clock()
@@ -286,7 +301,7 @@ class SchedulerClient:
 
     def _post_question(self, ticket: int, keys: Sequence[ChunkKey], tenant: TenantId) -> bool:
         wait_ms = int(self._promote_deadline_s * 1000)
-        return self._link.post(Acquire(ticket, b"".join(keys), wait_ms, tenant))
+        return self._link.post(Acquire(ticket, b"".join(keys[:MOST_KEYS]), wait_ms, tenant))
 
     def _probe(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
         ticket = next(self._tickets)
@@ -301,4 +316,5 @@ class SchedulerClient:
             del self._late[next(iter(self._late))]
 
     def _post_release(self, tickets: list[int]) -> None:
-        self._link.post_reliable(functools.partial(Release, tickets=tickets), self.service)
+        for part in batches(tickets, MOST_ITEMS):
+            self._link.post_reliable(functools.partial(Release, tickets=part), self.service)

@@ -1,65 +1,187 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service's side of the arena: its segments, who maps them, and when nobody does."""
+"""The service's side of the arena: its allocation in the background, and who maps it."""
 
+import asyncio
 import contextlib
+import functools
 import logging
+import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 
-from kvhaven.arena.limits import arena_size
+from kvhaven.arena.growth import FIRST_BYTES, STEP_BYTES, next_step
+from kvhaven.arena.limits import arena_size, format_bytes, room_to_grow
 from kvhaven.arena.segment import Segment
+from kvhaven.errors import ArenaError
 from kvhaven.protocol import SegmentInfo
 from kvhaven.types import Extent
 
 logger = logging.getLogger(__name__)
 
+SEGMENT = 0
+"""The index of the only segment; places already name theirs."""
+
+_PIECE = 256 << 20
+"""Allocated in one go, a tenth of a second: as often it is looked at limits and at the end."""
+_PROGRESS_S = 5.0
+_PREFAULT_POLL_S = 0.2
+
 
 class Arena:
-    """Owns the segments. One is enough for now; places already name theirs."""
+    """Owns the arena's memory, which is one segment, and allocates it gradually.
 
-    def __init__(self, wanted_bytes: int, *, strict: bool) -> None:
+    The constructor allocates the first `first_bytes`, a thread that `grow` starts the rest, in
+    steps of at least `step_bytes`. `usable` and `allocating` change on the service's loop only.
+
+    Memory limits are checked at the start and before each piece. If they forbid the size at the
+    start, the arena is smaller, or with `strict` an ArenaError is raised. If they forbid more of
+    it later, it keeps its present size and logs a warning, or with `strict` an error: engines are
+    being served by then.
+    """
+
+    def __init__(
+        self,
+        wanted_bytes: int,
+        *,
+        strict: bool,
+        first_bytes: int = FIRST_BYTES,
+        step_bytes: int = STEP_BYTES,
+    ) -> None:
         allowed = arena_size(wanted_bytes, strict=strict)
         if allowed.bytes < wanted_bytes:
             logger.warning("%s", allowed.reason)
-        self.segments: Sequence[Segment] = (Segment.create(0, allowed.bytes),)
+        self._segment = Segment.create(SEGMENT, allowed.bytes, min(first_bytes, allowed.bytes))
+        self._strict = strict
+        self._step_bytes = step_bytes
+        self.usable = self._segment.allocated
+        """Bytes at the front of the segment that may be handed out."""
+        self.allocating = self.usable < self.size
+        """Whether more is to come."""
         self._stop = threading.Event()
-        self._prefault = threading.Thread(target=self._populate, name="prefault", daemon=True)
-        self._prefault.start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._prefault, "prefault")
 
     @property
-    def sizes(self) -> dict[int, int]:
-        """Bytes of each segment, by its index."""
-        return {segment.index: segment.size for segment in self.segments}
+    def size(self) -> int:
+        """Bytes that it is to have altogether."""
+        return self._segment.size
 
     @property
     def descriptors(self) -> list[int]:
         """The segments' descriptors, in the order of `describe`."""
-        return [segment.fd for segment in self.segments]
+        return [self._segment.fd]
 
     def describe(self, lock_byte: int) -> tuple[SegmentInfo, ...]:
         """Return what a member must know to map the arena."""
-        return tuple(
-            SegmentInfo(segment.index, segment.size, lock_byte) for segment in self.segments
-        )
+        return (SegmentInfo(SEGMENT, self.size, lock_byte, self.usable),)
 
     def memory(self, extent: Extent) -> memoryview:
         """Return the service's own view of an extent."""
-        segment = self.segments[extent.segment]
-        return segment.memory[extent.offset : extent.offset + extent.length]
+        return self._segment.memory[extent.offset : extent.offset + extent.length]
 
     def is_mapped(self, lock_byte: int) -> bool:
-        """Whether the member with this lock byte may still touch any segment."""
-        return any(segment.mapped_by_others(lock_byte) for segment in self.segments)
+        """Whether the member with this lock byte may still touch the memory."""
+        return self._segment.mapped_by_others(lock_byte)
+
+    def grow(self, on_grown: Callable[[], None]) -> None:
+        """Allocate the rest in the background; called on the service's loop.
+
+        `on_grown` is called on that loop after each step, and when the allocation has ended.
+        """
+        if self.allocating:
+            loop = asyncio.get_running_loop()
+            self._start(functools.partial(self._allocate, loop, on_grown), "arena")
+
+    def stop_growing(self) -> None:
+        """Stop after the piece that is being allocated; do not wait for it."""
+        self._stop.set()
 
     def close(self) -> None:
         """Give the memory back, as far as nobody else maps it."""
-        self._stop.set()
-        self._prefault.join()
-        for segment in self.segments:
-            # A tier that hangs may still hold a view: then the memory goes with the process.
-            with contextlib.suppress(BufferError):
-                segment.close()
+        self.stop_growing()
+        for thread in self._threads:
+            thread.join()
+        # A tier that hangs may still hold a view: then the memory goes with the process.
+        with contextlib.suppress(BufferError):
+            self._segment.close()
 
-    def _populate(self) -> None:
-        for segment in self.segments:
-            segment.prefault(self._stop)
+    def _start(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _note(self, usable: int, on_grown: Callable[[], None], *, allocating: bool) -> None:
+        self.usable, self.allocating = usable, allocating
+        on_grown()
+
+    # --- in threads -------------------------------------------------------------------------
+
+    def _allocate(self, loop: asyncio.AbstractEventLoop, on_grown: Callable[[], None]) -> None:
+        """Allocate step by step; note each step on the loop."""
+        be_nice()
+        segment, began = self._segment, time.monotonic()
+        before = step_end = segment.allocated
+        next_word = began + _PROGRESS_S
+        allocating = True
+        while allocating and not self._stop.is_set():
+            if segment.allocated == step_end:
+                step_end = next_step(step_end, segment.size, self._step_bytes)
+            try:
+                self._allocate_piece(step_end)
+                allocating = segment.allocated < segment.size
+            except ArenaError as error:
+                allocating = False
+                self._complain(error)
+            now = time.monotonic()
+            if allocating and now >= next_word:
+                next_word = now + _PROGRESS_S
+                logger.info("arena: %s allocated", self._progress())
+            if segment.allocated == step_end or not allocating:
+                note = functools.partial(self._note, allocating=allocating)
+                loop.call_soon_threadsafe(note, segment.allocated, on_grown)
+        took = time.monotonic() - began
+        rate = (segment.allocated - before) / 2**30 / max(took, 1e-3)
+        logger.info("arena: %s allocated, %.1f GiB/s in %.1f s", self._progress(), rate, took)
+
+    def _allocate_piece(self, end: int) -> None:
+        """Allocate a piece of what is missing up to `end`. Raises ArenaError with the limit."""
+        segment = self._segment
+        room = room_to_grow(segment.size - segment.allocated)
+        if not room.bytes:
+            raise ArenaError(
+                f"{room.reason}; free memory or raise that limit and start the service anew, or "
+                "set max_local_cpu_size lower"
+            )
+        segment.extend(min(_PIECE, end - segment.allocated, room.bytes))
+
+    def _complain(self, error: ArenaError) -> None:
+        logger.log(
+            logging.ERROR if self._strict else logging.WARNING,
+            "the arena stays at %s%s: %s",
+            self._progress(),
+            ", though arena_strict is set" if self._strict else "",
+            error,
+        )
+
+    def _progress(self) -> str:
+        return f"{format_bytes(self._segment.allocated)} of {format_bytes(self._segment.size)}"
+
+    def _prefault(self) -> None:
+        """Fill the service's page tables behind what is being allocated."""
+        be_nice()
+        segment, done = self._segment, 0
+        while done < segment.size and not self._stop.is_set():
+            end = segment.allocated
+            if end > done:
+                segment.prefault(self._stop, done, end)
+                done = end
+            elif not self.allocating:
+                return
+            else:
+                self._stop.wait(_PREFAULT_POLL_S)
+
+
+def be_nice() -> None:
+    """Let the event loop, and engines, have the processor before this thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -7,7 +7,9 @@ import os
 from typing import Final, NamedTuple
 
 from kvhaven.catalog import Catalog
-from kvhaven.errors import KVHavenError, ProtocolError
+from kvhaven.catalog.actions import SessionId
+from kvhaven.errors import IncompleteEngineError, KVHavenError, ProtocolError
+from kvhaven.keys import difference, differing_fields
 from kvhaven.protocol import (
     TENANTS,
     VERSION,
@@ -15,15 +17,21 @@ from kvhaven.protocol import (
     AttachRank,
     AttachScheduler,
     ClientMessage,
+    Grown,
     Hello,
+    ModelState,
+    RankModel,
+    Ready,
     Refused,
     Welcome,
 )
-from kvhaven.service.arena import Arena
+from kvhaven.service.arena import SEGMENT, Arena
 from kvhaven.service.connection import Connection
 from kvhaven.service.saves import Saves
 from kvhaven.service.sessions import Member, Sessions
 from kvhaven.service.tier_runner import TierRunner
+from kvhaven.service.turns import Job
+from kvhaven.tiers.base import Namespace
 
 FEATURES: Final = TENANTS
 
@@ -89,7 +97,35 @@ class Attaching:
                 self._attach_scheduler(connection, message)
         except KVHavenError as error:
             logger.warning("refused a process of engine %s: %s", message.session, error)
-            connection.send(Refused(message.id, str(error)))
+            passing = isinstance(error, IncompleteEngineError)
+            connection.send(Refused(message.id, str(error), passing))
+
+    def announce_growth(self) -> None:
+        """Tell all ranks how much of the arena there is by now."""
+        grown = Grown(SEGMENT, self._arena.usable)
+        for connection, member in tuple(self._members.items()):
+            if member.rank is not None:
+                connection.send(grown)
+
+    def ready(self, member: Member, message: Ready) -> None:
+        """Note how much of the arena a rank can copy to and from, by the mapping that we know of.
+
+        It may speak of an older one: it had been taken for gone, and is mapping the arena anew.
+        """
+        if member.rank is None:
+            raise ProtocolError("a scheduler copies nothing")
+        if message.lock_byte == member.lock_byte and message.segment == SEGMENT:
+            member.ready = max(member.ready, message.usable)
+            self._catalog.ready(member.id, SEGMENT, member.ready)
+
+    def model_changed(self, member: Member, model: ModelState) -> None:
+        """Tell an engine's scheduler what a rank's model holds from now on."""
+        if member.rank is None:
+            raise ProtocolError("a scheduler has no model")
+        member.model = model
+        scheduler = member.session.scheduler
+        if scheduler is not None and scheduler.connection is not None:
+            scheduler.connection.send(RankModel(member.rank, model))
 
     def closed(self, connection: Connection) -> None:
         """Note that a connection is gone, which proves nothing about its process."""
@@ -102,13 +138,15 @@ class Attaching:
             self._catalog.lost(member.id)
             logger.info("%s of %s disconnected", member.role, member.session.id)
 
-    def end_quarantines(self) -> None:
-        """Let go of lost members whose mappings are proven gone."""
+    def end_quarantines(self) -> Job:
+        """Let go of lost members whose mappings are proven gone, one after the other."""
         for member in self._sessions.lost_members():
-            if not self._arena.is_mapped(member.lock_byte):
+            lost = member.connection is None  # it may have come back since the job began
+            if lost and not self._arena.is_mapped(member.lock_byte):
                 self._catalog.gone(member.id)
                 self._sessions.remove(member)
                 logger.info("%s of %s is gone", member.role, member.session.id)
+            yield
 
     # --- ranks ------------------------------------------------------------------------------
 
@@ -123,6 +161,7 @@ class Attaching:
         connection.send(
             Attached(message.id, self._arena.describe(member.lock_byte)), self._arena.descriptors
         )
+        self.model_changed(member, message.model)
         if member.session.namespace is None:
             return
         for scheduler, waiting in tuple(self._waiting.items()):
@@ -135,6 +174,7 @@ class Attaching:
         """Make the ranks of a complete session known to the catalog, or withdraw the last one."""
         session = newcomer.session
         assert session.namespace is not None
+        self._tell_difference(session.id, session.namespace)
         try:
             self._catalog.add_namespace(session.namespace)
         except KVHavenError:
@@ -145,6 +185,23 @@ class Attaching:
             self._attach_to_catalog(rank)
             if rank.connection is None and rank is not newcomer:
                 self._catalog.lost(rank.id)
+
+    def _tell_difference(self, engine: SessionId, new: Namespace) -> None:
+        """Log in what a namespace that was not here yet differs from that which is most like it."""
+        known = {found.digest: found.fields for found in self._catalog.namespaces()}
+        alike = [
+            (len(differing_fields(new.fields, fields)), digest)
+            for digest, fields in known.items()
+            if fields.get("model") == new.fields.get("model")
+        ]
+        if alike and new.digest not in known:
+            _, digest = min(alike)
+            logger.info(
+                "engine %s shares nothing with namespace %s of the same model: they differ in %s",
+                engine,
+                digest.hex()[:16],
+                difference(new.fields, known[digest]),
+            )
 
     # --- schedulers -------------------------------------------------------------------------
 
@@ -170,6 +227,8 @@ class Attaching:
             ),
             self._arena.descriptors,
         )
+        for rank, other in session.ranks.items():
+            connection.send(RankModel(rank, other.model))
 
     def _give_up_waiting(self, connection: Connection) -> None:
         message = self._waiting.pop(connection).message
@@ -179,7 +238,7 @@ class Attaching:
             "of their own there"
         )
         logger.warning("refused a scheduler: %s", reason)
-        connection.send(Refused(message.id, reason))
+        connection.send(Refused(message.id, reason, passing=True))
 
     # --- both -------------------------------------------------------------------------------
 
@@ -201,3 +260,4 @@ class Attaching:
         self._catalog.attach(
             session.id, member.id, member.rank, session.digest, session.world, holds
         )
+        self._catalog.ready(member.id, SEGMENT, member.ready)

@@ -14,10 +14,12 @@ from pathlib import Path
 from kvhaven.client.unix import listens, peer_uid
 from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.protocol import ClientMessage, FrameReader, Message, decode_client, encode
+from kvhaven.service.turns import Job, Turns
 
 logger = logging.getLogger(__name__)
 
-_RECEIVE_BYTES = 256 << 10
+_RECEIVE_BYTES = 32 << 10
+"""Messages may be small: cutting a larger piece into frames would take milliseconds."""
 _UNSENT_LIMIT = 64 << 20
 """A client that lets this much pile up is not reading; it is disconnected."""
 _BACKLOG = 512
@@ -27,7 +29,9 @@ _ACCEPT_PAUSE_S = 0.5
 class Connection:
     """Reads messages and hands each to `on_message`; calls `on_closed` exactly once.
 
-    Whatever `on_message` raises closes this connection and changes nothing else. After the
+    What takes long to handle is a job (`on_message` returns it), and the next message waits until
+    it is done; nothing more is read meanwhile. Whatever handling raises closes this connection and
+    changes nothing else; when it is closed, what is left of a job is dropped. After the
     messages of one readable event were handled, `on_batch` is called, so that
     acknowledgements can be sent once for many.
 
@@ -38,8 +42,9 @@ class Connection:
     def __init__(
         self,
         sock: socket.socket,
+        turns: Turns,
         *,
-        on_message: Callable[["Connection", ClientMessage], None],
+        on_message: Callable[["Connection", ClientMessage], Job | None],
         on_batch: Callable[["Connection"], None],
         on_closed: Callable[["Connection"], None],
     ) -> None:
@@ -49,7 +54,10 @@ class Connection:
         self._on_message = on_message
         self._on_batch = on_batch
         self._on_closed = on_closed
+        self._turns = turns
         self._reader = FrameReader()
+        self._unhandled: deque[bytes] = deque()
+        self._paused = False
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
         self._failed = False
@@ -106,17 +114,38 @@ class Connection:
             self.close()
             return
         try:
-            for body in self._reader.feed(data):
-                if self.closed:
-                    return
-                self._on_message(self, decode_client(body))
-            self._on_batch(self)
+            self._unhandled.extend(self._reader.feed(data))
         except ProtocolError as error:
+            self._fail(error)
+            return
+        if not self._turns.start(self._handle()):
+            self._paused = True
+            self._loop.remove_reader(self._socket)
+
+    def _handle(self) -> Job:
+        """Handle what was read, and read on."""
+        try:
+            while self._unhandled and not self.closed:
+                for _ in self._on_message(self, decode_client(self._unhandled.popleft())) or ():
+                    yield
+                    if self.closed:
+                        return
+                yield
+            if not self.closed:
+                self._on_batch(self)
+        except Exception as error:  # noqa: BLE001 - one client's message must not end all others
+            self._fail(error)
+        if self._paused and not self.closed:
+            self._paused = False
+            self._loop.add_reader(self._socket, self._readable)
+
+    def _fail(self, error: Exception) -> None:
+        """Close the connection, because of what its client said."""
+        if isinstance(error, ProtocolError):
             logger.warning("closed a connection: %s", error)
-            self.close_soon()
-        except Exception:  # one client's message must not end the service of all others
-            logger.exception("closed a connection whose message could not be handled")
-            self.close_soon()
+        else:
+            logger.error("closed a connection whose message could not be handled", exc_info=error)
+        self.close_soon()
 
     def _write(self) -> None:
         try:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tiers a service has, in which order, and what the catalog is told of each."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ from urllib.parse import urlsplit
 
 from kvhaven.catalog import StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import TierName
-from kvhaven.catalog.catalog import MEMORY
+from kvhaven.catalog.tierspec import MEMORY
 from kvhaven.config import Settings
 from kvhaven.tenants import quotas_of
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.disk import DiskTier
+from kvhaven.tiers.disk_lock import check_place
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem_survey import Limits
 from kvhaven.tiers.remote import open_tier
@@ -24,12 +26,16 @@ _DIRECTORIES = ("fs", "file")
 def make_tiers(settings: Settings) -> dict[TierName, Tier]:
     """Return the tiers of the settings, the fastest first; none of them is started.
 
-    Raises `ConfigError` for a URL whose kind is unknown, and for packages that are absent.
+    Raises `ConfigError` for a URL whose kind is unknown, for packages that are absent, and for a
+    directory of our own in which other users may write.
     """
     tiers: dict[TierName, Tier] = {}
     if settings.local_disk is not None:
+        path = Path(settings.local_disk)
+        with contextlib.suppress(OSError):  # what cannot be looked at now is the tier's matter
+            check_place(path)
         disk = DiskTier(
-            Path(settings.local_disk),
+            path,
             settings.max_local_disk_size,
             executor=TierExecutor(),
             direct_io=settings.disk_direct_io,

@@ -4,15 +4,20 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from typing import Final
 
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import Acquisition, SessionId, Ticket, Update
 from kvhaven.errors import ProtocolError
-from kvhaven.protocol import Acquire, Acquired, Loaded, Prefetch, Release, split_keys, tenant_of
+from kvhaven.protocol import Acquire, Acquired, KeyList, Loaded, Prefetch, Release, tenant_of
 from kvhaven.service.sessions import Member, Sessions
+from kvhaven.service.turns import Job, Turns
 from kvhaven.service.verify import Verifier
 
 logger = logging.getLogger(__name__)
+
+_PIECE: Final = 2048
+"""Places of an answer that are made in one go: 0.2 ms."""
 
 
 class Loads:
@@ -27,6 +32,7 @@ class Loads:
         catalog: Catalog,
         sessions: Sessions,
         verifier: Verifier,
+        turns: Turns,
         *,
         spawn: Callable[[Coroutine[None, None, None]], None],
         changed: Callable[[], None],
@@ -34,21 +40,23 @@ class Loads:
         self._catalog = catalog
         self._sessions = sessions
         self._verifier = verifier
+        self._turns = turns
         self._spawn = spawn
         self._changed = changed
         self._deadlines: dict[tuple[SessionId, Ticket], asyncio.TimerHandle] = {}
 
     def prefetch(self, member: Member, message: Prefetch) -> None:
-        """Promote and touch, for nobody in particular."""
+        """Promote and touch, for no ticket."""
         _require_scheduler(member)
-        keys, tenant = split_keys(message.keys), tenant_of(message.tenant)
-        self._catalog.prefetch(member.session.digest, keys, tenant)
+        keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
+        session = member.session
+        self._catalog.prefetch(session.digest, keys, tenant, session.id)
 
     def acquire(self, member: Member, message: Acquire) -> None:
         """Lease what is resident; answer now, or when what is promoted has come."""
         _require_scheduler(member)
         session, ticket = member.session, Ticket(message.ticket)
-        keys, tenant = split_keys(message.keys), tenant_of(message.tenant)
+        keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         acquisition = self._catalog.acquire(session.id, ticket, session.digest, keys, tenant)
         if not acquisition.promoting:
             self._answer(member, acquisition)
@@ -66,14 +74,15 @@ class Loads:
         if session is not None and session.scheduler is not None:
             self._answer(session.scheduler, update.acquisition)
 
-    def release(self, member: Member, message: Release) -> None:
+    def release(self, member: Member, message: Release) -> Job:
         """End leases that no rank was told of."""
         _require_scheduler(member)
         for ticket in message.tickets:
             self._cancel_deadline(member.session.id, Ticket(ticket))
             self._catalog.release(member.session.id, Ticket(ticket))
+            yield
 
-    def loaded(self, member: Member, message: Loaded) -> None:
+    def loaded(self, member: Member, message: Loaded) -> Job:
         """Note that a rank's copies have ended."""
         if member.rank is None:
             raise ProtocolError("a scheduler loads no chunks")
@@ -81,6 +90,7 @@ class Loads:
             return  # a ticket of before the service was started anew
         for ticket in message.tickets:
             self._catalog.loaded(member.session.id, Ticket(ticket), member.id)
+            yield
 
     def _settle(self, session: SessionId, ticket: Ticket) -> None:
         """The deadline has passed: what is ready is the answer."""
@@ -102,21 +112,24 @@ class Loads:
             self._spawn(self._answer_verified(scheduler, acquisition))
             return
         self._verifier.sample(acquisition, scheduler.session.table)
-        self._send_final(scheduler, acquisition, len(acquisition.chunks))
+        self._turns.start(self._offer(scheduler, acquisition, len(acquisition.chunks)))
 
     async def _answer_verified(self, scheduler: Member, acquisition: Acquisition) -> None:
         good = await self._verifier.verify(acquisition, scheduler.session.table)
-        self._send_final(scheduler, acquisition, good)
+        self._turns.start(self._offer(scheduler, acquisition, good))
         self._changed()
 
-    def _send_final(self, scheduler: Member, acquisition: Acquisition, good: int) -> None:
+    def _offer(self, scheduler: Member, acquisition: Acquisition, good: int) -> Job:
         """Offer the first `good` chunks; a lease without any is none."""
-        ticket, chunks = acquisition.ticket, acquisition.chunks[:good]
-        if not chunks:
+        ticket, chunks = acquisition.ticket, acquisition.chunks
+        if not good:
             self._catalog.release(scheduler.session.id, ticket)
-        places = [(chunk.extent.segment, chunk.extent.offset) for chunk in chunks]
-        sources = bytes([chunk.source for chunk in chunks])
-        self._send(scheduler, Acquired(ticket, True, places, sources))
+        places: list[tuple[int, int]] = []
+        for first in range(0, good, _PIECE):
+            extents = chunks.extents(first, min(good, first + _PIECE))
+            places += [(extent.segment, extent.offset) for extent in extents]
+            yield
+        self._send(scheduler, Acquired(ticket, True, places, chunks.sources[:good]))
 
     @staticmethod
     def _send(scheduler: Member, answer: Acquired) -> None:

@@ -27,7 +27,9 @@ _FIRST_SESSION_S = 120.0
 _SWITCH_S = 0.0005
 _IDLE_POLL_S = 0.1
 _LOCK_WAIT_S = 2.0
-_COLLECT_S = 1.0
+_COLLECT_S = 0.1
+_BUSY = 50
+"""Pieces of work in that time that leave too much to look at."""
 
 
 class EmbeddedOrder(msgspec.Struct, frozen=True):
@@ -85,17 +87,18 @@ async def _run(
         # Whoever connects from now on waits until the service takes it.
         listener = Listener(socket_path)
         undo.callback(listener.close)
-        _tame_collector()
-        _favour_the_loop()
+        tame_collector()
+        favour_the_loop()
         logger.info(
-            "node service %s: pid %d, socket %s, arena %d MiB",
+            "node service %s: pid %d, socket %s, arena %d MiB%s",
             service.id[:8],
             os.getpid(),
             socket_path,
-            sum(arena.sizes.values()) >> 20,
+            arena.size >> 20,
+            ", allocated in the background" if arena.allocating else "",
         )
         on_listening()
-        background = [loop.create_task(_collect_young())]
+        background = [loop.create_task(collect_young(service))]
         if embedded:
             background.append(loop.create_task(_stop_when_idle(service, settings, stop)))
         await service.run(listener, stop)
@@ -104,7 +107,7 @@ async def _run(
     logger.info("node service %s: ended", service.id[:8])
 
 
-def _favour_the_loop() -> None:
+def favour_the_loop() -> None:
     """Let the event loop have the interpreter soon when a thread of low priority holds it.
 
     With Python's default of 5 ms, such a thread that is preempted on a busy machine kept
@@ -113,21 +116,27 @@ def _favour_the_loop() -> None:
     sys.setswitchinterval(_SWITCH_S)
 
 
-def _tame_collector() -> None:
+def tame_collector() -> None:
     """Never walk over the catalog: a full collection of a million entries stops us for 0.2 s."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
-async def _collect_young() -> None:
-    """Collect what was made in the last second or two: failures leave cycles behind.
+async def collect_young(service: Service) -> None:
+    """Collect what was made in the last tenth of a second or two: failures leave cycles behind.
 
-    What survives is not looked at again, so the cost does not grow with the catalog.
+    Unless that was so much that to look at it takes milliseconds: a service that is that busy never
+    looks at it. What survives is not looked at again either, so the cost never grows.
     """
+    before = 0
     while True:
         await asyncio.sleep(_COLLECT_S)
-        gc.collect(1)
+        pieces, before = service.pieces - before, service.pieces
+        if pieces > _BUSY:
+            gc.freeze()
+        else:
+            gc.collect(1)
 
 
 async def _stop_when_idle(service: Service, settings: Settings, stop: asyncio.Event) -> None:

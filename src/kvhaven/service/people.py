@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
-from kvhaven.catalog.catalog import MEMORY
+from kvhaven.catalog.tierspec import MEMORY
 from kvhaven.errors import KVHavenError
 from kvhaven.protocol import (
     NO_LIMIT,

@@ -2,61 +2,81 @@
 """Saves: what ranks ask for and say while they write chunks into the arena."""
 
 from collections.abc import Collection
+from typing import Final
 
 from kvhaven.catalog import Catalog
 from kvhaven.errors import ProtocolError
-from kvhaven.protocol import Abort, Commit, Granted, Reserve, split_keys, tenant_of
+from kvhaven.protocol import Abort, Commit, Granted, KeyList, Reserve, batches, tenant_of
 from kvhaven.service.connection import Connection
 from kvhaven.service.sessions import Member
+from kvhaven.service.turns import Job, Turns
 from kvhaven.types import KEY_BYTES, Checksum, ChunkKey
+
+_PIECE: Final = 32
+"""Chunks that are reserved or committed in one go: 0.3 ms."""
 
 
 class Saves:
-    """Turns ranks' messages about saves into the catalog's events."""
+    """Turns ranks' messages about saves into the catalog's events, a few chunks at a time."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, turns: Turns) -> None:
         self._catalog = catalog
+        self._turns = turns
 
-    def reserve(self, connection: Connection, member: Member, message: Reserve) -> None:
+    def reserve(self, connection: Connection, member: Member, message: Reserve) -> Job:
         """Grant space for chunks that are absent, where there is space."""
         if member.rank is None:
             raise ProtocolError("a scheduler writes no chunks")
         if message.parent and len(message.parent) != KEY_BYTES:
             raise ProtocolError(f"a parent of {len(message.parent)} bytes is no key")
-        keys, tenant = split_keys(message.keys), tenant_of(message.tenant)
+        keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         session = member.session
-        if session.namespace is None or not keys:
+        if session.namespace is None:
             connection.send(Granted(message.id, [None] * len(keys)))
             return
         offset = session.holdings.offsets[member.rank]
         grants: list[tuple[int, int, int, bool] | None] = []
         parent = ChunkKey(message.parent) if message.parent else None
-        for grant in self._catalog.reserve(
-            member.id, session.digest, parent, keys, message.save, tenant
-        ):
-            if grant is None:
-                grants.append(None)
-                continue
-            extent = grant.extent
-            member.granted[extent.generation] = grant.key
-            place = extent.segment, extent.offset + offset
-            grants.append((*place, extent.generation, bool(grant.shards)))
+        for part in batches(keys, _PIECE):
+            if grants:
+                yield
+            for grant in self._catalog.reserve(
+                member.id, session.digest, parent, part, message.save, tenant
+            ):
+                if grant is None:
+                    grants.append(None)
+                    continue
+                extent = grant.extent
+                member.granted[extent.generation] = grant.key
+                place = extent.segment, extent.offset + offset
+                grants.append((*place, extent.generation, bool(grant.shards)))
+            parent = part[-1]
         connection.send(Granted(message.id, grants))
 
-    def commit(self, member: Member, message: Commit) -> None:
+    def commit(self, member: Member, message: Commit) -> Job:
         """Note that a rank has done its part of chunks."""
-        for key, generation, sums in message.chunks:
-            member.granted.pop(generation, None)
-            checksums = [Checksum(checksum) for checksum in sums]
-            self._catalog.commit(member.id, ChunkKey(key), generation, checksums)
+        for part in batches(message.chunks, _PIECE):
+            for key, generation, sums in part:
+                member.granted.pop(generation, None)
+                checksums = [Checksum(checksum) for checksum in sums]
+                self._catalog.commit(member.id, ChunkKey(key), generation, checksums)
+            yield
 
-    def abort(self, member: Member, message: Abort) -> None:
+    def abort(self, member: Member, message: Abort) -> Job:
         """Note chunks that a rank has given up."""
-        for key, generation in message.chunks:
-            member.granted.pop(generation, None)
-            self._catalog.abort(member.id, ChunkKey(key), generation)
+        for part in batches(message.chunks, _PIECE):
+            for key, generation in part:
+                member.granted.pop(generation, None)
+                self._catalog.abort(member.id, ChunkKey(key), generation)
+            yield
 
     def returned(self, member: Member, holding: Collection[int]) -> None:
         """A rank is back and holds these grants: those that never reached it end."""
-        for generation in member.granted.keys() - set(holding):
-            self._catalog.abort(member.id, member.granted.pop(generation), generation)
+        lost = member.granted.keys() - set(holding)
+        self._turns.start(self._abort_all(member, [(g, member.granted.pop(g)) for g in lost]))
+
+    def _abort_all(self, member: Member, grants: list[tuple[int, ChunkKey]]) -> Job:
+        for part in batches(grants, _PIECE):
+            for generation, key in part:
+                self._catalog.abort(member.id, key, generation)
+            yield

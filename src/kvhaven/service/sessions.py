@@ -5,8 +5,9 @@ import itertools
 from collections.abc import Iterator
 
 from kvhaven.catalog.actions import MemberId, SessionId
-from kvhaven.errors import KVHavenError
-from kvhaven.protocol import AttachRank, AttachScheduler
+from kvhaven.errors import IncompleteEngineError, KVHavenError
+from kvhaven.keys import difference, differing_fields, of_content
+from kvhaven.protocol import AttachRank, AttachScheduler, ModelState
 from kvhaven.service.connection import Connection
 from kvhaven.service.shards import Holdings, holdings, require_shards, united
 from kvhaven.tiers.base import Namespace
@@ -17,6 +18,7 @@ class Member:
     """One process of an engine. It outlives its connection: it may come back on another.
 
     `lock_byte` is the byte of the arena's segments that it locks while it maps them.
+    `ready` is how much of the arena it can copy to and from, if it is a rank.
     `handled` is the last reliable message that was handled, so that a repeated one is not;
     `granted` are its reservations that are neither committed nor aborted, by generation.
     """
@@ -26,9 +28,11 @@ class Member:
         self.session = session
         self.rank = rank
         self.lock_byte = lock_byte
+        self.ready = 0
         self.handled = 0
         self.unacknowledged = False
         self.granted: dict[int, ChunkKey] = {}
+        self.model = ModelState()
         self.connection: Connection | None = None
 
     @property
@@ -129,8 +133,9 @@ class Sessions:
     def add_rank(self, message: AttachRank) -> Member:
         """Register a rank that is not known.
 
-        Raises `KVHavenError` when it disagrees with the session's other ranks, or when
-        somebody else is that rank already.
+        Raises `KVHavenError` when it disagrees with the session's other ranks
+        (`IncompleteEngineError`: only in what files contain), or when somebody else is that rank
+        already.
         """
         if not 0 <= message.rank < message.world:
             raise KVHavenError(f"rank {message.rank} is not in 0..{message.world - 1}")
@@ -232,14 +237,13 @@ def _require_agreement(session: Session, message: AttachRank) -> None:
             f"the others say {session.world}"
         )
     if message.namespace != session.digest:
-        differing = sorted(
-            name
-            for name in session.fields.keys() | message.fields.keys()
-            if session.fields.get(name) != message.fields.get(name)
-        )
-        raise KVHavenError(
+        differing = difference(session.fields, message.fields)
+        names = differing_fields(session.fields, message.fields)
+        # Where ranks read unlike files, storage is at fault, or slow to show what was written.
+        files_only = bool(names) and all(map(of_content, names))
+        raise (IncompleteEngineError if files_only else KVHavenError)(
             f"rank {message.rank} computes another KV than the other ranks: "
-            f"they differ in {', '.join(differing) or 'the namespace'}"
+            f"they differ in {differing or 'the namespace'}"
         )
     if message.shared != session.shared:
         raise KVHavenError(

@@ -2,7 +2,8 @@
 """What `kvhaven status` shows: everything the service knows about itself, typed."""
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -13,6 +14,10 @@ from kvhaven.types import TenantId
 
 if TYPE_CHECKING:
     from kvhaven.service.server import Service
+
+
+_PIECE: Final = 64
+"""Tenants that are described in one go."""
 
 
 class NamespaceStatus(msgspec.Struct, frozen=True):
@@ -39,12 +44,17 @@ class TenantStatus(msgspec.Struct, frozen=True):
 
 
 class MemberStatus(msgspec.Struct, frozen=True):
-    """A process of an engine. `quarantined_bytes`: it is lost and may still touch these."""
+    """A process of an engine. `quarantined_bytes`: it is lost and may still touch these.
+
+    `ready_bytes`: of a rank, how much of the arena it can copy to and from; its engine is offered
+    no other. 0 for a scheduler.
+    """
 
     session: str
     role: str
     connected: bool
     quarantined_bytes: int
+    ready_bytes: int = 0
 
 
 class ServiceStatus(msgspec.Struct, frozen=True):
@@ -63,13 +73,24 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     members: list[MemberStatus]
     tiers: dict[str, TierHealth]
     catalog: CatalogStats
+    arena_allocated_bytes: int = 0
+    arena_planned_bytes: int = 0
+    """More than what is allocated while `arena_allocating`, or if memory ran out meanwhile."""
+    arena_allocating: bool = False
     tenants: list[TenantStatus] = []
     """Those that have most; `catalog.more_tenants` says how many others there are."""
 
 
-def describe(service: "Service") -> bytes:
-    """Return the service's status as JSON of `ServiceStatus`."""
-    stats = service.catalog.stats()
+def describe(service: "Service") -> Generator[None, None, bytes]:
+    """Return the service's status as JSON of `ServiceStatus`, in pieces of a millisecond."""
+    stats = yield from service.catalog.survey()
+    yield
+    tenants = []
+    for tenant, known in stats.tenants.items():
+        tenants.append(_tenant(tenant, known))
+        if len(tenants) % _PIECE == 0:
+            yield
+    yield
     hits = stats.hit_chunks + stats.promoted_chunks
     asked = stats.hit_chunks + stats.promoted_chunks + stats.missed_chunks
     status = ServiceStatus(
@@ -78,6 +99,9 @@ def describe(service: "Service") -> bytes:
         pid=os.getpid(),
         arena_bytes=stats.capacity_bytes,
         arena_used_bytes=stats.used_bytes,
+        arena_allocated_bytes=service.arena.usable,
+        arena_planned_bytes=service.arena.size,
+        arena_allocating=service.arena.allocating,
         hit_rate=hits / asked if asked else 0.0,
         verified_chunks=service.verifier.checked,
         damaged_chunks=service.verifier.damaged,
@@ -99,13 +123,14 @@ def describe(service: "Service") -> bytes:
                 role=member.role,
                 connected=member.connection is not None,
                 quarantined_bytes=stats.quarantined_by.get(member.id, 0),
+                ready_bytes=member.ready,
             )
             for session in service.sessions
             for member in session.members
         ],
         tiers={str(name): tier.health() for name, tier in service.tiers.items()},
         catalog=msgspec.structs.replace(stats, namespaces={}, tenants={}),
-        tenants=[_tenant(tenant, known) for tenant, known in stats.tenants.items()],
+        tenants=tenants,
     )
     return msgspec.json.encode(status)
 

@@ -4,26 +4,81 @@
 import asyncio
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, Generic, TypeVar
 
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.errors import KVHavenError, TierError, TierMissError
+from kvhaven.maps import OrderedMap
+from kvhaven.protocol import batches
 from kvhaven.tiers.base import Namespace, StoredShard, Tier
 from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, TenantId, align_up
 
 T = TypeVar("T")
+A = TypeVar("A", TierRead, TierWrite)
 
 _PATIENCE_S: Final = 0.25
 """How long a write lets reads of its tier go first."""
+_AT_ONCE: Final = 64
+"""Chunks that are read from a tier at the same time, or written; others wait for their turn."""
+_DELETED_AT_ONCE: Final = 128
+"""Shards that a tier deletes in one batch, or those of a chunk if they are more."""
+_FOUND_AT_ONCE: Final = 64
+"""Shards that the catalog is told of in one go."""
 
 logger = logging.getLogger(__name__)
 
 
+class _Lane(Generic[A]):
+    """Reads of a tier, or writes: so many are under way at a time, the others wait."""
+
+    def __init__(
+        self,
+        do: Callable[[A], Coroutine[None, None, None]],
+        spawn: Callable[[Coroutine[None, None, None]], object],
+    ) -> None:
+        self.waiting: deque[A] = deque()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._do: Callable[[A], Coroutine[None, None, None]] = do
+        self._spawn = spawn
+        self._under_way = 0
+
+    def add(self, action: A) -> None:
+        """Have an action done when its turn comes."""
+        self.waiting.append(action)
+        self.idle.clear()
+        self._begin()
+
+    def _begin(self) -> None:
+        while self.waiting and self._under_way < _AT_ONCE:
+            self._under_way += 1
+            self._spawn(self._one(self.waiting.popleft()))
+
+    async def _one(self, action: A) -> None:
+        try:
+            await self._do(action)
+        finally:
+            self._under_way -= 1
+        self._begin()
+        if not self._under_way:
+            self.idle.set()
+
+
+class _Deletes:
+    """What a tier is to delete, and what it deletes now, by name: a batch at a time."""
+
+    def __init__(self) -> None:
+        self.waiting = OrderedMap[bytes, TierDelete]()
+        self.batch: frozenset[bytes] = frozenset()
+        self.deleting = asyncio.Lock()
+
+
 class TierRunner:
-    """Runs tier actions as tasks of the event loop.
+    """Runs tier actions as tasks of the event loop, a bounded number of reads at a time.
 
     `memory_of` gives the service's own view of an extent; `changed` is called after the
     catalog was told of a result, since that may have produced further actions. A lookup is
@@ -50,8 +105,9 @@ class TierRunner:
         self._scanned: dict[TierName, int] = {}
         self._lookup_s = lookup_s
         self._late: dict[TierName, asyncio.Task[Sequence[bool] | None]] = {}
-        self._reading = Counter[TierName]()
-        self._all_read = {name: asyncio.Event() for name in tiers}
+        self._reads = {name: _Lane[TierRead](self._read, self._spawn) for name in tiers}
+        self._writes = {name: _Lane[TierWrite](self._write, self._spawn) for name in tiers}
+        self._deletes = {name: _Deletes() for name in tiers}
 
     def add_namespace(self, namespace: Namespace) -> None:
         """Remember a namespace's shard table; its tiers are told before the first write."""
@@ -62,11 +118,14 @@ class TierRunner:
         if isinstance(action, TierLookup):
             self._spawn(self._look_up(action))
         elif isinstance(action, TierRead):
-            self._spawn(self._read(action))
+            self._reads[action.tier].add(action)
         elif isinstance(action, TierWrite):
-            self._spawn(self._write(action))
+            self._writes[action.tier].add(action)
         else:
-            self._spawn(self._delete(action))
+            deletes = self._deletes[action.tier]
+            if not deletes.waiting and not deletes.batch:
+                self._spawn(self._delete_all(action.tier))
+            deletes.waiting[_name(action)] = action
 
     def check_health(self) -> None:
         """Tell the catalog which tiers are in use; scan those that have come into use."""
@@ -105,6 +164,9 @@ class TierRunner:
 
     async def close(self, deadline_s: float) -> None:
         """Wait for running tasks, `deadline_s` at most, then close the tiers."""
+        for name in self._tiers:  # what has not begun is not begun any more
+            self._reads[name].waiting.clear()
+            self._writes[name].waiting.clear()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=deadline_s)
         await asyncio.gather(*(tier.close(deadline_s) for tier in self._tiers.values()))
@@ -112,17 +174,22 @@ class TierRunner:
     async def _scan(self, name: TierName, tier: Tier) -> None:
         """Tell the catalog what a tier holds from earlier lives, in the background."""
         found = 0
+        self._catalog.tier_scanned(name, ended=False)
         try:
             async for namespace, shards in tier.scan():
-                found += self._found(name, namespace, shards)
-                self._changed()
+                for part in batches(list(shards.items()), _FOUND_AT_ONCE) if shards else ((),):
+                    found += self._found(name, namespace, part)
+                    self._changed()
+                    await asyncio.sleep(0)
         except TierError as error:
             self._scanned.pop(name, None)
             logger.warning("tier %s: the scan ended early: %s", name, error)
+        finally:
+            self._catalog.tier_scanned(name, ended=True)
         logger.info("tier %s: found %d shards from before", name, found)
 
     def _found(
-        self, name: TierName, namespace: Namespace, shards: Mapping[StoredShard, int]
+        self, name: TierName, namespace: Namespace, shards: Sequence[tuple[StoredShard, int]]
     ) -> int:
         try:
             self._catalog.add_namespace(namespace)
@@ -132,7 +199,7 @@ class TierRunner:
         self._namespaces.setdefault(namespace.digest, namespace)
         bits = {shard.id: bit for bit, shard in enumerate(namespace.table.shards)}
         count = 0
-        for stored, size in shards.items():
+        for stored, size in shards:
             bit = bits.get(stored.shard)
             if bit is not None:
                 self._catalog.tier_found(
@@ -221,33 +288,20 @@ class TierRunner:
     def _tick(self) -> None:
         self._catalog.tick(asyncio.get_running_loop().time())
 
-    @contextlib.contextmanager
-    def _reads_of(self, name: TierName) -> Iterator[None]:
-        """Have writes to a tier wait for this read."""
-        self._reading[name] += 1
-        self._all_read[name].clear()
-        try:
-            yield
-        finally:
-            self._reading[name] -= 1
-            if not self._reading[name]:
-                self._all_read[name].set()
-
     async def _let_reads_go_first(self, name: TierName) -> None:
         """Wait for the reads of a shared tier that are under way, but not for ever.
 
         Our own disk sees to that itself, thread by thread.
         """
-        if self._reading[name] and self._tiers[name].shared:
+        if self._tiers[name].shared:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PATIENCE_S):
-                    await self._all_read[name].wait()
+                    await self._reads[name].idle.wait()
 
     async def _read(self, action: TierRead) -> None:
         checksums: tuple[Checksum, ...] | None = None
         try:
-            with self._reads_of(action.tier):
-                checksums = await self._read_shards(action)
+            checksums = await self._read_shards(action)
         except TierMissError:
             pass  # counted and logged by the tier
         except TierError:
@@ -280,6 +334,7 @@ class TierRunner:
         tier = self._tiers[action.tier]
         taken: int | None = None
         try:
+            await self._delete_before(action)
             await self._let_reads_go_first(action.tier)
             await self._introduce(action.tier, action.namespace)
             parts = self._parts(action)
@@ -297,15 +352,46 @@ class TierRunner:
         self._catalog.tier_write_done(action.tier, action.key, taken is not None, taken)
         self._changed()
 
-    async def _delete(self, action: TierDelete) -> None:
+    async def _delete_all(self, name: TierName) -> None:
+        """Delete what is to be deleted from a tier, batch by batch, until nothing is left."""
+        deletes = self._deletes[name]
+        while deletes.waiting:
+            async with deletes.deleting:
+                batch: list[bytes] = []
+                shards = 0
+                for key, action in islice(deletes.waiting.items(), _DELETED_AT_ONCE):
+                    shards += len(self._namespaces[action.namespace].table.shards)
+                    if batch and shards > _DELETED_AT_ONCE:
+                        break
+                    batch.append(key)
+                deletes.batch = frozenset(batch)
+                await self._delete(name, [deletes.waiting.pop(key) for key in batch])
+                deletes.batch = frozenset()
+            await asyncio.sleep(0)  # a tier that is offline refuses without any waiting
+
+    async def _delete_before(self, action: TierWrite) -> None:
+        """Have what was there under the name of a chunk deleted, if that is still to be done."""
+        deletes, name = self._deletes[action.tier], _name(action)
+        if name in deletes.waiting or name in deletes.batch:
+            async with deletes.deleting:
+                if name in deletes.waiting:
+                    await self._delete(action.tier, [deletes.waiting.pop(name)])
+
+    async def _delete(self, name: TierName, actions: Sequence[TierDelete]) -> None:
+        shards = [shard for action in actions for shard in self._shards(action, action.key)]
         try:
-            await self._tiers[action.tier].delete(self._shards(action, action.key))
+            await self._tiers[name].delete(shards)
         except TierError:
             self.check_health()
         except Exception:  # a file left behind is found by the next scan; nobody waits
-            logger.exception("tier %s: a delete failed unexpectedly", action.tier)
+            logger.exception("tier %s: a delete failed unexpectedly", name)
 
     async def _introduce(self, name: TierName, digest: NamespaceDigest) -> None:
         if (name, digest) not in self._introduced:
             await self._tiers[name].add_namespace(self._namespaces[digest])
             self._introduced.add((name, digest))
+
+
+def _name(action: TierDelete | TierWrite) -> bytes:
+    """Return what tells a chunk in a tier from others; it begins with the key."""
+    return action.key + action.tenant + action.namespace

@@ -3,9 +3,7 @@
 
 import asyncio
 import logging
-import os
 import random
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +11,7 @@ import xxhash
 
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import Acquisition, Leased
-from kvhaven.service.arena import Arena
+from kvhaven.service.arena import Arena, be_nice
 from kvhaven.types import Checksum, Extent, ShardTable
 
 logger = logging.getLogger(__name__)
@@ -33,7 +31,7 @@ class Verifier:
         self._catalog = catalog
         self._arena = arena
         self._mode = mode
-        self._threads = ThreadPoolExecutor(1, "verify", initializer=_be_nice)
+        self._threads = ThreadPoolExecutor(1, "verify", initializer=be_nice)
         # By chance, not by turns: turns could pass the same chunks over for ever.
         self._chance = random.Random()  # noqa: S311 - nobody gains by foreseeing it
         self._running: asyncio.Task[int] | None = None
@@ -102,7 +100,3 @@ class Verifier:
 def _is_right(memory: memoryview, offset: int, length: int, checksum: Checksum) -> bool:
     with memory[offset : offset + length] as payload:
         return xxhash.xxh3_128_digest(payload) == checksum
-
-
-def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

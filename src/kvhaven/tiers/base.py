@@ -17,7 +17,7 @@ from kvhaven.types import (
 )
 
 
-class StoredShard(msgspec.Struct, frozen=True):
+class StoredShard(msgspec.Struct, frozen=True, gc=False):
     """The name of a shard in a tier, and its payload's size in bytes.
 
     `tenant` is part of the name: what one tenant wrote is not there under another's.

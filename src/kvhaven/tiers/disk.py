@@ -10,15 +10,17 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
-from kvhaven.errors import TierError, TierMissError
+from kvhaven.errors import ConfigError, TierError, TierMissError
+from kvhaven.protocol import batches
 from kvhaven.tiers.base import Namespace, StoredShard, TierAudit, TierHealth
 from kvhaven.tiers.condition import Condition
+from kvhaven.tiers.direct_io import direct_io_works
 from kvhaven.tiers.disk_audit import audit
-from kvhaven.tiers.disk_files import Listed, ShardFiles, ShardRejectedError, direct_io_works
+from kvhaven.tiers.disk_files import Listed, ShardFiles, ShardRejectedError
 from kvhaven.tiers.disk_index import Index
 from kvhaven.tiers.disk_lock import Directory, DirectoryHeldError
 from kvhaven.tiers.disk_manifest import folder_name
-from kvhaven.tiers.disk_store import OpenStore
+from kvhaven.tiers.disk_store import OpenStore, name_of
 from kvhaven.tiers.executor import Lane, TierExecutor
 from kvhaven.tiers.header import require_length, stored_bytes
 from kvhaven.tiers.packing import Packing, compression_of
@@ -30,6 +32,7 @@ DirectIO = Literal["auto", "on", "off"]
 T = TypeVar("T")
 
 _LOCK_POLL_S: Final = 0.05
+_DELETED_AT_ONCE: Final = 256
 _SLACK: Final = 16
 """Capacity may be exceeded by 1/16: the catalog's deletes may arrive after its writes."""
 
@@ -40,13 +43,12 @@ class DiskTier:
     `executor` is the tier's own; `close` closes it. `capacity_bytes` is what the catalog keeps
     to; writes beyond it and a sixteenth are refused. `direct_io` "auto" uses direct I/O where
     the file system takes it, "on" stays offline where it does not. `compress`: where it pays
-    (see `Packing`). Another service may hold
-    the directory: `start` waits `lock_wait_s` for it. Every `retry_s` the tier looks whether
-    it still owns the directory, opens it again if not, and probes what its breakers switched
-    off: one for reads, one for writes, each after `failures` in a row. A system call that
-    takes longer than `stall_s` turns the tier off until it returns. The newest `keep_rejected`
-    files that failed a check are kept in `rejected/`, beyond the capacity. `clock` returns
-    seconds that never go back. See `Tier` for the methods.
+    (see `Packing`). Another service may hold the directory: `start` waits `lock_wait_s` for it.
+    Every `retry_s` the tier looks whether it still owns the directory, opens it again if not,
+    and probes what its breakers switched off: one for reads, one for writes, each after
+    `failures` in a row. A system call that takes longer than `stall_s` turns the tier off until
+    it returns. The newest `keep_rejected` files that failed a check are kept in `rejected/`,
+    beyond the capacity. `clock` returns seconds that never go back. See `Tier` for the methods.
     """
 
     name = "disk"
@@ -114,7 +116,7 @@ class DiskTier:
     async def scan(
         self, tenant: TenantId | None = None
     ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
-        """Yield what is there, a thousand names at a time, removing debris."""
+        """Yield what is there, a few hundred names at a time, removing debris."""
         opened = self._require(Lane.READ)
         run = functools.partial(self._run, opened, Lane.BACKGROUND)
         await run(opened.files.remove_unfinished)
@@ -173,7 +175,7 @@ class DiskTier:
                 f"{shard.shard} of {shard.payload_bytes} bytes was added"
             )
         async with opened.change([shard]):
-            opened.owed.discard(shard)
+            opened.owed.pop(name_of(shard), None)
             if shard in opened.index:
                 return opened.index.size(shard)
             size = stored_bytes(shard.payload_bytes)
@@ -200,7 +202,7 @@ class DiskTier:
         opened = self._opened
         if opened is None or not self._condition.serves(Lane.READ):
             if opened is not None:
-                opened.owed.update(shards)
+                _owe(opened, shards)
             self._condition.require(Lane.READ)
         opened = self._require(Lane.READ)
         async with opened.change(shards):
@@ -257,9 +259,11 @@ class DiskTier:
 
     async def _delete_owed(self, opened: OpenStore) -> None:
         """Delete what could not be deleted before, unless it was written again since."""
-        shards = tuple(opened.owed)
-        async with opened.change(shards):
-            await self._remove(opened, [shard for shard in shards if shard in opened.owed])
+        for part in opened.owed.parts():
+            for shards in batches(list(part.values()), _DELETED_AT_ONCE):
+                async with opened.change(shards):
+                    still = [shard for shard in shards if name_of(shard) in opened.owed]
+                    await self._remove(opened, still)
 
     async def _remove(self, opened: OpenStore, shards: Sequence[StoredShard]) -> None:
         gone: list[StoredShard] = []
@@ -267,11 +271,11 @@ class DiskTier:
             work = functools.partial(opened.files.delete, shards, gone)
             await self._run(opened, Lane.WRITE, work)
         except TierError:
-            opened.owed.update(shards)
+            _owe(opened, shards)
             raise
         finally:
-            opened.owed.difference_update(gone)
             for shard in gone:
+                opened.owed.pop(name_of(shard), None)
                 opened.index.discard(shard)
 
     async def _reject(self, opened: OpenStore, shard: StoredShard, inode: int, why: str) -> None:
@@ -383,7 +387,7 @@ class DiskTier:
                     await asyncio.sleep(_LOCK_POLL_S)
                     continue
                 self._condition.closed(f"the directory is held by {error}", holder=str(error))
-            except (OSError, TierError) as error:
+            except (OSError, TierError, ConfigError) as error:
                 self._condition.closed(str(error))
             return
 
@@ -409,3 +413,9 @@ class DiskTier:
         self._epoch += 1
         self._condition.opened()
         _log.info("%s: open, direct I/O %s", self._title, "on" if files.direct else "off")
+
+
+def _owe(opened: OpenStore, shards: Sequence[StoredShard]) -> None:
+    """Remember shards that could not be deleted."""
+    for shard in shards:
+        opened.owed[name_of(shard)] = shard

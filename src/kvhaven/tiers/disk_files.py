@@ -2,7 +2,6 @@
 """The blocking half of the disk tier: its files. Runs in the tier's threads."""
 
 import contextlib
-import errno
 import itertools
 import logging
 import mmap
@@ -20,6 +19,7 @@ import msgspec
 
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import Namespace, StoredShard
+from kvhaven.tiers.direct_io import write_whole
 from kvhaven.tiers.disk_lock import Directory
 from kvhaven.tiers.disk_manifest import (
     MANIFEST_NAME,
@@ -36,7 +36,7 @@ from kvhaven.types import Checksum, ChunkKey, TenantId
 _log = logging.getLogger(__name__)
 
 REJECTED: Final = "rejected"
-BATCH: Final = 1000
+BATCH: Final = 128
 """Names a listing looks at before it hands over what it found."""
 
 _FOLDER: Final = re.compile(r"[0-9a-f]{16}")
@@ -380,31 +380,3 @@ def shard_name(shard: StoredShard) -> str:
 def shard_path(shard: StoredShard) -> str:
     """Return a shard's path below the tier's directory."""
     return f"{shard_folder(shard)}/{shard_name(shard)}"
-
-
-def direct_io_works(folder: int) -> bool:
-    """Find out whether an open folder's file system takes direct I/O: write and read a page."""
-    name = f".{secrets.token_hex(6)}.0.tmp"
-    page = mmap.mmap(-1, HEADER_BYTES)
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
-        file = os.open(name, flags, 0o600, dir_fd=folder)
-        try:
-            os.pwrite(file, page, 0)
-            return os.preadv(file, [page], 0) == HEADER_BYTES
-        finally:
-            os.close(file)
-    except OSError as error:
-        return error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=folder)
-
-
-def write_whole(file: int, buffers: list[mmap.mmap | memoryview]) -> None:
-    """Write all of it at the file's start in one call; less than all means that it is full."""
-    wanted = sum(len(buffer) for buffer in buffers)
-    written = os.pwritev(file, buffers, 0)
-    if written != wanted:
-        reason = f"{os.strerror(errno.ENOSPC)}, only {written} of {wanted} bytes were written"
-        raise OSError(errno.ENOSPC, reason)

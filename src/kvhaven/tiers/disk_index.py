@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from kvhaven.errors import TierError
+from kvhaven.maps import StripedDict
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.types import KEY_BYTES, PAGE_BYTES, ChunkKey, NamespaceDigest, TenantId
 
@@ -22,26 +23,26 @@ class _Space:
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
-        self.chunks: dict[bytes, int] = {}  # by tenant and key
+        self.chunks = StripedDict[bytes, int]()  # by key and tenant
         self.positions = {shard.id: at for at, shard in enumerate(namespace.table.shards)}
 
     def size(self, shard: StoredShard) -> int:
         """Return the bytes that a shard of the table takes; 0 when it is not there."""
-        digits = (
-            self.chunks.get(shard.tenant + shard.key, 0) >> self.positions[shard.shard] * _DIGIT
-        )
+        digits = (self.chunks.get(shard.key + shard.tenant) or 0) >> self.positions[
+            shard.shard
+        ] * _DIGIT
         return (digits & _LARGEST) * PAGE_BYTES
 
     def resize(self, shard: StoredShard, size: int) -> int:
         """Note the bytes that a shard takes; return by how many that is more than before."""
         grown = size - self.size(shard)
         shift = self.positions[shard.shard] * _DIGIT
-        chunk = shard.tenant + shard.key
-        digits = self.chunks.get(chunk, 0) + (grown // PAGE_BYTES << shift)
+        chunk = shard.key + shard.tenant
+        digits = (self.chunks.get(chunk) or 0) + (grown // PAGE_BYTES << shift)
         if digits:
             self.chunks[chunk] = digits
         else:
-            self.chunks.pop(chunk, None)
+            self.chunks.pop(chunk, 0)
         return grown
 
 
@@ -126,7 +127,7 @@ class Index:
         """Yield every shard of a namespace. The index must not change meanwhile."""
         space = self._spaces[digest]
         for chunk in space.chunks:
-            tenant, key = TenantId(chunk[:-KEY_BYTES]), ChunkKey(chunk[-KEY_BYTES:])
+            key, tenant = ChunkKey(chunk[:KEY_BYTES]), TenantId(chunk[KEY_BYTES:])
             for shard in space.namespace.table.shards:
                 stored = StoredShard(digest, key, shard.id, shard.payload_bytes, tenant)
                 if space.size(stored):

@@ -4,14 +4,95 @@
 import contextlib
 import datetime
 import fcntl
+import logging
 import os
 import socket
+import stat
 import struct
 from pathlib import Path
 from typing import Final
 
+from kvhaven.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
 LOCK_NAME: Final = "lock"
 _HOLDER_BYTES: Final = 512
+
+
+def private_name() -> str:
+    """Return the name of our own directory in one where others may write, too."""
+    return f"kvhaven-{os.geteuid()}"
+
+
+def check_place(path: Path) -> None:
+    """Say at the start how private a store's directory is; one that is not there is fine.
+
+    Raises `ConfigError` where the store cannot be ours alone, or `OSError` as `stat` does.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return
+    if status.st_mode & stat.S_IWOTH:
+        own = path / private_name()
+        _log.warning(
+            "local_disk: all users may write to %s (mode %o), and whoever may decides which KV "
+            "engines load; %s is used, which nobody else may write",
+            path,
+            stat.S_IMODE(status.st_mode),
+            own,
+        )
+        path = own
+        try:
+            status = path.lstat()  # a link could lead to any directory of ours
+        except FileNotFoundError:
+            return
+    _require_private(path, status)
+    if status.st_mode & stat.S_IWGRP:
+        _log.warning(
+            "local_disk: group %d may write to %s, and so decide which KV engines load; if that "
+            "is not intended, run `chmod g-w %s`",
+            status.st_gid,
+            path,
+            path,
+        )
+
+
+def _require_private(path: Path, status: os.stat_result) -> None:
+    """Refuse a directory in which other users may put files. Raises `ConfigError`.
+
+    Checksums find damage, not forgery: whoever may write there decides what engines load.
+    """
+    mode, own = stat.S_IMODE(status.st_mode), os.geteuid()
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"local_disk: {path} is no directory; remove it, or name another one.")
+    if mode & stat.S_IWOTH or status.st_uid not in {0, own}:
+        raise ConfigError(
+            f"local_disk: other users may write to {path} (got mode {mode:o}, owner "
+            f"{status.st_uid}); expected a directory that only user {own} may write, as stored KV "
+            f"is checked for damage, not for forgery. Run `chown {own} {path}; chmod go-w {path}`, "
+            "or name another directory."
+        )
+
+
+def _open_private(path: Path) -> tuple[Path, int]:
+    """Open a directory, or our own one in it where all users may write there.
+
+    Everything goes by what is open: others may rename what they find at a path. Raises
+    `ConfigError` where neither is ours alone, `OSError`.
+    """
+    with contextlib.ExitStack() as undo:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        undo.callback(os.close, file)
+        if os.fstat(file).st_mode & stat.S_IWOTH:
+            path /= private_name()
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path.name, 0o700, dir_fd=file)
+            file = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=file)
+            undo.callback(os.close, file)
+        _require_private(path, os.fstat(file))
+        return path, os.dup(file)
 
 
 class DirectoryHeldError(Exception):
@@ -27,14 +108,14 @@ class Directory:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open and lock `path`, making it where its parent exists.
+        """Open and lock `path`, making it where its parent exists, or our own directory in it.
 
-        Raises `DirectoryHeldError`, or `OSError` when it cannot be made, opened or written.
+        The latter where all users may write to `path`. Raises `DirectoryHeldError`, `ConfigError`
+        where others may write, or `OSError` when it cannot be made, opened or written.
         """
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        self.path = path
-        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self.path, self.fd = _open_private(path)
         try:
             self._lock_fd = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self.fd)
         except OSError:

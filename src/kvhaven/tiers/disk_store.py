@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from kvhaven.maps import StripedDict
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.disk_files import ShardFiles
 from kvhaven.tiers.disk_index import Index
@@ -26,7 +27,7 @@ class OpenStore:
         self.writing_bytes = 0
         self.room_bytes: int | None = None
         self.scanned = False
-        self.owed: set[StoredShard] = set()
+        self.owed = StripedDict[bytes, StoredShard]()  # by `name_of`
         self._changing: dict[StoredShard, asyncio.Future[None]] = {}
         self._users = 0
         self._retired = False
@@ -64,3 +65,8 @@ class OpenStore:
         if self._retired and not self._users:
             self._retired = False
             self.files.directory.close()
+
+
+def name_of(shard: StoredShard) -> bytes:
+    """Return what tells a shard from all others; it begins with the key."""
+    return shard.key + shard.namespace + shard.tenant + str(shard.shard).encode()

@@ -11,8 +11,8 @@ from typing import Any, Final, TypeVar
 
 from kvhaven.errors import TierError
 from kvhaven.tiers.base import StoredShard
+from kvhaven.tiers.direct_io import direct_io_works
 from kvhaven.tiers.disk import DirectIO
-from kvhaven.tiers.disk_files import direct_io_works
 from kvhaven.tiers.executor import Lane, TierExecutor
 from kvhaven.tiers.filesystem_caretaker import Caretaker
 from kvhaven.tiers.filesystem_files import SharedFiles

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.base import StoredShard
-from kvhaven.tiers.disk_files import write_whole
+from kvhaven.tiers.direct_io import write_whole
 from kvhaven.tiers.disk_manifest import MOST_BYTES
 from kvhaven.tiers.executor import Lane
 from kvhaven.tiers.header import HEADER_BYTES, may_hold

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Least frequently used first."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
 
+from kvhaven.maps import OrderedMap, StripedDict
 from kvhaven.types import ChunkKey
 
 MOST = 63
@@ -21,10 +20,8 @@ class LFU:
     name = "lfu"
 
     def __init__(self) -> None:
-        self._uses: dict[ChunkKey, int] = {}
-        self._queues: tuple[OrderedDict[ChunkKey, None], ...] = tuple(
-            OrderedDict() for _ in range(MOST + 1)
-        )
+        self._uses = StripedDict[ChunkKey, int]()
+        self._queues: list[OrderedMap[ChunkKey, None]] = []  # as many as were needed yet
 
     def fresh(self) -> "LFU":
         """Return an empty LFU."""
@@ -33,33 +30,44 @@ class LFU:
     def added(self, key: ChunkKey) -> None:
         """Take in a chunk without uses."""
         self._uses[key] = 0
-        self._queues[0][key] = None
+        self._queue(0).append(key, None)
 
     def touched(self, keys: Iterable[ChunkKey]) -> None:
         """Count one use of each."""
-        queues, uses = self._queues, self._uses
         for key in keys:
-            count = uses[key]
-            del queues[count][key]
+            count = self._uses[key]
+            self._queues[count].pop(key)
             if count < MOST:
-                uses[key] = count = count + 1
-            queues[count][key] = None
+                self._uses[key] = count = count + 1
+            self._queue(count).append(key, None)
 
     passed = touched
     """Who holds a chunk uses it."""
 
     def arranged(self, keys: Iterable[ChunkKey]) -> None:
         """Put each behind its equals, in the order given."""
-        queues, uses = self._queues, self._uses
         for key in keys:
-            queues[uses[key]].move_to_end(key)
+            self._queues[self._uses[key]].to_end((key,))
 
     def evicted(self, key: ChunkKey) -> None:
         """Forget a chunk and its uses."""
-        del self._queues[self._uses.pop(key)][key]
+        self._queues[self._uses[key]].pop(key)
+        del self._uses[key]
 
     removed = evicted
 
     def candidates(self) -> Iterator[ChunkKey]:
         """Yield those with the fewest uses first."""
-        return chain.from_iterable(self._queues)
+        for queue in self._queues:
+            yield from queue
+
+    def walk(self) -> Iterator[Sequence[ChunkKey]]:
+        """Yield the same, page by page."""
+        for queue in tuple(self._queues):
+            for page in queue.walk():
+                yield [key for key, _ in page]
+
+    def _queue(self, uses: int) -> OrderedMap[ChunkKey, None]:
+        if uses == len(self._queues):
+            self._queues.append(OrderedMap())
+        return self._queues[uses]

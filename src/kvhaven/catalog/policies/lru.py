@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Least recently used first."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
 
@@ -14,7 +14,7 @@ class LRU:
     name = "lru"
 
     def __init__(self) -> None:
-        self._queue: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._queue = OrderedMap[ChunkKey, None]()
 
     def fresh(self) -> "LRU":
         """Return an empty LRU."""
@@ -22,13 +22,11 @@ class LRU:
 
     def added(self, key: ChunkKey) -> None:
         """Put a chunk at the young end."""
-        self._queue[key] = None
+        self._queue.append(key, None)
 
     def touched(self, keys: Iterable[ChunkKey]) -> None:
         """Move each to the young end, in the order given."""
-        move = self._queue.move_to_end
-        for key in keys:
-            move(key)
+        self._queue.to_end(keys)
 
     arranged = touched
     """Who extends a chain has just used it."""
@@ -38,10 +36,15 @@ class LRU:
 
     def evicted(self, key: ChunkKey) -> None:
         """Forget a chunk."""
-        del self._queue[key]
+        self._queue.pop(key)
 
     removed = evicted
 
     def candidates(self) -> Iterator[ChunkKey]:
         """Yield from the old end."""
         return iter(self._queue)
+
+    def walk(self) -> Iterator[Sequence[ChunkKey]]:
+        """Yield the same, page by page."""
+        for page in self._queue.walk():
+            yield [key for key, _ in page]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Most recently used first."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
 
@@ -18,7 +18,7 @@ class MRU:
     name = "mru"
 
     def __init__(self) -> None:
-        self._queue: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._queue = OrderedMap[ChunkKey, None]()
 
     def fresh(self) -> "MRU":
         """Return an empty MRU."""
@@ -26,28 +26,30 @@ class MRU:
 
     def added(self, key: ChunkKey) -> None:
         """Put a chunk at the young end."""
-        self._queue[key] = None
+        self._queue.append(key, None)
 
     def touched(self, keys: Iterable[ChunkKey]) -> None:
         """Move all to the young end, so that the tail goes first."""
-        move = self._queue.move_to_end
-        for key in reversed(tuple(keys)):
-            move(key)
+        self._queue.to_end(reversed(tuple(keys)))
 
     arranged = touched
 
     def passed(self, keys: Iterable[ChunkKey]) -> None:
         """Move all to the old end, those proposed first the first to be reached again."""
-        move = self._queue.move_to_end
         for key in keys:
-            move(key, last=False)
+            self._queue.to_front(key)
 
     def evicted(self, key: ChunkKey) -> None:
         """Forget a chunk."""
-        del self._queue[key]
+        self._queue.pop(key)
 
     removed = evicted
 
     def candidates(self) -> Iterator[ChunkKey]:
         """Yield from the young end."""
         return reversed(self._queue)
+
+    def walk(self) -> Iterator[Sequence[ChunkKey]]:
+        """Yield the same, page by page."""
+        for page in self._queue.walk_back():
+            yield [key for key, _ in page]

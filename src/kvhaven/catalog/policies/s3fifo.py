@@ -6,14 +6,18 @@ chunks. The queue for new chunks is larger than there: a tenth of the space is t
 conversations, whose next turn comes late and then counts (docs/performance.md has the figures).
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
 MOST = 3
 """Uses are counted up to here, as in the paper."""
+
+PATIENCE = 256
+"""Used chunks that an eviction moves on, and that a search passes over in a queue, at most. Beyond,
+a used one counts as unused: else the first eviction after a million uses would take seconds."""
 
 _PART = 2
 """The queue of new chunks may hold one in so many; in the paper one in 10."""
@@ -31,9 +35,9 @@ class S3FIFO:
     name = "s3-fifo"
 
     def __init__(self) -> None:
-        self._new: OrderedDict[ChunkKey, int] = OrderedDict()  # with uses
-        self._main: OrderedDict[ChunkKey, int] = OrderedDict()
-        self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._new = OrderedMap[ChunkKey, int]()  # with uses
+        self._main = OrderedMap[ChunkKey, int]()
+        self._ghosts = OrderedMap[ChunkKey, None]()
 
     def fresh(self) -> "S3FIFO":
         """Return an empty S3-FIFO."""
@@ -42,69 +46,93 @@ class S3FIFO:
     def added(self, key: ChunkKey) -> None:
         """Put a chunk at the end of the new ones; a ghost at that of the main queue."""
         if key in self._ghosts:
-            del self._ghosts[key]
-            self._main[key] = 0
+            self._ghosts.pop(key)
+            self._main.append(key, 0)
         else:
-            self._new[key] = 0
+            self._new.append(key, 0)
 
     def touched(self, keys: Iterable[ChunkKey]) -> None:
         """Count one use of each, where it is."""
-        new, main = self._new, self._main
         for key in keys:
-            queue = new if key in new else main
-            if queue[key] < MOST:
-                queue[key] += 1
+            queue = self._queue_of(key)
+            uses = queue[key]
+            if uses < MOST:
+                queue[key] = uses + 1
 
     def arranged(self, keys: Iterable[ChunkKey]) -> None:
         """Move each to the end of its queue, in the order given."""
-        new, main = self._new, self._main
         for key in keys:
-            (new if key in new else main).move_to_end(key)
+            self._queue_of(key).to_end((key,))
 
     def passed(self, keys: Iterable[ChunkKey]) -> None:
         """Move each to the end of the main queue; who holds a chunk uses it."""
         for key in keys:
-            uses = (self._new if key in self._new else self._main).pop(key)
-            self._main[key] = min(uses + 1, MOST)
+            uses = self._queue_of(key).pop(key)
+            self._main.append(key, min(uses + 1, MOST))
 
     def evicted(self, key: ChunkKey) -> None:
         """Forget a chunk; a new one leaves a ghost."""
-        if self._new.pop(key, None) is None:
-            del self._main[key]
+        if key in self._new:
+            self._new.pop(key)
+            self._ghosts.append(key, None)
         else:
-            self._ghosts[key] = None
-            while len(self._ghosts) > len(self._new) + len(self._main):
-                self._ghosts.popitem(last=False)
+            self._main.pop(key)
+        self._drop_ghosts()
         self._move_on()
 
     def removed(self, key: ChunkKey) -> None:
         """Forget a chunk."""
-        if self._new.pop(key, None) is None:
-            del self._main[key]
+        self._queue_of(key).pop(key)
+        self._drop_ghosts()
 
     def candidates(self) -> Iterator[ChunkKey]:
         """Yield what is unused: what the queue of new ones has too much, then the main queue's.
 
         What was used comes last. It is at no queue's front for long (see `_move_on`).
         """
-        unused = (key for key, uses in self._new.items() if not uses)
-        yield from islice(unused, max(0, self._excess()))
-        yield from (key for key, uses in self._main.items() if not uses)
-        yield from unused
+        used_new: list[ChunkKey] = []
+        used_main: list[ChunkKey] = []
+        new = _unused(self._new, used_new)
+        yield from islice(new, max(0, self._excess()))
+        yield from _unused(self._main, used_main)
+        yield from new
+        yield from used_new
+        yield from used_main
+
+    def walk(self) -> Iterator[Sequence[ChunkKey]]:
+        """Yield the queue of new ones, then the main queue, page by page, used or not."""
         for queue in (self._new, self._main):
-            yield from (key for key, uses in queue.items() if uses)
+            for page in queue.walk():
+                yield [key for key, _ in page]
+
+    def _queue_of(self, key: ChunkKey) -> OrderedMap[ChunkKey, int]:
+        return self._new if key in self._new else self._main
 
     def _excess(self) -> int:
         """Return how many chunks the queue of new ones holds beyond its share."""
         return len(self._new) - (len(self._new) + len(self._main)) // _PART
 
+    def _drop_ghosts(self) -> None:
+        """Keep at most as many ghosts as there are chunks."""
+        while len(self._ghosts) > len(self._new) + len(self._main):
+            self._ghosts.pop(next(iter(self._ghosts)))
+
     def _move_on(self) -> None:
         """Bring what is unused to the front of the queue that the next victim comes from."""
         new, main = self._new, self._main
-        while True:
+        for _ in range(PATIENCE):
             queue = new if self._excess() > 0 else main
             key = next(iter(queue), None)
             if key is None or not queue[key]:
                 return
             uses = queue.pop(key)
-            main[key] = 0 if queue is new else uses - 1
+            main.append(key, 0 if queue is new else uses - 1)
+
+
+def _unused(queue: OrderedMap[ChunkKey, int], used: list[ChunkKey]) -> Iterator[ChunkKey]:
+    """Yield a queue's chunks that are unused, and collect those that are used."""
+    for key, uses in queue.items():
+        if uses and len(used) < PATIENCE:
+            used.append(key)
+        else:
+            yield key

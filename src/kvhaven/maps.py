@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mappings of millions of keys whose every operation touches a small part of them.
+
+Python copies a dictionary as a whole now and then, also one that does not grow: with a million
+keys that takes 50 to 170 ms, and so does freeing or listing it. These are made of small ones.
+Their keys are bytes whose first byte is evenly distributed, such as digests.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=bytes)
+V = TypeVar("V")
+D = TypeVar("D")
+
+_STRIPES = 256
+_WHOLE = 4096
+"""A mapping with fewer keys is one dictionary: there may be thousands of small mappings."""
+PAGE = 256
+"""Keys of a page of an `OrderedMap`."""
+_ENDS = 0
+"""The number of the page, always empty, that comes before the first and after the last."""
+
+
+class StripedDict(Generic[K, V]):
+    """A dictionary in 256 stripes, by the first byte of its keys.
+
+    Loops that cannot afford a call for each key read `stripes[key[0]]` themselves.
+    """
+
+    __slots__ = ("_whole", "stripes")
+
+    def __init__(self) -> None:
+        self._whole: dict[K, V] | None = {}
+        self.stripes: list[dict[K, V]] = [self._whole] * _STRIPES
+
+    def get(self, key: K) -> V | None:
+        """Return a value, or None."""
+        return self.stripes[key[0]].get(key)
+
+    def pop(self, key: K, default: D) -> V | D:
+        """Remove a key and return its value, or `default`."""
+        return self.stripes[key[0]].pop(key, default)
+
+    def parts(self) -> tuple[dict[K, V], ...]:
+        """Return the dictionaries that it consists of, of a few thousand keys at a million."""
+        return tuple(self.stripes) if self._whole is None else (self._whole,)
+
+    def values(self) -> Iterator[V]:
+        """Yield every value. Nothing may change meanwhile."""
+        for part in self.parts():
+            yield from part.values()
+
+    def items(self) -> Iterator[tuple[K, V]]:
+        """Yield every key with its value. Nothing may change meanwhile."""
+        for part in self.parts():
+            yield from part.items()
+
+    def __getitem__(self, key: K) -> V:
+        return self.stripes[key[0]][key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        stripe = self.stripes[key[0]]
+        stripe[key] = value
+        if stripe is self._whole and len(stripe) > _WHOLE:
+            self._split(stripe)
+
+    def __delitem__(self, key: K) -> None:
+        del self.stripes[key[0]][key]
+
+    def __contains__(self, key: K) -> bool:
+        return key in self.stripes[key[0]]
+
+    def __iter__(self) -> Iterator[K]:
+        for part in self.parts():
+            yield from part
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts()))
+
+    def _split(self, whole: dict[K, V]) -> None:
+        self._whole = None
+        self.stripes[:] = [{} for _ in range(_STRIPES)]
+        for key, value in whole.items():
+            self.stripes[key[0]][key] = value
+
+
+class _Page(dict[K, V]):
+    """Keys that follow each other; `size` is how many there were when it was made or filled.
+
+    Pages are linked by their numbers, which grow from the first page to the last: references would
+    make cycles.
+    """
+
+    __slots__ = ("after", "backwards", "before", "number", "size")
+
+    def __init__(self, number: int, *, backwards: bool = False) -> None:
+        self.number = number
+        self.before = self.after = _ENDS
+        self.backwards = backwards  # the key that was added last comes first
+        self.size = 0
+
+    def ordered(self) -> Iterator[K]:
+        """Return its keys in order."""
+        return reversed(self) if self.backwards else iter(self)
+
+
+class _Walk:
+    """The number of the page with which somebody who walks goes on; `back` is to the first."""
+
+    __slots__ = ("at", "back")
+
+    def __init__(self, at: int, *, back: bool) -> None:
+        self.at = at
+        self.back = back
+
+
+class OrderedMap(Generic[K, V]):
+    """An ordered dictionary: pages of up to `PAGE` keys, and a `StripedDict` of who is where.
+
+    To move a key is to take it from its page and put it on the last one, or on the first. Keys
+    that are moved together get pages of their own, and next time these are moved as a whole.
+    """
+
+    __slots__ = ("_count", "_last", "_numbers", "_page", "_pages", "_walks", "_where")
+
+    def __init__(self) -> None:
+        self._page = PAGE
+        self._count = 0
+        self._where = StripedDict[K, _Page[K, V]]()
+        self._pages = {_ENDS: _Page[K, V](_ENDS)}  # by number
+        self._numbers = 1
+        self._last = _Page[K, V](1)  # may be empty
+        self._add(self._last, _ENDS)
+        self._walks: list[_Walk] = []
+
+    def append(self, key: K, value: V) -> None:
+        """Add a key that is not here, as the last."""
+        last = self._last
+        if len(last) >= self._page or last.backwards:
+            last = self._add_page()
+        last[key] = value
+        self._where[key] = last
+        self._count += 1
+
+    def prepend(self, key: K, value: V) -> None:
+        """Add a key that is not here, as the first."""
+        first = self._pages[self._pages[_ENDS].after]
+        if not first.backwards or len(first) >= self._page:
+            behind = first.number
+            first = _Page(min(behind, _ENDS) - 1, backwards=True)
+            self._add(first, behind)
+        first[key] = value
+        first.size = max(first.size, len(first))
+        self._where[key] = first
+        self._count += 1
+
+    def pop(self, key: K) -> V:
+        """Remove a key and return its value. Raises KeyError."""
+        page = self._where.stripes[key[0]].pop(key)
+        value = page.pop(key)
+        self._count -= 1
+        self._tidy(page)
+        return value
+
+    def to_end(self, keys: Iterable[K]) -> None:
+        """Make each of these the last, one after the other; those that are not here stay away."""
+        keys = list(keys)
+        if len(keys) * 2 >= self._page and self._last:
+            self._add_page()
+        stripes, last, most = self._where.stripes, self._last, self._page
+        at, end, page = 0, len(keys), last
+        while at < end:
+            key = keys[at]
+            stripe = stripes[key[0]]
+            found = stripe.get(key)
+            if found is not page:
+                if found is None:
+                    at += 1
+                    continue
+                self._tidy(page)
+                page = found
+                length = len(page)
+                if length <= end - at and page is not last and self._is(page, keys, at):
+                    last = self._move(page)
+                    at += length
+                    continue
+            value = page.pop(key)
+            if page is not last:
+                if len(last) >= most or last.backwards:
+                    last = self._add_page()
+                stripe[key] = last
+            last[key] = value
+            at += 1
+        self._tidy(page)
+
+    def to_front(self, key: K) -> None:
+        """Make a key the first."""
+        self.prepend(key, self.pop(key))
+
+    def get(self, key: K) -> V | None:
+        """Return a value, or None."""
+        page = self._where.get(key)
+        return None if page is None else page[key]
+
+    def walk(self) -> Iterator[list[tuple[K, V]]]:
+        """Yield what is here in order, page by page, while it changes.
+
+        A key that is moved meanwhile may not come; nor need one that is added. A page is true
+        of the moment at which it comes.
+        """
+        return self._walk(back=False)
+
+    def walk_back(self) -> Iterator[list[tuple[K, V]]]:
+        """Yield the same from the last to the first."""
+        for page in self._walk(back=True):
+            yield page[::-1]
+
+    def values(self) -> Iterator[V]:
+        """Yield every value, in order. Nothing may change meanwhile."""
+        for page in self._in_order():
+            for key in page.ordered():
+                yield page[key]
+
+    def items(self) -> Iterator[tuple[K, V]]:
+        """Yield every key with its value, in order. Nothing may change meanwhile."""
+        for page in self._in_order():
+            for key in page.ordered():
+                yield key, page[key]
+
+    def __getitem__(self, key: K) -> V:
+        return self._where[key][key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        """Change the value of a key that is here, or append it; its place stays."""
+        page = self._where.get(key)
+        if page is None:
+            self.append(key, value)
+        else:
+            page[key] = value
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._where
+
+    def __iter__(self) -> Iterator[K]:
+        for page in self._in_order():
+            yield from page.ordered()
+
+    def __reversed__(self) -> Iterator[K]:
+        page = self._last
+        while page.number != _ENDS:
+            yield from iter(page) if page.backwards else reversed(page)
+            page = self._pages[page.before]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _in_order(self) -> Iterator[_Page[K, V]]:
+        page = self._pages[self._pages[_ENDS].after]
+        while page.number != _ENDS:
+            yield page
+            page = self._pages[page.after]
+
+    def _walk(self, *, back: bool) -> Iterator[list[tuple[K, V]]]:
+        newest = self._last.number
+        walk = _Walk(newest if back else self._pages[_ENDS].after, back=back)
+        self._walks.append(walk)
+        try:
+            while walk.at != _ENDS and walk.at <= newest:
+                page = self._pages[walk.at]
+                walk.at = page.before if back else page.after
+                if page:
+                    yield [(key, page[key]) for key in page.ordered()]
+        finally:
+            self._walks.remove(walk)
+
+    @staticmethod
+    def _is(page: _Page[K, V], keys: list[K], at: int) -> bool:
+        """Whether a page holds what follows in `keys`, in that order, and nothing else."""
+        if page.backwards or next(iter(page)) != keys[at]:
+            return False
+        return list(page) == keys[at : at + len(page)]
+
+    def _move(self, page: _Page[K, V]) -> _Page[K, V]:
+        """Make a page the last."""
+        self._remove(page)
+        self._numbers = page.number = self._numbers + 1
+        self._add(page, _ENDS)
+        return self._replace_last(page)
+
+    def _add_page(self) -> _Page[K, V]:
+        """Make a page behind the last one."""
+        self._numbers += 1
+        page = _Page[K, V](self._numbers)
+        self._add(page, _ENDS)
+        return self._replace_last(page)
+
+    def _add(self, page: _Page[K, V], behind: int) -> None:
+        """Put a page before that of a number."""
+        page.before, page.after = self._pages[behind].before, behind
+        self._pages[page.before].after = self._pages[behind].before = page.number
+        self._pages[page.number] = page
+
+    def _remove(self, page: _Page[K, V]) -> None:
+        """Take a page out; who was to go on with it goes on with the next one."""
+        for walk in self._walks:
+            if walk.at == page.number:
+                walk.at = page.before if walk.back else page.after
+        self._pages[page.before].after = page.after
+        self._pages[page.after].before = page.before
+        del self._pages[page.number]
+
+    def _replace_last(self, page: _Page[K, V]) -> _Page[K, V]:
+        before, self._last = self._last, page
+        before.size = len(before)
+        self._tidy(before)
+        return page
+
+    def _tidy(self, page: _Page[K, V]) -> None:
+        """Give back what an emptied page does not need: a dictionary never shrinks by itself."""
+        if page is self._last or len(page) * 4 > page.size:
+            return
+        if not page:
+            self._remove(page)
+            return
+        smaller = _Page[K, V](page.number, backwards=page.backwards)
+        smaller.update(page)
+        smaller.before, smaller.after, smaller.size = page.before, page.after, len(page)
+        self._pages[page.number] = smaller
+        where = self._where.stripes
+        for key in smaller:
+            where[key[0]][key] = smaller

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Direct I/O of whole pages, on a disk of one's own and on a shared directory."""
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+
+from kvhaven.tiers.header import HEADER_BYTES
+
+
+def direct_io_works(folder: int) -> bool:
+    """Find out whether an open folder's file system takes direct I/O: write and read a page."""
+    name = f".{secrets.token_hex(6)}.0.tmp"
+    page = mmap.mmap(-1, HEADER_BYTES)
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
+        file = os.open(name, flags, 0o600, dir_fd=folder)
+        try:
+            os.pwrite(file, page, 0)
+            return os.preadv(file, [page], 0) == HEADER_BYTES
+        finally:
+            os.close(file)
+    except OSError as error:
+        return error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+
+
+def write_whole(file: int, buffers: list[mmap.mmap | memoryview]) -> None:
+    """Write all of it at the file's start in one call; less than all means that it is full."""
+    wanted = sum(len(buffer) for buffer in buffers)
+    written = os.pwritev(file, buffers, 0)
+    if written != wanted:
+        reason = f"{os.strerror(errno.ENOSPC)}, only {written} of {wanted} bytes were written"
+        raise OSError(errno.ENOSPC, reason)

@@ -8,14 +8,28 @@ from typing import Any, Final, NamedTuple
 import pytest
 import torch
 
-from kvhaven.devices import cpu_copies, staging
+from kvhaven.devices import cpu_copies, cuda, staging
 from kvhaven.devices.base import Device
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.detect import KINDS, open_device
 from tests.simulators import simulated
 
 REAL: Final = [name for name in ("cuda", "rocm") if not KINDS[name].unavailable()]
-SIMULATED: Final = ["hpu-eager", "hpu-lazy", "hpu-compile", "xpu", "xpu-small-pieces"]
+SIMULATED: Final = [
+    "hpu-eager",
+    "hpu-lazy",
+    "hpu-compile",
+    "xpu",
+    "xpu-small-pieces",
+    "cuda-12.4",
+    "cuda-12.8",
+    "cuda-13.0",
+    "cuda-12.8-small-batches",
+    "cuda-12.8-unregistered",
+    "rocm-7",
+]
+DRIVERS: Final = {"12.4": 12040, "12.8": 12080, "13.0": 13000}
+"""CUDA's versions: without batches, with them, and with another signature of them."""
 WORDS: Final = ["cpu", "cpu-3-threads", *REAL, *SIMULATED]
 
 
@@ -36,8 +50,11 @@ class Opened(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(word: str, seed: int = 0) -> Iterator[Opened]:
-    """Open the device of a word of `WORDS`; the order of late work is the seed's."""
+def opened(word: str, seed: int = 0, index: int = 0, **options: Any) -> Iterator[Opened]:
+    """Open the device of a word of `WORDS`; the order of late work is the seed's.
+
+    A simulated one has that index, and takes further options of `simulated`.
+    """
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         simulation = None
@@ -48,12 +65,19 @@ def opened(word: str, seed: int = 0) -> Iterator[Opened]:
             device = open_device(word, copy_threads=2)
         else:
             kind, _, variant = word.partition("-")
-            if variant == "small-pieces":
+            if kind == "hpu":
+                options["mode"] = variant
+            if kind == "cuda":
+                options["driver"] = DRIVERS[variant.partition("-")[0]]
+            if variant.endswith("unregistered"):
+                options["registered_bytes"] = 0
+            if variant.endswith(("small-pieces", "unregistered")):
                 patch.setattr(staging, "PIECE_BYTES", 2000)
-            mode = variant if kind == "hpu" else "eager"
-            simulation = stack.enter_context(
-                simulated("hpu" if kind == "hpu" else "xpu", seed=seed, mode=mode)  # type: ignore[arg-type]  # one of its words
-            )
+            if variant.endswith("small-batches"):
+                patch.setattr(cuda, "BATCH", 5)
+                patch.setattr(cuda, "PLANNED", 20)
+            simulation = stack.enter_context(simulated(kind, seed=seed, **options))  # type: ignore[arg-type]  # one of its words
+            simulation.module.set_device(index)
             device = open_device(kind, copy_threads=2)
         stack.callback(device.close)
         yield Opened(device, simulation)

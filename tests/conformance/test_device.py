@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -19,7 +20,7 @@ from kvhaven.devices.base import SKIP, CopyJob, Device
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.cuda import split_at
 from kvhaven.devices.detect import KINDS
-from kvhaven.devices.plan import plan_moves
+from kvhaven.devices.plan import Chunks, plan_moves
 from kvhaven.devices.selftest import self_test
 from kvhaven.errors import IncompatibleEngineError, LayoutError
 from kvhaven.layouts import PagedLayout, PageRun, describe_kv_caches
@@ -344,12 +345,25 @@ def test_copy_threads_run_on_the_cores_they_are_given() -> None:
     try:
         os.sched_setaffinity(0, own)
         device = CpuDevice(copy_threads=2, cores=allowed)
-        device._run(note, 2)
+        device.threads.run(note, 2)
         device.close()
     finally:
         os.sched_setaffinity(0, allowed)
     assert sorted(seen, key=len) == [own, allowed]
     assert cpu.usable_cores() >= allowed
+
+
+def test_chunks_are_taken_in_groups_of_so_many_blocks() -> None:
+    chunks = Chunks.of([[1, 2], [3], [4, 5, 6, 7], [8], [9, SKIP], [10]], range(6))
+    groups = list(chunks.groups(3))
+    assert [group.lists() for group in groups] == [
+        [[1, 2], [3]],
+        [[4, 5, 6, 7]],
+        [[8], [9, SKIP]],
+        [[10]],
+    ]
+    assert [group.hosts.tolist() for group in groups] == [[0, 1], [2], [3, 4], [5]]
+    assert [len(group) for group in chunks.groups(0)] == [1] * 6
 
 
 def test_moves_are_merged_where_pages_touch_and_split_at_registrations() -> None:
@@ -360,7 +374,8 @@ def test_moves_are_merged_where_pages_touch_and_split_at_registrations() -> None
     assert [at - 10_000 for at in moves.host.tolist()[:3]] == [0, 3 * page, 4 * page]
 
     border = 10_000 + page // 2
-    split = split_at(moves, [border, border + 1, 10_000, 10_000 + 5 * page])
+    borders = [10_000, border, border + 1, 10_000 + 5 * page]
+    split = split_at(moves, np.array(borders))
     reached = sorted(
         (host + byte, device + byte)
         for host, device, size in zip(*(part.tolist() for part in split), strict=True)
@@ -372,4 +387,4 @@ def test_moves_are_merged_where_pages_touch_and_split_at_registrations() -> None
         for byte in range(size)
     )
     for host, size in zip(split.host.tolist(), split.size.tolist(), strict=True):
-        assert not any(host < at < host + size for at in (border, border + 1, 10_000 + 5 * page))
+        assert not any(host < at < host + size for at in borders)

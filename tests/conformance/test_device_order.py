@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvhaven.devices import cuda
 from kvhaven.devices.staging import StagingPool
 from kvhaven.devices.streams import StreamCopy, StreamDevice
 from tests.conformance.device_program import Program
@@ -41,15 +42,7 @@ def test_random_programs_end_as_promised(word: str) -> None:
 
 
 def copies_do_not_wait_for_compute(patch: Patch) -> None:
-    @contextlib.contextmanager
-    def behind(device: StreamDevice, before: Any, stream: Any, event: Any) -> Any:
-        del before
-        with device._current(), device._api.stream(stream):
-            yield
-            device._make.flush()
-            event.record(stream)
-
-    patch.setattr(StreamDevice, "_behind", behind)
+    patch.setattr(StreamDevice, "_wait_for", lambda *_: None)
 
 
 def the_forward_does_not_wait_for_loads(patch: Patch) -> None:
@@ -61,23 +54,17 @@ def a_fence_holds_nothing(patch: Patch) -> None:
 
 
 def the_host_does_not_wait_for_copies(patch: Patch) -> None:
-    original = StreamDevice._finish
-
-    def finish(
-        device: StreamDevice, direction: str, job: StreamCopy, *rest: Any, **more: Any
-    ) -> None:
-        event, job.event = job.event, Passed()
-        original(device, direction, job, *rest, **more)
-        job.event = event
-
-    patch.setattr(StreamDevice, "_finish", finish)
+    patch.setattr(StreamDevice, "_passed", lambda *_: True)
 
 
-class Passed:
-    """An event that has passed already."""
+def a_job_ends_when_it_is_submitted(patch: Patch) -> None:
+    submit = StreamDevice._submit
 
-    def synchronize(self) -> None:
-        """Return at once."""
+    def submit_and_end(device: StreamDevice, lane: Any, job: StreamCopy, *rest: Any) -> None:
+        submit(device, lane, job, *rest)
+        job.end()
+
+    patch.setattr(StreamDevice, "_submit", submit_and_end)
 
 
 def compute_is_not_flushed_before_a_copy(patch: Patch) -> None:
@@ -90,60 +77,82 @@ def compute_is_not_flushed_before_a_copy(patch: Patch) -> None:
 
 
 def copies_are_not_flushed(patch: Patch) -> None:
-    @contextlib.contextmanager
-    def behind(device: StreamDevice, before: Any, stream: Any, event: Any) -> Any:
-        stream.wait_event(before)
-        with device._current(), device._api.stream(stream):
-            yield
-            event.record(stream)
+    def record(device: StreamDevice, lane: Any, job: StreamCopy) -> Any:
+        del job
+        with device._on_stream(lane):
+            event = device._make.event()
+            event.record(device._streams[lane.name])
+            return event
 
-    patch.setattr(StreamDevice, "_behind", behind)
+    patch.setattr(StreamDevice, "_record", record)
 
 
 def copies_run_on_the_stream_of_compute(patch: Patch) -> None:
     @contextlib.contextmanager
-    def behind(device: StreamDevice, before: Any, stream: Any, event: Any) -> Any:
-        stream.wait_event(before)
+    def on_stream(device: StreamDevice, lane: Any) -> Any:
+        del device, lane
         yield
-        device._make.flush()
-        event.record(stream)
 
-    patch.setattr(StreamDevice, "_behind", behind)
+    patch.setattr(StreamDevice, "_on_stream", on_stream)
 
 
 def staging_memory_is_used_again_too_early(patch: Patch) -> None:
-    original = StreamDevice._finish
+    submit = StreamDevice._submit_part
 
-    def finish(
-        device: StreamDevice, direction: str, job: Any, results: Any, piece: Any = None, **more: Any
+    def submit_and_give_back(
+        device: StreamDevice, lane: Any, job: Any, layout: Any, part: Any, piece: Any
     ) -> None:
-        if piece is not None and direction == "load":
+        submit(device, lane, job, layout, part, piece)
+        if not lane.to_host:
             piece.give_back()
-            piece = None
-        original(device, direction, job, results, piece, **more)
 
-    patch.setattr(StreamDevice, "_finish", finish)
+    patch.setattr(StreamDevice, "_submit_part", submit_and_give_back)
 
 
-def loads_are_reported_before_they_were_submitted(patch: Patch) -> None:
+def the_forward_does_not_wait_for_the_submission(patch: Patch) -> None:
     def forward_waits(device: StreamDevice, job: Any) -> None:
-        device._api.current_stream().wait_event(job.event)
+        if job.event is not None:
+            device._api.current_stream().wait_event(job.event)
 
     patch.setattr(StreamDevice, "forward_waits", forward_waits)
 
 
+def copies_do_not_say_in_which_order_they_read(patch: Patch) -> None:
+    patch.setattr(cuda, "_ACCESS_IN_STREAM_ORDER", 0)
+
+
+def copies_go_to_the_default_stream(patch: Patch) -> None:
+    for driver in (cuda._CudaDriver, cuda._HipDriver):
+        copy: Any = driver.copy
+
+        def copy_there(
+            driver: Any, moves: Any, stream: int, *, to_host: bool, copy: Any = copy
+        ) -> None:
+            del stream
+            copy(driver, moves, 0, to_host=to_host)
+
+        patch.setattr(driver, "copy", copy_there)
+
+
 LAZY = ("hpu-lazy",)
-ALL = ("hpu-eager", "hpu-lazy", "xpu")
+BATCHES = ("cuda-12.8", "cuda-13.0")
+GPUS = ("cuda-12.4", *BATCHES, "rocm-7")
+IN_THREADS = ("xpu", *GPUS)
+ALL = ("hpu-eager", "hpu-lazy", *IN_THREADS)
+STAGED = ("hpu-eager", "hpu-lazy", "xpu", "cuda-12.8-unregistered")
 MUTATIONS: dict[Callable[[Patch], None], tuple[str, ...]] = {
-    copies_do_not_wait_for_compute: ALL,
+    copies_do_not_wait_for_compute: (*ALL, "cuda-12.8-unregistered"),
     the_forward_does_not_wait_for_loads: ALL,
-    a_fence_holds_nothing: ("xpu",),
-    the_host_does_not_wait_for_copies: ALL,
+    a_fence_holds_nothing: IN_THREADS,
+    the_host_does_not_wait_for_copies: (*ALL, "cuda-12.8-unregistered"),
+    a_job_ends_when_it_is_submitted: ALL,
     compute_is_not_flushed_before_a_copy: LAZY,
     copies_are_not_flushed: LAZY,
     copies_run_on_the_stream_of_compute: ALL,
-    staging_memory_is_used_again_too_early: ALL,
-    loads_are_reported_before_they_were_submitted: ("xpu",),
+    staging_memory_is_used_again_too_early: STAGED,
+    the_forward_does_not_wait_for_the_submission: IN_THREADS,
+    copies_do_not_say_in_which_order_they_read: BATCHES,
+    copies_go_to_the_default_stream: GPUS,
 }
 """Each breakage, and the devices on which it must show."""
 

@@ -12,7 +12,7 @@ import xxhash
 from kvhaven.devices import cpu_copies, native
 from kvhaven.devices.base import SKIP, CopyJob
 from kvhaven.devices.cpu import CpuDevice
-from kvhaven.devices.plan import bytes_at, plan_moves
+from kvhaven.devices.plan import Chunks, Moves, bytes_at, plan_chunks, plan_moves
 from kvhaven.devices.selftest import self_test
 from kvhaven.errors import LayoutError
 from kvhaven.layouts import Layout, PagedLayout, PortableLayout, head_geometry
@@ -161,6 +161,25 @@ def test_moves_are_the_same_copy(rank: Engine, layout: Layout, device: CpuDevice
     kept = [BLOCKS[0], SKIP, *BLOCKS[2:]]
     moves = plan_moves(layout, kept, host.address)
     assert int(moves.size.sum()) == layout.shards * layout.shard_bytes(len(kept) - 1)
+
+
+def test_many_chunks_are_planned_as_each_alone(rank: Engine, layout: Layout) -> None:
+    """Chunks of unlike lengths, with blocks to skip where two chunks could be taken for one."""
+    if rank.kind.backend == "CPUAttentionBackend" and layout is rank.portable:
+        return
+    blocks = [[3, 1], [0], [SKIP, 2], [2, SKIP], [SKIP, 3], [1, 2, 3], [SKIP], [4]]
+    places = [8192 * layout.payload_bytes(4) * at for at in range(1, len(blocks) + 1)]
+
+    def moved(moves: Moves) -> list[tuple[int, ...]]:
+        return list(zip(*(part.tolist() for part in moves), strict=True))
+
+    together = moved(plan_chunks(layout, Chunks.of(blocks, places)))
+    alone = [
+        move
+        for ids, place in zip(blocks, places, strict=True)
+        for move in moved(plan_moves(layout, ids, place))
+    ]
+    assert sorted(together) == sorted(alone)
 
 
 def test_the_self_test_passes_and_leaves_all_as_it_was(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on simulated accelerators: real devices of ours, KV tensors on `hpu` or `xpu`.
+"""Engines on simulated accelerators: real devices of ours, KV tensors on `hpu`, `xpu` or `cuda`.
 
 The model is that of `engine_model`; its steps are work on the device's current stream. What it
 reads through the block tables goes to the host on that stream too, and is compared when the
@@ -35,7 +35,12 @@ Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Pending = list[tuple[str, RunningRequest, int, int, torch.Tensor]]
 """What a step reads: the request, its tokens, the layer, and where the words arrive."""
 
-BACKENDS = {"hpu": "HPUAttentionBackendV1", "xpu": "FlashAttentionBackend"}
+BACKENDS = {
+    "hpu": "HPUAttentionBackendV1",
+    "xpu": "FlashAttentionBackend",
+    "cuda": "FlashAttentionBackend",
+    "rocm": "TritonAttentionBackend",
+}
 """The attention backends whose layouts the KV tensors have."""
 
 
@@ -86,7 +91,7 @@ class Accelerator:
 class AcceleratorRunner(Runner):
     """A rank's model runner over a simulated accelerator.
 
-    On XPU it calls the connector as vLLM's own runner does. On Gaudi as vllm-gaudi's: no hook for
+    On GPUs it calls the connector as vLLM's own runner does. On Gaudi as vllm-gaudi's: no hook for
     preemptions, loads before every forward, and of all that the connector reports only finished
     transfers arrive.
     """
@@ -108,10 +113,24 @@ class AcceleratorRunner(Runner):
         self._choice = choice
         self._requests = {}
         self._block_size = block_size
-        self._words_l = [_as_words(layer) for layer in pages]
+        self.use(pages)
         self._computations = 0
         self._pending: dict[int, tuple[Any, Pending, list[torch.Tensor]]] = {}
         self.salts = {}
+
+    def use(self, pages: Sequence[Pages]) -> None:
+        """Compute with these KV tensors from now on."""
+        self.pages = list(pages)
+        self._words_l = [_as_words(layer) for layer in pages]
+
+    def move(self) -> None:
+        """Have the KV tensors lie elsewhere from now on, and register them again."""
+        self.device.select()
+        for copy in self.connector._worker._loads.copies:
+            assert copy.wait(30), "a load has not ended"
+        self.device.synchronize()
+        super().move()
+        self.device.synchronize()
 
     def execute(self, output: "SchedulerOutput") -> StepResult:
         """Launch a step."""
@@ -181,7 +200,7 @@ class AcceleratorRunner(Runner):
     ) -> torch.Tensor:
         index = self._to_device(self._slots(request, 0, end), keep)
         arrived = torch.empty((end, TOKEN_WORDS), dtype=torch.int64)
-        if self.device.simulation.kind == "xpu":
+        if self.device.simulation.kind != "hpu":
             arrived = arrived.pin_memory()
         words = torch.cat([part.index_select(0, index) for part in self._words_l[layer]], dim=1)
         arrived.copy_(words, non_blocking=True)
@@ -193,20 +212,20 @@ class AcceleratorRunner(Runner):
 
     def _to_device(self, values: npt.NDArray[np.int64], keep: list[torch.Tensor]) -> torch.Tensor:
         host = torch.from_numpy(values)
-        if self.device.simulation.kind == "xpu":
+        if self.device.simulation.kind != "hpu":
             host = host.pin_memory()
         keep.append(host)
-        return host.to(self.device.simulation.kind, non_blocking=True)
+        return host.to(self.device.simulation.torch_type, non_blocking=True)
 
 
-def make_pages(kind: str, layers: int, blocks: int, block_size: int) -> list[Pages]:
+def make_pages(torch_type: str, layers: int, blocks: int, block_size: int) -> list[Pages]:
     """Return KV tensors as the platform has them: `[B, H, N, C]`, or K and V apart on Gaudi."""
 
     def noise(*shape: int) -> torch.Tensor:
         values = torch.randint(-100, 100, shape, dtype=torch.int16)
-        return values.to(kind).view(torch.bfloat16)
+        return values.to(torch_type).view(torch.bfloat16)
 
-    if kind == "hpu":
+    if torch_type == "hpu":
         shape = (blocks, block_size, 1, 8)
         return [(noise(*shape), noise(*shape)) for _ in range(layers)]
     return [noise(blocks, 1, block_size, 16) for _ in range(layers)]

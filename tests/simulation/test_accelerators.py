@@ -27,8 +27,12 @@ ACCELERATORS: dict[str, dict[str, Any]] = {
     "hpu-lazy": {"kind": "hpu", "mode": "lazy"},
     "hpu-eager": {"kind": "hpu", "mode": "eager"},
     "xpu": {"kind": "xpu"},
+    "cuda-12.4": {"kind": "cuda", "driver": 12040},
+    "cuda-13.0": {"kind": "cuda", "driver": 13000},
+    "cuda-unregistered": {"kind": "cuda", "registered_bytes": 0},
+    "rocm": {"kind": "rocm"},
 }
-RUNS = max(1, EVENTS // STEPS // 12)
+RUNS = max(1, EVENTS // STEPS // 2 // len(ACCELERATORS))
 
 
 @pytest.fixture

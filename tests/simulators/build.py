@@ -22,8 +22,16 @@ class NoCompilerError(RuntimeError):
     """There is no C++ compiler."""
 
 
+VENDORS = {"cuda": "libcuda.so.1", "hip": "libamdhip64.so.7"}
+"""The libraries of simulated drivers, by their sources in `native/vendors/`."""
+DECOY = "libamdhip64.so"
+"""The name by which a second HIP runtime would be found, as in AMD's development packages."""
+
+
 def library() -> Path:
     """Return the built extension, building it if there is none of these sources and this torch.
+
+    The libraries of the drivers are in the folder beside it, that has its name without suffix.
 
     Raises `NoCompilerError`, or `RuntimeError` with what the compiler said. Warnings of the
     compiler are errors.
@@ -45,7 +53,7 @@ def library() -> Path:
 
 def _fingerprint() -> str:
     digest = hashlib.sha256(f"{torch.__version__} {torch.__file__} {_FLAGS}".encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -70,7 +78,20 @@ def _build(compiler: str, target: Path) -> None:
             compiled = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
         linked = Path(work, target.name)
         _run([compiler, "-shared", *compiled, "-o", str(linked), *needed])
+        drivers = target.with_suffix("")
+        drivers.mkdir(exist_ok=True)
+        for source, name, file in (
+            *((source, name, name) for source, name in VENDORS.items()),
+            ("hip", DECOY, "second.so"),
+        ):
+            _link(compiler, SOURCES / "vendors" / f"{source}.cpp", name, drivers / file)
         linked.rename(target)
+
+
+def _link(compiler: str, source: Path, name: str, target: Path) -> None:
+    """Make a library that is found by a name once it is loaded, whatever its file is called."""
+    named = f"-Wl,-soname,{name}"
+    _run([compiler, *_FLAGS, "-Werror", "-shared", str(source), named, "-o", str(target)])
 
 
 def _run(command: list[str]) -> None:

@@ -60,8 +60,23 @@ def xpu_installed(functions: DeviceFunctions) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
+def cuda_installed(functions: DeviceFunctions, vendor: str) -> Iterator[Any]:
+    """Let `torch.cuda` work, for NVIDIA's GPUs or AMD's; torch calls both by that name."""
+    version = {"cuda": "12.8", "hip": None} if vendor == "cuda" else {"cuda": None, "hip": "7.0"}
+    with (
+        patched(torch.cuda, functions.names()),
+        patched(torch.cuda.memory, _of_memory(functions)),
+        patched(torch.version, version),
+    ):
+        yield torch.cuda
+
+
+@contextlib.contextmanager
 def pinning_installed() -> Iterator[None]:
-    """Let factories take `pin_memory=True`; whether it works is the extension's to say."""
+    """Let factories take `pin_memory=True`; whether it works is the extension's to say.
+
+    Once vLLM's CPU worker is imported, `Tensor.pin_memory` does nothing any more.
+    """
 
     def pinning(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
@@ -71,7 +86,11 @@ def pinning_installed() -> Iterator[None]:
 
         return made
 
-    with patched(torch, {name: pinning(getattr(torch, name)) for name in _FACTORIES}):
+    pins = {"pin_memory": torch._C.TensorBase.pin_memory}
+    with (
+        patched(torch.Tensor, pins),
+        patched(torch, {name: pinning(getattr(torch, name)) for name in _FACTORIES}),
+    ):
         yield
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `torch.hpu` and `torch.xpu` offer while they are simulated."""
+"""What `torch.hpu`, `torch.xpu` and `torch.cuda` offer while they are simulated."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tests.simulators.native import Native
 
 DeviceLike = torch.device | str | int | None
 
-_DEVICE_TYPES = {"hpu": 15, "xpu": 12}  # c10/core/DeviceType.h
+_DEVICE_TYPES = {"hpu": 15, "xpu": 12, "cuda": 1}  # c10/core/DeviceType.h
 
 
 class DeviceFunctions:
@@ -29,16 +29,19 @@ class DeviceFunctions:
     def names(self) -> dict[str, Any]:  # functions and classes of all kinds
         """Return all that belongs into the module."""
         found = {name: getattr(self, name) for name in dir(self) if not name.startswith("_")}
-        for name in ("kind", "names", "index_of"):
+        for name in ("kind", "names", "index_of", "note_event"):
             del found[name]
         if self.kind == "hpu":
             found["synchronize"] = self._synchronize_current
-        else:
+        if self.kind == "xpu":
             del found["default_stream"]  # torch has none
+        if self.kind == "cuda":
+            found["cudart"] = self._cudart
+        else:  # of torch.cuda, torch's compilers would go on to import parts that are not there
+            found["_is_compiled"] = lambda: True
         return found | {
             "_lazy_init": lambda: None,
             "_is_in_bad_fork": lambda: False,
-            "_is_compiled": lambda: True,
             "_exchange_device": self._exchange_device,
             "_maybe_exchange_device": self._exchange_device,
         }
@@ -91,6 +94,10 @@ class DeviceFunctions:
             self._native.set_device(index)
         return before
 
+    def note_event(self) -> None:
+        """Count an event, which may fail."""
+        self._native.new_event()
+
     def index_of(self, device: DeviceLike) -> int:
         """Return the index that a device in any of torch's ways of naming it has."""
         if isinstance(device, int):
@@ -118,6 +125,13 @@ class DeviceFunctions:
         return self._native.peak(self.index_of(device))
 
     def empty_cache(self) -> None: ...
+
+    def _cudart(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            cudaHostRegister=lambda address, size, flags: self._native.runtime_host_register(
+                address, size
+            )
+        )
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -165,6 +179,7 @@ class DeviceEvent(torch.Event):
     ) -> Self:
         if cls.module.kind == "xpu" and (blocking or interprocess):
             raise TypeError("torch.xpu.Event() takes enable_timing only")
+        cls.module.note_event()
         return super().__new__(cls, torch.device(cls.module.kind))
 
     def record(self, stream: torch.Stream | None = None) -> None:
@@ -186,6 +201,11 @@ class DeviceStream(torch.Stream):
             return super().__new__(cls, **known)
         where = torch.device(cls.module.kind, cls.module.index_of(device))
         return super().__new__(cls, where, priority=priority)
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle for CUDA's and HIP's calls; 0 is the legacy default stream."""
+        return (self.device_index + 1) << 32 | self.stream_id if self.stream_id else 0
 
     def wait_event(self, event: torch.Event) -> None:
         event.wait(self)

@@ -15,7 +15,10 @@ import torch
 from tests.simulators import build
 from tests.simulators.ops import LATER, WAITING
 
-KINDS = ("hpu", "xpu")
+KINDS = ("hpu", "xpu", "cuda")
+"""Torch's types of devices, in the order of the extension's numbers."""
+CALLS = ("event", "record", "wait", "copy", "kernel", "allocate", "synchronize", "flush")
+"""What can be made to fail, likewise."""
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -29,6 +32,10 @@ class Synchronization(NamedTuple):
     where: str
     """The Python function that did it, outside torch and the simulators: `worker.py:load`."""
     thread: str
+
+
+class NoDriverError(RuntimeError):
+    """The simulated driver cannot be had."""
 
 
 class Native:
@@ -126,6 +133,50 @@ class Native:
         """Undo `pin`."""
         self._library.simulator_unpin(address)
 
+    def fail(self, call: str, nth: int, times: int) -> None:
+        """Let so many calls of a kind fail from the nth on."""
+        self._library.simulator_fail(self._number, CALLS.index(call), nth, times)
+
+    def failed(self) -> int:
+        """Return how many calls failed since `fail`."""
+        return int(self._library.simulator_failed(self._number))
+
+    def new_event(self) -> None:
+        """Count an event."""
+        self._check(self._library.simulator_new_event(self._number))
+
+    def begin_capture(self) -> None:
+        """Let this thread capture a graph, in the global mode."""
+        self._library.simulator_begin_capture(self._number)
+
+    def end_capture(self) -> bool:
+        """End the capture; return whether it is valid."""
+        return bool(self._library.simulator_end_capture(self._number))
+
+    def contexts(self) -> set[int]:
+        """Return the devices on which something made a context."""
+        bits = int(self._library.simulator_contexts(self._number))
+        return {device for device in range(bits.bit_length()) if bits >> device & 1}
+
+    def open_driver(self, *, vendor: str, version: int, registered_bytes: int) -> None:
+        """Load the driver's library, and let it work; without it there is none.
+
+        Raises `NoDriverError` if the process has another one.
+        """
+        self._library.simulator_open_driver(version, int(vendor == "cuda"), registered_bytes)
+        folder = build.library().with_suffix("")
+        name = build.VENDORS[vendor]
+        driver = ctypes.CDLL(str(folder / name))
+        driver.simulator_attach(ctypes.c_void_p(self._library.simulator_driver()))
+        if vendor == "hip":
+            ctypes.CDLL(str(folder / "second.so"))
+        if ctypes.CDLL(name)._handle != driver._handle:
+            raise NoDriverError(f"this process has a {name} that is not simulated")
+
+    def runtime_host_register(self, address: int, size: int) -> int:
+        """Do what the runtime's call does, which leaves its error behind in this thread."""
+        return int(self._library.simulator_runtime_host_register(address, size))
+
     def shapes(self) -> Counter[str]:
         """Return the shapes of all work that was issued."""
         found: Counter[str] = Counter()
@@ -202,6 +253,15 @@ def _load() -> ctypes.CDLL:
         "unpin": (None, [size]),
         "shapes": (None, [number, _ON_SHAPE]),
         "graphs": (size, [number]),
+        "fail": (None, [number, number, ctypes.c_int64, ctypes.c_int64]),
+        "failed": (ctypes.c_int64, [number]),
+        "new_event": (text, [number]),
+        "begin_capture": (None, [number]),
+        "end_capture": (number, [number]),
+        "contexts": (ctypes.c_uint32, [number]),
+        "open_driver": (None, [number, number, size]),
+        "driver": (ctypes.c_void_p, []),
+        "runtime_host_register": (number, [size, size]),
         "forget_shapes": (None, [number]),
         "limit_shapes": (None, [number, ctypes.c_int64]),
     }

@@ -25,8 +25,8 @@ def outcomes(play: Play, kind: Kind, *, waits: bool, mode: Mode = "eager") -> li
 
 
 def host(sim: Simulation, value: float = 0.0) -> torch.Tensor:
-    """Host memory whose copies are asynchronous: pinned for XPU, any for HPU."""
-    return torch.full((SIZE,), float(value), pin_memory=sim.kind == "xpu")
+    """Host memory whose copies are asynchronous: pinned but for HPU, which takes any."""
+    return torch.full((SIZE,), float(value), pin_memory=sim.kind != "hpu")
 
 
 def on(sim: Simulation, value: float) -> torch.Tensor:

@@ -3,18 +3,26 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from tests.simulators.build import NoCompilerError
-from tests.simulators.install import hpu_installed, pinning_installed, xpu_installed
+from tests.simulators.install import (
+    cuda_installed,
+    hpu_installed,
+    pinning_installed,
+    xpu_installed,
+)
 from tests.simulators.modules import DeviceFunctions
-from tests.simulators.native import Native, Synchronization
+from tests.simulators.native import Native, NoDriverError, Synchronization
 
-Kind = Literal["hpu", "xpu"]
+Kind = Literal["hpu", "xpu", "cuda", "rocm"]
 Mode = Literal["lazy", "eager", "compile"]
+
+_HAS_CUDA = bool(torch.version.cuda or torch.version.hip)  # before anything simulates it
 
 POISON = 0xA5
 """The byte that shows in memory which has not been written yet, or no longer belongs to you."""
@@ -23,12 +31,14 @@ POISON = 0xA5
 class Simulation:
     """A simulated kind of device, for the test's side."""
 
-    def __init__(self, native: Native, mode: Mode) -> None:
+    def __init__(self, native: Native, kind: Kind, mode: Mode) -> None:
         self._native = native
-        self.kind = native.kind
+        self.kind = kind
+        self.torch_type = native.kind
+        """What torch calls it: `cuda` for `rocm`, too."""
         self.mode = mode
         self.module: Any = None
-        """`torch.hpu` or `torch.xpu`, which type checkers do not know."""
+        """`torch.hpu`, `torch.xpu` or `torch.cuda`, as which type checkers do not know it."""
 
     def tick(self, n: int = 1) -> bool:
         """Run `n` pieces of work, chosen at random; False if there was nothing that may run."""
@@ -92,6 +102,39 @@ class Simulation:
         """Raise RuntimeError where more than `limit` new shapes are issued from now on."""
         self._native.limit_shapes(limit)
 
+    @contextlib.contextmanager
+    def failing(self, call: str, nth: int = 1, times: int = 1) -> Iterator[Callable[[], int]]:
+        """Let calls of a kind (`native.CALLS`) fail, from the nth on so many times.
+
+        Gives how many have failed. It is any thread's calls that count.
+        """
+        self._native.fail(call, nth, times)
+        try:
+            yield self._native.failed
+        finally:
+            self._native.fail(call, 1, 0)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Let this thread capture a graph, in torch's default mode. Raises if it becomes void.
+
+        While it lasts, calls that wait for the device or pin memory are errors in every thread
+        whose mode was not changed, and end the capture.
+        """
+        self._native.begin_capture()
+        valid = False
+        try:
+            yield
+        finally:
+            valid = self._native.end_capture()
+        if not valid:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    @property
+    def contexts(self) -> set[int]:
+        """The devices on which something made a context, as calls of CUDA do."""
+        return self._native.contexts()
+
     def pin(self, address: int, size: int) -> None:
         """Take host memory for pinned, as if it was registered with the driver."""
         self._native.pin(address, size)
@@ -110,38 +153,52 @@ def simulated(
     devices: int = 1,
     unpinned_waits: bool = True,
     memory_bytes: int = 4 * 2**30,
+    driver: int = 12080,
+    registered_bytes: int = 2**40,
 ) -> Iterator[Simulation]:
-    """Give torch a device type `hpu` or `xpu` for the time; both can be on together.
+    """Give torch a device type `hpu`, `xpu` or `cuda` for the time; all can be on together.
 
-    `mode` is HPU's: in `lazy` mode work starts with `mark_step`. With `unpinned_waits`, XPU's
+    `mode` is HPU's: in `lazy` mode work starts with `mark_step`. With `unpinned_waits`,
     asynchronous copies of host memory that is not pinned wait for the device, as with real
-    drivers; without it they are late like any other. `memory_bytes` is what each device has.
+    drivers of XPU and CUDA; without it they are late like any other. `memory_bytes` is what each
+    device has.
 
-    Skips the test where there is no C++ compiler.
+    `cuda` and `rocm` come with a driver's library, and torch says that it is built for them.
+    `driver` is CUDA's version; more host memory than `registered_bytes` cannot be pinned.
+
+    Skips the test where there is no C++ compiler, and where torch is built for a real GPU.
     """
+    torch_type = "cuda" if kind == "rocm" else kind
+    if torch_type == "cuda" and _HAS_CUDA:
+        pytest.skip(f"torch {torch.__version__} has a CUDA of its own")
     try:
-        native = Native(kind)
+        native = Native(torch_type)
     except NoCompilerError as error:
         pytest.skip(str(error))
-    if kind == "xpu" and mode == "lazy":
-        raise ValueError("XPU has no lazy mode")
+    if kind != "hpu" and mode == "lazy":
+        raise ValueError(f"{kind} has no lazy mode")
     native.open(
         seed=seed,
         devices=devices,
         lazy=mode == "lazy",
-        unpinned_waits=kind == "xpu" and unpinned_waits,
+        unpinned_waits=kind != "hpu" and unpinned_waits,
         memory=memory_bytes,
     )
-    simulation = Simulation(native, mode)
+    simulation = Simulation(native, kind, mode)
     functions = DeviceFunctions(native, devices, memory_bytes)
-    installed = (
-        hpu_installed(functions, mode, native.mark_step)
-        if kind == "hpu"
-        else xpu_installed(functions)
-    )
     try:
+        if kind == "hpu":
+            installed = hpu_installed(functions, mode, native.mark_step)
+        elif kind == "xpu":
+            installed = xpu_installed(functions)
+        else:
+            vendor = "cuda" if kind == "cuda" else "hip"
+            native.open_driver(vendor=vendor, version=driver, registered_bytes=registered_bytes)
+            installed = cuda_installed(functions, vendor)
         with installed as simulation.module, pinning_installed():
             yield simulation
             native.drain()  # what failed and nobody waited for fails the test
+    except NoDriverError as error:
+        pytest.skip(str(error))
     finally:
         native.close()

@@ -14,7 +14,7 @@ from tests.simulators import simulated
 from tests.simulators.plays import PLAYS, SEEDS, Play, host, is_all, is_poison, on, outcomes
 from tests.simulators.simulation import Kind
 
-KINDS: tuple[Kind, ...] = ("hpu", "xpu")
+KINDS: tuple[Kind, ...] = ("hpu", "xpu", "cuda")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,7 +57,7 @@ def test_streams_are_in_order_and_their_turns_are_the_seeds(kind: Kind) -> None:
             counts = [torch.zeros(1, device=kind) for _ in range(2)]
             sim.drain()
             streams = [sim.module.Stream() for _ in range(2)]
-            targets = [torch.zeros(3, pin_memory=kind == "xpu") for _ in range(2)]
+            targets = [torch.zeros(3, pin_memory=kind != "hpu") for _ in range(2)]
             for step in range(3):
                 for stream, count, target in zip(streams, counts, targets, strict=True):
                     with sim.module.stream(stream):

@@ -16,7 +16,7 @@ from tests.simulators.ops import LATER, WAITING
 from tests.simulators.plays import host, is_all, is_poison
 from tests.simulators.simulation import Kind
 
-KINDS: tuple[Kind, ...] = ("hpu", "xpu")
+KINDS: tuple[Kind, ...] = ("hpu", "xpu", "cuda")
 
 PROGRAMS: dict[str, Callable[[torch.device], torch.Tensor]] = {
     "zeros": lambda on: torch.zeros(2, 3, dtype=torch.bfloat16, device=on),
@@ -111,7 +111,7 @@ def test_what_is_not_listed_is_refused_by_name(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_of_unlike_devices_do_not_mix(kind: Kind) -> None:
-    with simulated("hpu", devices=2), simulated("xpu", devices=2):
+    with simulated("hpu", devices=2), simulated("xpu", devices=2), simulated("cuda", devices=2):
         here = torch.ones(4, device=kind)
         for other in ("cpu", f"{kind}:1", "xpu" if kind == "hpu" else "hpu"):
             there = torch.ones(4, device=other)
@@ -222,12 +222,15 @@ def test_calls_that_wait_are_listed_with_who_made_them(kind: Kind) -> None:
         assert sim.graph_shapes == {}
 
 
-# --- XPU's host memory ------------------------------------------------------------------------
+# --- pinned host memory -----------------------------------------------------------------------
+
+PINNING: tuple[Kind, ...] = ("xpu", "cuda")
 
 
-def test_copies_of_unpinned_memory_wait_on_xpu() -> None:
-    with simulated("xpu") as sim:
-        target, block = torch.zeros(64), torch.ones(64, device="xpu")
+@pytest.mark.parametrize("kind", PINNING)
+def test_copies_of_unpinned_memory_wait(kind: Kind) -> None:
+    with simulated(kind) as sim:
+        target, block = torch.zeros(64), torch.ones(64, device=kind)
         target.copy_(block, non_blocking=True)
         assert is_all(target, 1)
         assert [seen.what for seen in sim.synchronizations] == ["copy to the host"]
@@ -243,18 +246,19 @@ def test_copies_of_unpinned_memory_wait_on_xpu() -> None:
         pinned.copy_(block, non_blocking=True)
         pinned[3:5].copy_(block[:2], non_blocking=True)
         assert is_poison(pinned)
-        assert torch.ones(4, device="xpu").to("cpu", non_blocking=True).is_pinned()
+        assert torch.ones(4, device=kind).to("cpu", non_blocking=True).is_pinned()
         assert sim.synchronizations == []
-    with simulated("xpu", unpinned_waits=False):
-        target.copy_(torch.ones(64, device="xpu"), non_blocking=True)
+    with simulated(kind, unpinned_waits=False):
+        target.copy_(torch.ones(64, device=kind), non_blocking=True)
         assert is_poison(target)
 
 
-def test_memory_can_be_registered_with_xpu() -> None:
-    with simulated("xpu") as sim:
+@pytest.mark.parametrize("kind", PINNING)
+def test_memory_can_be_registered(kind: Kind) -> None:
+    with simulated(kind) as sim:
         arena = torch.zeros(1024, dtype=torch.uint8)
         sim.pin(arena.data_ptr(), 1024)
-        arena[100:164].copy_(torch.ones(64, dtype=torch.uint8, device="xpu"), non_blocking=True)
+        arena[100:164].copy_(torch.ones(64, dtype=torch.uint8, device=kind), non_blocking=True)
         assert is_poison(arena[100:164])
         sim.drain()
         assert is_all(arena[100:164], 1)
@@ -264,6 +268,20 @@ def test_memory_can_be_registered_with_xpu() -> None:
 
 
 # --- on and off -------------------------------------------------------------------------------
+
+
+def test_cuda_is_as_before_afterwards() -> None:
+    before = dict(vars(torch.cuda)), torch.version.cuda, torch.version.hip
+    for kind, version in (("cuda", "12.8"), ("rocm", None)):
+        with simulated(kind) as sim:  # type: ignore[arg-type]  # one of its words
+            assert torch.cuda.is_available()
+            assert torch.version.cuda == version
+            assert (torch.version.hip is None) == (kind == "cuda")
+            assert sim.torch_type == "cuda"
+            assert torch.ones(4, device="cuda").device == torch.device("cuda:0")
+            torch.manual_seed(1)
+    assert (dict(vars(torch.cuda)), torch.version.cuda, torch.version.hip) == before
+    assert not torch.cuda.is_available()
 
 
 def test_xpu_is_as_before_afterwards() -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
 import pytest
 import torch
@@ -140,11 +141,23 @@ def test_with_two_blocks_only_the_form_tells_planes_from_blocks() -> None:
     assert apart.fingerprint != inside.fingerprint
 
 
-def test_fingerprints_of_layouts_served_before_stay() -> None:
-    """Caches on disk outlive an update."""
+def test_a_layout_is_described_with_its_number_of_layers() -> None:
     assert describe(caches()).description == (
         "paged block=4 kernel=test 3 x bfloat16[1x2x4x8] order 123, 128 bytes"
     )
+
+
+def test_fingerprints_stay() -> None:
+    """Caches on disk outlive an update."""
+    text = b"paged block=4 kernel=test bfloat16[1x2x4x8] order 123, 128 bytes"
+    assert describe(caches()).fingerprint == sha256(text).hexdigest()
+
+
+def test_pipeline_stages_of_unlike_numbers_of_layers_have_one_fingerprint() -> None:
+    stages = [dict(list(caches().items())[:layers]) for layers in (2, 1)]
+    one, two = (describe(stage) for stage in stages)
+    assert one.fingerprint == two.fingerprint
+    assert one.block_bytes == 2 * two.block_bytes
 
 
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
@@ -190,7 +203,6 @@ def test_the_fingerprint_is_about_payloads_not_about_places() -> None:
         describe(caches(dtype=torch.float16)),
         describe(caches(), kernel_tag="cpu-x86_64+avx512+amx"),
         describe(caches(), block_size=2 * TOKENS),
-        describe(dict(list(caches().items())[:2])),
         describe(caches(heads=1), PAGE // HEADS),
     ]
     assert len({reference, *(layout.fingerprint for layout in unlike)}) == len(unlike) + 1

@@ -23,9 +23,10 @@ class CopyJob(Protocol):
 
     @property
     def error(self) -> str:
-        """Why the copy failed; empty while it runs and when it succeeded.
+        """Why the copy failed; empty when it succeeded.
 
-        After a failure nothing is known of the bytes it should have written.
+        After a failure nothing is known of the bytes it should have written. A failed copy may
+        still be under way: its memory is in use until `done`.
         """
 
     @property
@@ -39,7 +40,9 @@ class CopyJob(Protocol):
     def done(self) -> bool:
         """Return whether the copy has ended, well or not, and its results are there.
 
-        Only then may the host memory of either side be read, reused or given back.
+        From then on neither the device nor any thread touches host or device memory for it.
+        Only then may the memory of either side be read, reused or given back. A job whose end
+        cannot be found out, because the device is lost, has an `error` and is never done.
         """
 
     def wait(self, timeout_s: float) -> bool:
@@ -58,6 +61,10 @@ class Device(Protocol):
     - After `fence(jobs)`, the same holds for work on the current stream *and* for every later
       `load`: blocks that a store still reads are overwritten by neither.
     - Copies of one direction end in the order of their calls.
+
+    Failures: `store` and `load` raise `LayoutError` for bad arguments, before anything has begun,
+    and nothing else. Whatever fails later is the job's `error`, and the promises above hold for
+    a job that failed, too.
 
     Not promised: any order between a `store` and a `load` without a fence, nor that a copy has
     begun when the call returns, nor (where `synchronous` is false) that it has ended. No call
@@ -99,13 +106,18 @@ class Device(Protocol):
         """Return the current device's memory."""
 
     def synchronize(self) -> None:
-        """Block until all work of the current device has ended, on every stream."""
+        """Block until all work of the current device has ended, on every stream, and all copies.
+
+        The host's part of copies included. Raises `DeviceCopyError` if a copy's end cannot be
+        found out.
+        """
 
     def register_host(self, address: int, size: int) -> None:
         """Prepare `size` bytes of mapped host memory at `address` for fast copies.
 
-        Makes no difference to what is correct: if it cannot be done, that is logged, and
-        copies are only slower. The memory stays mapped until `unregister_host`.
+        Any thread may call it, while copies run and while the engine captures graphs. It may
+        take 0.1 s a GB. Makes no difference to what is correct: if it cannot be done, that is
+        logged, and copies are only slower. The memory stays mapped until `unregister_host`.
         """
 
     def unregister_host(self, address: int, size: int) -> None:
@@ -135,20 +147,30 @@ class Device(Protocol):
         """
 
     def forward_waits(self, job: CopyJob) -> None:
-        """Let later work of the current stream wait for a job, without blocking this thread."""
+        """Let later work of the current stream wait for a job.
+
+        Blocks this thread until the copy is submitted, and until it has ended where a failure
+        left nothing else to wait for. Raises `DeviceCopyError` if its end cannot be found out.
+        """
 
     def fence(self, jobs: Sequence[CopyJob]) -> None:
-        """Let later work of the current stream and later loads wait for jobs, without blocking."""
+        """Let later work of the current stream and later loads wait for jobs.
+
+        Blocks and raises as `forward_waits` does.
+        """
 
     def close(self) -> None:
-        """Wait for copies under way and give up threads and registrations."""
+        """Wait for copies under way and give up threads and registrations.
+
+        Copies that are asked for later may fail.
+        """
 
 
 class FinishedCopy:
-    """The job of a copy that ended within the call."""
+    """The job of a copy that ended within the call, well or with an `error`."""
 
-    def __init__(self, checksums: Sequence[Checksum] = ()) -> None:
-        self.error = ""
+    def __init__(self, checksums: Sequence[Checksum] = (), error: str = "") -> None:
+        self.error = error
         self.checksums = checksums
 
     def done(self) -> bool:

@@ -4,9 +4,7 @@
 import logging
 import os
 import platform
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +12,7 @@ import torch
 from kvhaven.devices.base import CopyJob, FinishedCopy, MemoryFigures
 from kvhaven.devices.cpu_copies import Copier, copier_of
 from kvhaven.devices.plan import check_copy
+from kvhaven.devices.threads import HostThreads
 from kvhaven.errors import IncompatibleEngineError
 from kvhaven.layouts import Layout
 from kvhaven.types import Checksum
@@ -37,9 +36,9 @@ class CpuDevice:
     synchronous = True
 
     def __init__(self, copy_threads: int = 1, cores: Iterable[int] | None = None) -> None:
-        self._copy_threads = max(1, copy_threads)
-        self._cores = frozenset(cores) if cores is not None else usable_cores()
-        self._pool: ThreadPoolExecutor | None = None
+        self.threads = HostThreads(
+            max(1, copy_threads), frozenset(cores) if cores is not None else usable_cores()
+        )
         self._copiers: WeakKeyDictionary[Layout, Copier] = WeakKeyDictionary()
 
     @property
@@ -90,7 +89,9 @@ class CpuDevice:
         def copy(chunk: int) -> None:
             checksums[chunk] = copier.store(blocks[chunk], targets[chunk])
 
-        self._run(copy, len(blocks))
+        error = self._run(copy, len(blocks))
+        if error:
+            return FinishedCopy(error=error)
         return FinishedCopy([checksum for shards in checksums for checksum in shards])
 
     def load(
@@ -103,8 +104,7 @@ class CpuDevice:
         def copy(chunk: int) -> None:
             copier.load(blocks[chunk], sources[chunk])
 
-        self._run(copy, len(blocks))
-        return FinishedCopy()
+        return FinishedCopy(error=self._run(copy, len(blocks)))
 
     def forward_waits(self, job: CopyJob) -> None:
         """Return at once: the job has ended."""
@@ -114,39 +114,22 @@ class CpuDevice:
 
     def close(self) -> None:
         """End the copy threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self.threads.close()
 
     def _copier(self, layout: Layout) -> Copier:
         copier = self._copiers.get(layout)
-        if copier is None:
+        if copier is None:  # two threads may both make one: either will do
             copier = self._copiers[layout] = copier_of(layout)
         return copier
 
-    def _run(self, copy: Callable[[int], None], chunks: int) -> None:
-        """Call `copy` for each chunk, on up to `copy_threads` threads, and wait for all.
-
-        Threads take the next chunk when they are free, since cores are not equally fast (the
-        engine's own threads run on some).
-        """
-        left: Iterator[int] = iter(range(chunks))
-
-        def work() -> None:
-            for chunk in left:  # `next` on a range iterator is one step under the GIL
-                copy(chunk)
-
-        helpers = min(self._copy_threads, chunks) - 1
-        if helpers > 0 and self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                self._copy_threads - 1, "kvhaven-copy", initializer=_run_on, initargs=(self._cores,)
-            )
-        futures = [self._pool.submit(work) for _ in range(helpers)] if self._pool else []
+    def _run(self, copy: Callable[[int], None], chunks: int) -> str:
+        """Copy all chunks; return why that failed, or an empty text."""
         try:
-            work()
-        finally:
-            for future in futures:
-                future.result()
+            self.threads.run(copy, chunks)
+        except Exception as error:
+            logger.exception("a copy failed")
+            return f"{type(error).__name__}: {error}"
+        return ""
 
 
 def usable_cores() -> frozenset[int]:
@@ -157,13 +140,3 @@ def usable_cores() -> frozenset[int]:
     except OSError:
         return frozenset(own)
     return frozenset(parents) if own < parents else frozenset(own)
-
-
-def _run_on(cores: frozenset[int]) -> None:
-    """Let this thread run on `cores`, as far as the kernel allows it."""
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError as error:
-        logger.warning(
-            "copy thread %s stays on its cores: %s", threading.current_thread().name, error
-        )

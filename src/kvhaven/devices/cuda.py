@@ -4,46 +4,90 @@
 Torch calls both `torch.cuda`. What differs is named here: the driver's library and its calls
 (`_CudaDriver`, `_HipDriver`), the backend's tag, and how they are told apart.
 
-Not proven yet: this was written against CUDA's, HIP's and torch's documentation and vLLM's own
-use of the same calls, on a machine without a GPU. `tests/conformance/test_device.py` runs it
-where there is one; until that has passed on hardware, take nothing here as tested.
+**Graph capture.** vLLM captures graphs while other threads register the arena or wait for copies.
+While any thread captures in CUDA's global mode, which is torch's default, calls that "may be
+unsafe" are refused in all threads, and end the capture: `cuMemHostRegister`, allocating pinned
+memory, and querying or waiting for events, streams and devices. A thread whose own mode is relaxed
+is exempt (CUDA's documentation of `cuThreadExchangeStreamCaptureMode`). So threads of ours are
+relaxed for good, and others during our calls. Even a relaxed thread must not query events that
+were recorded in the capture, which are never ours. Torch's allocators do the same
+(`CUDAStreamCaptureModeGuard`). HIP has the same rules; until 2026 it refused to wait for events in
+relaxed threads, too (ROCm/rocm-systems#3169): `StreamDevice` tries again then.
+
+**Current device.** Every new thread begins with device 0, and CUDA makes a context on it (some
+hundred MB) for any call that needs one. So every thread selects its device before its first call,
+also device 0: the driver's calls fail in a thread that has no context.
+
+Tested on simulated drivers (`tests/simulators`), never run on hardware by us: whether the vendors'
+calls do what their documentation says is untested until `tests/conformance` has passed on a GPU.
 """
 
+import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvhaven.devices.plan import Moves, plan_moves
+from kvhaven.devices.plan import Chunks, Moves, plan_chunks
 from kvhaven.devices.streams import StreamDevice
 from kvhaven.errors import DeviceCopyError
 from kvhaven.layouts import PagedLayout
+from kvhaven.layouts.base import IntArray
 
 logger = logging.getLogger(__name__)
 
-PIN_BYTES = 64 * 2**30
-"""Host memory is registered in pieces of at most this size (larger ones are refused by some)."""
+PIN_BYTES = 2**30
+"""Host memory is registered in pieces of at most this size.
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+One of 512 GiB or more is refused (NVIDIA's r580, vllm#51080). Registering takes 0.1 s a GB: a piece
+is used while the next is registered, and other threads' calls of the driver get between.
+"""
+BATCH: Final = 4096
+"""Copies in a batch. More crash or hang some drivers (51,828 on Blackwell, vllm#49276)."""
+PLANNED: Final = 65_536
+"""About how many moves are planned at once: the first are under way while others are planned."""
+
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable: for every context
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 _ACCESS_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BATCH_SINCE = 12080  # CUDA 12.8; asking for that version gives its signature on 13 as well
 
+_POINTER, _SIZE, _INT, _UINT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
+
 
 class _Driver(Protocol):
-    """A driver's raw copies."""
+    """A driver's library. All calls raise `DeviceCopyError`."""
+
+    def select(self, index: int) -> None:
+        """Give this thread the context of a device, if the driver has such and it has none."""
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set this thread's mode towards captures; return the one before."""
+
+    def register(self, address: int, size: int) -> None:
+        """Pin host memory for all devices."""
+
+    def unregister(self, address: int) -> None:
+        """Unpin it."""
 
     def copy(self, moves: Moves, stream: int, *, to_host: bool) -> None:
-        """Put moves on a stream (its handle). Raises `DeviceCopyError`; some may be under way."""
+        """Put moves on a stream (its handle). When it raises, some may be under way."""
 
 
 class _Gpu:
-    """What `StreamDevice` has to know of GPUs of NVIDIA and AMD."""
+    """The `Make` of NVIDIA's and AMD's GPUs.
 
-    stages = False
+    Copies go straight to registered host memory. Unregistered memory is never handed to the
+    driver, which would block: its copies go through staging memory, which is pinned.
+    """
+
     stores_end_in_call = False
     submits_in_thread = True
     pins_staging = True
@@ -53,47 +97,126 @@ class _Gpu:
         self.name = self.kernel_tag = name
         self.torch_api: Any = torch.cuda
         self._driver = driver
-        self._registered: dict[int, int] = {}  # address of a piece: its size
+        self._registered = Registered()
+        """Replaced as a whole, so that copies can read it while a segment is registered."""
+        self._registering = threading.Lock()
+        self._closing = threading.Event()
+
+    def select(self, index: int) -> None:
+        """Make a device the thread's current one, for torch and for the driver."""
+        torch.cuda.set_device(index)
+        self._driver.select(index)
+
+    def prepare_thread(self) -> None:
+        """Exempt this thread from the rules of captures for good (see the module's docstring)."""
+        self._driver.exchange_capture_mode(_RELAXED)
 
     def event(self) -> Any:
         """Return an event for which a thread waits asleep instead of spinning."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
+    def reaches(self, layout: PagedLayout, chunks: Chunks) -> bool:
+        """Return whether all of the chunks' memory is registered."""
+        return self._registered.holds(chunks.hosts, layout.block_bytes * chunks.counts)
+
     def copy(
-        self, layout: PagedLayout, blocks: Sequence[int], host: int, *, to_host: bool
-    ) -> object:
-        """Put one batch of DMA on the current stream."""
-        moves = split_at(plan_moves(layout, blocks, host), self._registered)
-        if len(moves.size):
-            stream = torch.cuda.current_stream().cuda_stream
+        self,
+        layout: PagedLayout,
+        chunks: Chunks,
+        keep: list[object],  # noqa: ARG002 - the contract's; what is given is read in the call
+        *,
+        to_host: bool,
+    ) -> None:
+        """Put batches of DMA on the current stream."""
+        stream = torch.cuda.current_stream().cuda_stream
+        for moves in planned(layout, chunks, self._registered.borders):
             self._driver.copy(moves, stream, to_host=to_host)
-        return moves
 
     def flush(self) -> None:
         """Do nothing: work starts when it is submitted."""
 
     def register(self, address: int, size: int) -> None:
-        """Pin a mapped segment, so that DMA reaches it directly and copies do not block."""
-        for start in range(address, address + size, PIN_BYTES):
-            length = min(PIN_BYTES, address + size - start)
-            error = int(_runtime().cudaHostRegister(start, length, _PORTABLE))
-            if error:
-                logger.warning(
-                    "cudaHostRegister of %d bytes failed with error %d: copies to and from them "
-                    "are slower and block (is there a limit on locked memory, ulimit -l?)",
-                    length,
-                    error,
-                )
-            else:
-                self._registered[start] = length
+        """Pin a mapped segment, piece by piece, so that DMA reaches it directly."""
+        with self._registering, self._relaxed():
+            for start in range(address, address + size, PIN_BYTES):
+                if self._closing.is_set():
+                    return
+                length = min(PIN_BYTES, address + size - start)
+                try:
+                    self._driver.register(start, length)
+                except DeviceCopyError as error:
+                    logger.warning(
+                        "%d of %d bytes of host memory cannot be registered: %s. Copies to and "
+                        "from them go through staging memory and are slower (is there a limit on "
+                        "locked memory, ulimit -l?)",
+                        address + size - start,
+                        size,
+                        error,
+                    )
+                    return
+                self._registered = Registered({**self._registered.pieces, start: length})
 
     def unregister(self, address: int, size: int) -> None:
         """Unpin a segment."""
-        for start in [at for at in self._registered if address <= at < address + size]:
-            del self._registered[start]
-            error = int(_runtime().cudaHostUnregister(start))
-            if error:
-                logger.warning("cudaHostUnregister failed with error %d", error)
+        with self._registering, self._relaxed():
+            pieces = self._registered.pieces
+            gone = [start for start in pieces if address <= start < address + size]
+            self._registered = Registered(
+                {start: length for start, length in pieces.items() if start not in gone}
+            )
+            for start in gone:
+                try:
+                    self._driver.unregister(start)
+                except DeviceCopyError as error:
+                    logger.warning("host memory cannot be unregistered: %s", error)
+
+    def close(self) -> None:
+        """Unpin all that is still registered, and register no more."""
+        self._closing.set()
+        for start, length in self._registered.pieces.items():
+            self.unregister(start, length)
+
+    @contextlib.contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """Exempt the calling thread, which may be the engine's, for some calls."""
+        before = self._driver.exchange_capture_mode(_RELAXED)
+        try:
+            yield
+        finally:
+            self._driver.exchange_capture_mode(before)
+
+
+@dataclass(frozen=True, eq=False)
+class Registered:
+    """Host memory that the driver knows, in pieces that may touch but not overlap."""
+
+    pieces: Mapping[int, int] = field(default_factory=dict)
+    """Sizes by addresses."""
+
+    @cached_property
+    def borders(self) -> IntArray:
+        """Return where pieces begin and end, in order. No copy may span one."""
+        ends = [start + size for start, size in self.pieces.items()]
+        return np.unique(np.array([*self.pieces, *ends], dtype=np.int64))
+
+    def holds(self, starts: IntArray, sizes: IntArray) -> bool:
+        """Return whether each range of memory is registered from its start to its end."""
+        areas = self._areas
+        index = np.searchsorted(areas[:, 0], starts, side="right") - 1
+        if not len(areas) or index.min() < 0:
+            return False
+        return bool((starts + sizes <= areas[index, 1]).all())
+
+    @cached_property
+    def _areas(self) -> IntArray:
+        """Start and end of each area without a gap, in order."""
+        areas: list[list[int]] = []
+        for start in sorted(self.pieces):
+            if areas and areas[-1][1] == start:
+                areas[-1][1] += self.pieces[start]
+            else:
+                areas.append([start, start + self.pieces[start]])
+        return np.array(areas, dtype=np.int64).reshape(-1, 2)
 
 
 class _Attributes(ctypes.Structure):
@@ -108,86 +231,119 @@ class _Attributes(ctypes.Structure):
 
 
 class _CudaDriver:
-    """Raw copies by CUDA's driver library: one batched call, or one call a move before 12.8."""
+    """CUDA's driver library: one call copies a batch; before 12.8 one call a move.
+
+    Host memory is registered by the driver, not by the runtime: a failure of the runtime's call
+    stays pending in its thread, and torch would report it of the next kernel (vllm#51081).
+    """
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self._to_host = library.cuMemcpyDtoHAsync_v2
-        self._to_device = library.cuMemcpyHtoDAsync_v2
-        for one in (self._to_host, self._to_device):
-            one.argtypes = (pointer, pointer, size, pointer)
-            one.restype = ctypes.c_int
-        self._batch: Callable[..., int] | None = None
-        found = pointer()
-        try:
-            look_up = library.cuGetProcAddress_v2
-        except AttributeError:
-            look_up = None  # a driver before CUDA 12
-        if look_up is not None:
-            look_up.argtypes = (
-                ctypes.c_char_p,
-                ctypes.POINTER(pointer),
-                ctypes.c_int,
-                ctypes.c_uint64,
-                pointer,
-            )
-            look_up.restype = ctypes.c_int
-            look_up(b"cuMemcpyBatchAsync", ctypes.byref(found), _BATCH_SINCE, 0, None)
-        if found.value:
-            signature = ctypes.CFUNCTYPE(
-                ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer,
-                pointer,
-            )  # fmt: skip
-            self._batch = signature(found.value)
-        else:
+
+        def call(name: str, *arguments: Any) -> Callable[..., None]:
+            return _raising(library, name, arguments)
+
+        self._context = call("cuCtxGetCurrent", _POINTER)
+        self._set_context = call("cuCtxSetCurrent", _POINTER)
+        self._device = call("cuDeviceGet", _POINTER, _INT)
+        self._primary_context = call("cuDevicePrimaryCtxRetain", _POINTER, _INT)
+        self._capture_mode = call("cuThreadExchangeStreamCaptureMode", _POINTER)
+        self._register = call("cuMemHostRegister_v2", _POINTER, _SIZE, _UINT)
+        self._unregister = call("cuMemHostUnregister", _POINTER)
+        one = (_POINTER, _POINTER, _SIZE, _POINTER)
+        self._to_host = call("cuMemcpyDtoHAsync_v2", *one)
+        self._to_device = call("cuMemcpyHtoDAsync_v2", *one)
+        self._batch = _batch_call(library)
+        if self._batch is None:
             logger.info("no cuMemcpyBatchAsync (CUDA 12.8): each piece is copied by its own call")
 
+    def select(self, index: int) -> None:
+        """Give this thread the device's primary context, which is the one that torch uses.
+
+        Torch does it for a device that is not 0; of device 0 the runtime says that it is current
+        in every new thread, so torch does nothing.
+        """
+        context, device = _POINTER(), _INT()
+        self._context(ctypes.byref(context))
+        if not context.value:
+            self._device(ctypes.byref(device), index)
+            self._primary_context(ctypes.byref(context), device)
+            self._set_context(context)
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set this thread's mode towards captures; return the one before."""
+        value = _INT(mode)
+        self._capture_mode(ctypes.byref(value))
+        return value.value
+
+    def register(self, address: int, size: int) -> None:
+        """Pin host memory for all devices."""
+        self._register(address, size, _PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        """Unpin it."""
+        self._unregister(address)
+
     def copy(self, moves: Moves, stream: int, *, to_host: bool) -> None:
-        """Put moves on a stream: in one call, or one call a move before CUDA 12.8."""
-        targets, sources = (moves.host, moves.device) if to_host else (moves.device, moves.host)
-        count = len(moves.size)
+        """Put moves on a stream: a batch a call, or one call a move before CUDA 12.8."""
         if self._batch is None:
-            name = "cuMemcpyDtoHAsync" if to_host else "cuMemcpyHtoDAsync"
-            one = self._to_host if to_host else self._to_device
-            for target, source, size in _listed(targets, sources, moves.size):
-                _check(name, one(target, source, size, stream))
+            _copy_each(self._to_host if to_host else self._to_device, moves, stream, to_host)
             return
+        targets, sources = (moves.host, moves.device) if to_host else (moves.device, moves.host)
+        # One set of attributes, for all copies from the first on.
         attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
-        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        error = self._batch(
-            targets.ctypes.data,
-            sources.ctypes.data,
-            moves.size.ctypes.data,
-            count,
-            ctypes.addressof(attributes),
-            ctypes.addressof(first),
-            1,
-            ctypes.addressof(failed),
-            stream,
-        )
-        _check(f"cuMemcpyBatchAsync (piece {failed.value} of {count})", error)
+        first, failed = _SIZE(0), _SIZE(0)
+        for start in range(0, len(moves.size), BATCH):
+            count = min(BATCH, len(moves.size) - start)
+            error = self._batch(
+                *(part[start:].ctypes.data for part in (targets, sources, moves.size)),
+                count,
+                ctypes.addressof(attributes),
+                ctypes.addressof(first),
+                1,
+                ctypes.addressof(failed),
+                stream,
+            )
+            _check(f"cuMemcpyBatchAsync (piece {failed.value} of {count})", error)
 
 
 class _HipDriver:
-    """Raw copies by AMD's HIP library: one call a move (batches came with ROCm 7 only)."""
+    """AMD's HIP library: one call a move (batches came with ROCm 7 only)."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL("libamdhip64.so")
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self._to_host = library.hipMemcpyDtoHAsync
-        self._to_device = library.hipMemcpyHtoDAsync
-        for one in (self._to_host, self._to_device):
-            one.argtypes = (pointer, pointer, size, pointer)
-            one.restype = ctypes.c_int
+        library = loaded_library("libamdhip64.so", ".7", ".6", "")
+        self._last_error = library.hipGetLastError
+
+        def call(name: str, *arguments: Any) -> Callable[..., None]:
+            return _raising(library, name, arguments, failed=self._last_error)
+
+        self._capture_mode = call("hipThreadExchangeStreamCaptureMode", _POINTER)
+        self._register = call("hipHostRegister", _POINTER, _SIZE, _UINT)
+        self._unregister = call("hipHostUnregister", _POINTER)
+        one = (_POINTER, _POINTER, _SIZE, _POINTER)
+        self._to_host = call("hipMemcpyDtoHAsync", *one)
+        self._to_device = call("hipMemcpyHtoDAsync", *one)
+
+    def select(self, index: int) -> None:
+        """Do nothing: HIP's calls go to the thread's device."""
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set this thread's mode towards captures; return the one before."""
+        value = _INT(mode)
+        self._capture_mode(ctypes.byref(value))
+        return value.value
+
+    def register(self, address: int, size: int) -> None:
+        """Pin host memory for all devices."""
+        self._register(address, size, _PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        """Unpin it."""
+        self._unregister(address)
 
     def copy(self, moves: Moves, stream: int, *, to_host: bool) -> None:
         """Put moves on a stream."""
-        targets, sources = (moves.host, moves.device) if to_host else (moves.device, moves.host)
-        name = "hipMemcpyDtoHAsync" if to_host else "hipMemcpyHtoDAsync"
-        one = self._to_host if to_host else self._to_device
-        for target, source, size in _listed(targets, sources, moves.size):
-            _check(name, one(target, source, size, stream))
+        _copy_each(self._to_host if to_host else self._to_device, moves, stream, to_host)
 
 
 def open_cuda(copy_threads: int = 1, index: int | None = None) -> StreamDevice:
@@ -222,31 +378,92 @@ def _no_gpu() -> str:
     return "torch.cuda.is_available() is False (no GPU visible, or no driver)"
 
 
+def loaded_library(name: str, *versions: str) -> ctypes.CDLL:
+    """Return a library that this process has loaded, or the first of its versions that there is.
+
+    A runtime has state of its own: loaded a second time, from another file, it knows nothing of
+    torch's streams. Torch's wheels bring theirs under a name that no search finds.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.partition("/")[2])
+        if path.name == name or path.name.startswith(f"{name}."):
+            return ctypes.CDLL(f"/{path}")
+    for version in versions[:-1]:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name + version)
+    return ctypes.CDLL(name + versions[-1])
+
+
+def _batch_call(library: ctypes.CDLL) -> Callable[..., int] | None:
+    """Return `cuMemcpyBatchAsync`, or None where the driver is older than CUDA 12.8."""
+    try:
+        look_up = library.cuGetProcAddress_v2
+    except AttributeError:  # older than CUDA 12
+        return None
+    found = _POINTER()
+    look_up.argtypes = (ctypes.c_char_p, _POINTER, _INT, ctypes.c_uint64, _POINTER)
+    look_up.restype = _INT
+    look_up(b"cuMemcpyBatchAsync", ctypes.byref(found), _BATCH_SINCE, 0, None)
+    if not found.value:
+        return None
+    arrays, attributes = (_POINTER, _POINTER, _POINTER, _SIZE), (_POINTER, _POINTER, _SIZE)
+    return ctypes.CFUNCTYPE(_INT, *arrays, *attributes, _POINTER, _POINTER)(found.value)
+
+
+def _raising(
+    library: ctypes.CDLL,
+    name: str,
+    arguments: Sequence[Any],
+    failed: Callable[[], int] = lambda: 0,
+) -> Callable[..., None]:
+    """Return a library's function that raises its errors, after a call of `failed`."""
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, _INT
+
+    def call(*values: Any) -> None:
+        error = function(*values)
+        if error:
+            failed()
+            _check(name, error)
+
+    return call
+
+
 def _check(call: str, error: int) -> None:
     if error:
         raise DeviceCopyError(f"{call}: error {error}")
 
 
-def _listed(*arrays: npt.NDArray[np.uint64]) -> Iterator[tuple[int, ...]]:
-    return zip(*(array.tolist() for array in arrays), strict=True)
+def _copy_each(copy: Callable[..., None], moves: Moves, stream: int, to_host: bool) -> None:
+    targets, sources = (moves.host, moves.device) if to_host else (moves.device, moves.host)
+    arrays = (targets, sources, moves.size)
+    for target, source, size in zip(*(array.tolist() for array in arrays), strict=True):
+        copy(target, source, size, stream)
 
 
-def _runtime() -> Any:  # torch's bindings have no types
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+def planned(layout: PagedLayout, chunks: Chunks, borders: IntArray) -> Iterator[Moves]:
+    """Yield the moves of all chunks, some thousand at a time, split at host addresses."""
+    for group in chunks.groups(PLANNED // len(layout.layers)):
+        moves = plan_chunks(layout, group)
+        inside = np.searchsorted(borders, group.hosts, side="right") != np.searchsorted(
+            borders, group.hosts + layout.block_bytes * group.counts
+        )
+        yield split_at(moves, borders) if inside.any() else moves
 
 
-def split_at(moves: Moves, boundaries: Sequence[int] | dict[int, int]) -> Moves:
-    """Split moves at host addresses: one copy may not span two registrations."""
+def split_at(moves: Moves, borders: IntArray) -> Moves:
+    """Split moves at host addresses, given in order: one copy may not span two registrations."""
     host, device, size = moves
-    for boundary in np.array(sorted(boundaries), dtype=np.uint64):
-        across = (host < boundary) & (host + size > boundary)
+    limits = np.append(borders.astype(np.uint64), np.uint64(2**64 - 1))
+    while True:
+        room = limits[np.searchsorted(limits, host, side="right")] - host
+        across = size > room
         if not across.any():
-            continue
-        head = boundary - host[across]
-        host = np.concatenate((host, host[across] + head))
-        device = np.concatenate((device, device[across] + head))
-        tail = size[across] - head
+            return Moves(host, device, size)
+        head = room[across]
+        tails = host[across] + head, device[across] + head, size[across] - head
         size = size.copy()
         size[across] = head
-        size = np.concatenate((size, tail))
-    return Moves(host, device, size)
+        host, device, size = (
+            np.concatenate(pair) for pair in zip((host, device, size), tails, strict=True)
+        )

@@ -6,13 +6,13 @@ compiled graph, the values in an index tensor are not. So blocks are copied in g
 fixed counts, largest first, and nothing is ever compiled for a new number of blocks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch
 
-from kvhaven.devices.plan import bytes_at
+from kvhaven.devices.plan import Chunks, bytes_at
 from kvhaven.layouts import PagedLayout, PageRun
 
 GROUPS: Final = (64, 8, 1)
@@ -31,18 +31,19 @@ class IndexCopier:
         self._pages: WeakKeyDictionary[PagedLayout, list[torch.Tensor]] = WeakKeyDictionary()
 
     def copy(
-        self, layout: PagedLayout, blocks: Sequence[int], host: int, *, to_host: bool
-    ) -> list[torch.Tensor]:
-        """Copy blocks to a payload at the host address `host`, or from there.
+        self, layout: PagedLayout, chunks: Chunks, keep: list[object], *, to_host: bool
+    ) -> None:
+        """Copy the blocks of a single chunk to its payload in host memory, or from there.
 
-        Returns the host's index tensors, which must live until the stream has passed them.
+        Adds the host's index tensors to `keep`: they must live until the stream has passed them.
         """
-        indices = []
+        (host,), blocks = chunks.hosts.tolist(), chunks.ids
         payload = torch.from_numpy(bytes_at(host, layout.payload_bytes(len(blocks))))
         pages_l = self._pages_of(layout)
         for first, count in groups(len(blocks)):
-            indices.append(torch.tensor(blocks[first : first + count], dtype=torch.int64))
-            index = indices[-1].to(self._device, non_blocking=True)
+            ids = torch.from_numpy(blocks[first : first + count].copy())
+            keep.append(ids)
+            index = ids.to(self._device, non_blocking=True)
             start = 0
             for pages, run in zip(pages_l, layout.layers, strict=True):
                 at = start + first * run.page_bytes
@@ -52,7 +53,6 @@ class IndexCopier:
                 else:
                     pages.index_copy_(0, index, rows.to(self._device, non_blocking=True))
                 start += run.page_bytes * len(blocks)
-        return indices
 
     def _pages_of(self, layout: PagedLayout) -> list[torch.Tensor]:
         """Return each layer's tensor as bytes, `[block][page]`."""

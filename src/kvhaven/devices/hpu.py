@@ -11,10 +11,10 @@ one; never run on hardware by us.
 """
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 from kvhaven.devices.gather import IndexCopier
+from kvhaven.devices.plan import Chunks
 from kvhaven.devices.streams import StreamDevice
 from kvhaven.errors import IncompatibleEngineError
 from kvhaven.layouts import PagedLayout
@@ -31,7 +31,6 @@ class _Hpu:
     name = "hpu"
     collective_backend = "hccl"
     kernel_tag = "hpu"
-    stages = True
     stores_end_in_call = True
     submits_in_thread = False
     pins_staging = False
@@ -41,15 +40,26 @@ class _Hpu:
         self._core = importlib.import_module(f"{_BRIDGE}.core")
         self._copier = IndexCopier("hpu")
 
+    def select(self, index: int) -> None:
+        """Make a device the calling thread's current one."""
+        self.torch_api.set_device(index)
+
+    def prepare_thread(self) -> None:
+        """Do nothing."""
+
     def event(self) -> Any:
         """Return a new event."""
         return self.torch_api.Event()
 
+    def reaches(self, layout: PagedLayout, chunks: Chunks) -> bool:  # noqa: ARG002 - the contract's
+        """Return False: all copies go through staging memory."""
+        return False
+
     def copy(
-        self, layout: PagedLayout, blocks: Sequence[int], host: int, *, to_host: bool
-    ) -> object:
+        self, layout: PagedLayout, chunks: Chunks, keep: list[object], *, to_host: bool
+    ) -> None:
         """Gather or scatter on the device."""
-        return self._copier.copy(layout, blocks, host, to_host=to_host)
+        self._copier.copy(layout, chunks, keep, to_host=to_host)
 
     def flush(self) -> None:
         """Start what was recorded; in eager and compiled mode there is nothing."""
@@ -59,6 +69,9 @@ class _Hpu:
         """Do nothing: Gaudi has no pinned host memory."""
 
     def unregister(self, address: int, size: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
         """Do nothing."""
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between makes of accelerators: a new one is one file that has this."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
+from kvhaven.devices.plan import Chunks
 from kvhaven.layouts import PagedLayout
 
 
@@ -11,8 +11,8 @@ class Make(Protocol):
     """What differs between makes of accelerators. `StreamDevice` does all else.
 
     `torch_api` is torch's module for it (`torch.cuda`, `torch.xpu`, `torch.hpu`), of which
-    streams, events and the current device are used. Every call but `register` and
-    `unregister` comes with the device made current.
+    streams, events and the current device are used. Every call comes with the device made
+    current by `select`.
     """
 
     @property
@@ -32,32 +32,41 @@ class Make(Protocol):
         """Torch's module of the same name for each make; they have no common type."""
 
     @property
-    def stages(self) -> bool:
-        """Whether paged copies go through staging memory too, and not straight to the arena."""
-
-    @property
     def stores_end_in_call(self) -> bool:
         """Whether a store is waited for: the engine would not hear later that it has ended."""
 
     @property
     def submits_in_thread(self) -> bool:
-        """Whether staged loads may be submitted from a thread that is not the engine's."""
+        """Whether copies may be submitted from threads that are not the engine's."""
 
     @property
     def pins_staging(self) -> bool:
         """Whether staging memory is pinned."""
 
+    def select(self, index: int) -> None:
+        """Make a device the calling thread's current one."""
+
+    def prepare_thread(self) -> None:
+        """Prepare a thread that belongs to the device, and not to the engine."""
+
     def event(self) -> Any:
         """Return a new event, for which a thread waits asleep where the make can do that."""
 
-    def copy(
-        self, layout: PagedLayout, blocks: Sequence[int], host: int, *, to_host: bool
-    ) -> object:
-        """Put the copy of blocks on the current stream.
+    def reaches(self, layout: PagedLayout, chunks: Chunks) -> bool:
+        """Return whether copies go straight to the chunks' host memory.
 
-        `host` is the address of a payload `[layer][block][page]`. It stays valid until the
-        stream has passed the copy, and so does what is returned. May raise anything; then a
-        part of the copy may be under way. Without `stages`, `blocks` of a load may have `SKIP`.
+        Others go through staging memory.
+        """
+
+    def copy(
+        self, layout: PagedLayout, chunks: Chunks, keep: list[object], *, to_host: bool
+    ) -> None:
+        """Put the copy of chunks on the current stream.
+
+        Each has a payload `[layer][block][page]` in host memory, which stays valid until the
+        stream has passed the copy, and so does what is added to `keep`. Either `reaches` is
+        true of the chunks, and those of a load may have `SKIP`; or it is a single chunk
+        without, in staging memory. May raise anything; then a part of the copy may be under way.
         """
 
     def flush(self) -> None:
@@ -68,3 +77,6 @@ class Make(Protocol):
 
     def unregister(self, address: int, size: int) -> None:
         """`Device.unregister_host`."""
+
+    def close(self) -> None:
+        """Unregister all memory that is still registered."""

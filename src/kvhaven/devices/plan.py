@@ -2,7 +2,11 @@
 """What the devices share: checks of a copy's arguments, and its moves as arrays of addresses."""
 
 import ctypes
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +16,12 @@ import xxhash
 from kvhaven.devices.base import SKIP
 from kvhaven.errors import LayoutError
 from kvhaven.layouts import Layout
+from kvhaven.layouts.base import IntArray
 from kvhaven.types import Checksum
 
 
 class Moves(NamedTuple):
-    """Contiguous pieces of a copy: arrays of one shape, in the order of the host's memory."""
+    """Contiguous pieces of a copy: arrays of one shape."""
 
     host: npt.NDArray[np.uint64]
     """Host addresses."""
@@ -26,25 +31,80 @@ class Moves(NamedTuple):
     """Bytes."""
 
 
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The chunks of a copy as arrays, so that a job of thousands is planned by few calls."""
+
+    ids: IntArray
+    """Block ids, chunk by chunk; `SKIP` for blocks that are not copied."""
+    counts: IntArray
+    """How many of `ids` each chunk has."""
+    hosts: IntArray
+    """Host address of each chunk's first shard."""
+
+    @classmethod
+    def of(cls, blocks: Sequence[Sequence[int]], hosts: Sequence[int]) -> "Chunks":
+        """Return chunks that are given as `Device.store` takes them."""
+        ids = array("q", list(chain.from_iterable(blocks)))  # half of numpy's own time for it
+        return cls(
+            np.asarray(ids, dtype=np.int64),
+            np.fromiter(map(len, blocks), dtype=np.int64, count=len(blocks)),
+            np.array(hosts, dtype=np.int64),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self.counts)
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """Where in `ids` each chunk begins, and the last one's end."""
+        return np.concatenate(([0], np.cumsum(self.counts)))
+
+    def part(self, first: int, end: int) -> "Chunks":
+        """Return the chunks from `first` to before `end`."""
+        ids = self.ids[self.starts[first] : self.starts[end]]
+        return Chunks(ids, self.counts[first:end], self.hosts[first:end])
+
+    def groups(self, most: int) -> Iterator["Chunks"]:
+        """Yield all chunks in groups of at most `most` blocks each, or of one chunk."""
+        first = 0
+        while first < len(self):
+            room = self.starts[first] + most
+            end = max(first + 1, int(np.searchsorted(self.starts, room, side="right")) - 1)
+            yield self.part(first, end)
+            first = end
+
+    def lists(self) -> list[list[int]]:
+        """Return the block ids of each chunk."""
+        ids, starts = self.ids.tolist(), self.starts.tolist()
+        return [ids[start:end] for start, end in pairwise(starts)]
+
+
 def check_copy(
     layout: Layout,
     blocks: Sequence[Sequence[int]],
     addresses: Sequence[int],
     *,
     may_skip: bool,
-) -> None:
-    """Raise `LayoutError` unless all block ids are the layout's, with one address a chunk."""
+) -> Chunks:
+    """Return the chunks of a copy.
+
+    Raises `LayoutError` unless all block ids are the layout's, with one address a chunk.
+    """
     if len(blocks) != len(addresses):
         raise LayoutError(f"blocks of {len(blocks)} chunks, but {len(addresses)} host addresses")
-    lowest = SKIP if may_skip else 0
-    for ids in blocks:
-        if not ids:
-            raise LayoutError("a chunk without blocks cannot be copied")
-        for block in (min(ids), max(ids)):
+    chunks = Chunks.of(blocks, addresses)
+    if not chunks.counts.all():
+        raise LayoutError("a chunk without blocks cannot be copied")
+    if len(chunks):
+        lowest = SKIP if may_skip else 0
+        for block in (int(chunks.ids.min()), int(chunks.ids.max())):
             if not lowest <= block < layout.num_blocks:
                 raise LayoutError(
                     f"block {block} is not one of the engine's, 0 to {layout.num_blocks - 1}"
                 )
+    return chunks
 
 
 def kept_ranges(blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -81,33 +141,50 @@ def shard_places(
 def plan_moves(layout: Layout, blocks: Sequence[int], host: int) -> Moves:
     """Return the moves of a chunk whose first shard is at the host address `host`.
 
-    Blocks that follow each other become one move if they touch in every row. Blocks to `SKIP`
-    are left out. Raises `LayoutError` for layouts that have no pieces to move.
+    They are in the order of the host's memory. Otherwise as `plan_chunks`.
+    """
+    return plan_chunks(layout, Chunks.of([blocks], [host]))
+
+
+def plan_chunks(layout: Layout, chunks: Chunks) -> Moves:
+    """Return the moves of all chunks.
+
+    Blocks of a chunk that follow each other become one move if they touch in every row. Blocks
+    to `SKIP` are left out. Raises `LayoutError` for layouts that have no pieces to move.
     """
     pieces = layout.pieces
-    ids = np.asarray(kernel_blocks(blocks, pieces.kernel_blocks), dtype=np.int64)
-    position_p = np.flatnonzero(ids != SKIP)
-    block_p = ids[position_p]
-    length_p = np.ones_like(block_p)
+    ratio = pieces.kernel_blocks
+    chunk_b = np.repeat(np.arange(len(chunks)), chunks.counts)
+    position_b = np.arange(len(chunks.ids)) - chunks.starts[:-1][chunk_b]
+    kept = np.flatnonzero(chunks.ids != SKIP)
+    chunk_b, position_b, block_b = chunk_b[kept], position_b[kept], chunks.ids[kept]
+    if ratio > 1:  # each block is so many of the kernel's
+        part = np.arange(ratio)
+        chunk_b = np.repeat(chunk_b, ratio)
+        position_b = (position_b[:, None] * ratio + part).ravel()
+        block_b = (block_b[:, None] * ratio + part).ravel()
+    length_b = np.ones_like(block_b)
     dense = pieces.per_block == 1 and np.array_equal(pieces.block_stride, pieces.size)
-    if len(block_p) > 1 and dense:
-        breaks = (np.diff(block_p) != 1) | (np.diff(position_p) != 1)
+    if len(block_b) > 1 and dense:
+        breaks = (np.diff(block_b) != 1) | (np.diff(position_b) != 1) | (np.diff(chunk_b) != 0)
         starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        length_p = np.diff(np.concatenate((starts, [len(block_p)])))
-        position_p, block_p = position_p[starts], block_p[starts]
-    stride = layout.shard_stride(len(blocks)) if layout.shards > 1 else 0
-    row_r = host + pieces.shard * stride + pieces.before * len(blocks)
-    within_t = np.arange(pieces.per_block, dtype=np.int64)
-    host_rpt = row_r[:, None, None] + pieces.size[:, None, None] * (
-        position_p[:, None] * pieces.per_block + within_t
-    )
-    device_rpt = (
-        pieces.device[:, None, None]
-        + pieces.block_stride[:, None, None] * block_p[:, None]
-        + pieces.piece_stride[:, None, None] * within_t
-    )
-    size_rpt = np.broadcast_to(pieces.size[:, None, None] * length_p[:, None], host_rpt.shape)
-    return Moves(*(part.ravel().astype(np.uint64) for part in (host_rpt, device_rpt, size_rpt)))
+        length_b = np.diff(np.concatenate((starts, [len(block_b)])))
+        chunk_b, position_b, block_b = chunk_b[starts], position_b[starts], block_b[starts]
+    counts_b, host_b = chunks.counts[chunk_b], chunks.hosts[chunk_b]
+    host_rb = host_b + pieces.before[:, None] * counts_b
+    if layout.shards > 1:
+        strides = {count: layout.shard_stride(count) for count in set(chunks.counts.tolist())}
+        stride_c = np.array([strides[count] for count in chunks.counts.tolist()], dtype=np.int64)
+        host_rb += pieces.shard[:, None] * stride_c[chunk_b]
+    host_rb += pieces.size[:, None] * (position_b * pieces.per_block)
+    device_rb = pieces.device[:, None] + pieces.block_stride[:, None] * block_b
+    size_rb = pieces.size[:, None] * length_b
+    if pieces.per_block > 1:  # a piece a token
+        within_t = np.arange(pieces.per_block)
+        host_rb = host_rb[..., None] + pieces.size[:, None, None] * within_t
+        device_rb = device_rb[..., None] + pieces.piece_stride[:, None, None] * within_t
+        size_rb = np.broadcast_to(size_rb[..., None], host_rb.shape)
+    return Moves(*(part.ravel().view(np.uint64) for part in (host_rb, device_rb, size_rb)))
 
 
 def bytes_at(address: int, size: int) -> npt.NDArray[np.uint8]:

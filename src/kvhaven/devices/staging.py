@@ -6,29 +6,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
 import torch
 
 from kvhaven.devices.base import SKIP
-from kvhaven.errors import LayoutError
+from kvhaven.devices.plan import Chunks
+from kvhaven.errors import DeviceCopyError, LayoutError
 from kvhaven.layouts import HeadGeometry, Layout, PagedLayout, PageRun, Plane, PortableLayout
 
 PIECE_BYTES: Final = 256 * 2**20
 """A copy of more than this is done in pieces, so that staging memory stays bounded."""
 _PIECES: Final = 4
-"""How many pieces there may be at once: two for each direction."""
+"""How many pieces there may be at once, of both directions."""
+TAKE_S: Final = 60.0
+"""How long a copy waits for a buffer. A device that moves nothing for so long has failed."""
 
 
-def cut(layout: Layout, blocks: Sequence[Sequence[int]]) -> Iterator[range]:
-    """Yield ranges of chunks, each of a piece's size at most, or of one chunk."""
-    start = size = 0
-    block_bytes = paged_of(layout).block_bytes
-    for chunk, ids in enumerate(blocks):
-        more = block_bytes * len(ids)
-        if size and size + more > PIECE_BYTES:
-            yield range(start, chunk)
-            start, size = chunk, 0
-        size += more
-    yield range(start, len(blocks))
+def cut(layout: Layout, chunks: Chunks) -> Iterator[Chunks]:
+    """Yield all chunks in groups of a piece's size at most, or of one chunk."""
+    yield from chunks.groups(PIECE_BYTES // paged_of(layout).block_bytes)
 
 
 class StagingPool:
@@ -44,8 +40,15 @@ class StagingPool:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> torch.Tensor:
-        """Return a buffer of at least `size` bytes."""
-        self._left.acquire()
+        """Return a buffer of at least `size` bytes.
+
+        Raises `DeviceCopyError` when none is given back for `TAKE_S` seconds, and what torch
+        raises when it cannot allocate one.
+        """
+        if not self._left.acquire(timeout=TAKE_S):
+            raise DeviceCopyError(
+                f"staging memory: all {_PIECES} buffers have been in use for {TAKE_S:.0f} s"
+            )
         try:
             with self._lock:
                 fitting = [buffer for buffer in self._free if buffer.numel() >= size]
@@ -75,20 +78,28 @@ class StagingPool:
 class Piece:
     """Some chunks' blocks in a staging buffer, `[layer][block][page]`, without those to skip.
 
-    `blocks` are the device's block ids in the buffer's order; `layout` describes the buffer as
-    if it were the engine's memory, with `places` as the block ids of each chunk there.
+    `layout` describes the buffer as if it were the engine's memory, with `places` as the block
+    ids of each chunk there.
     """
 
-    def __init__(self, layout: Layout, chunks: Sequence[Sequence[int]], pool: StagingPool) -> None:
-        self.blocks = [block for chunk in chunks for block in chunk if block != SKIP]
-        places = iter(range(len(self.blocks)))
-        self.places = [
-            [SKIP if block == SKIP else next(places) for block in chunk] for chunk in chunks
-        ]
+    def __init__(self, layout: Layout, chunks: Chunks, pool: StagingPool) -> None:
+        kept = chunks.ids != SKIP
+        self._blocks = chunks.ids[kept]
+        places = np.where(kept, np.cumsum(kept) - 1, SKIP)
+        self.places = Chunks(places, chunks.counts, chunks.hosts).lists()
         self._pool = pool
-        self._buffer = pool.take(paged_of(layout).payload_bytes(max(1, len(self.blocks))))
-        self.address = self._buffer.data_ptr()
-        self.layout = staged(layout, self._buffer, len(self.blocks))
+        self._buffer = pool.take(paged_of(layout).payload_bytes(max(1, len(self._blocks))))
+        try:
+            self.layout = staged(layout, self._buffer, len(self._blocks))
+        except BaseException:  # whatever it was, the buffer must not be lost
+            self.give_back()
+            raise
+
+    @property
+    def chunks(self) -> Chunks:
+        """The piece as a single chunk: the device's blocks in the buffer's order, its address."""
+        counts, hosts = np.array([[len(self._blocks)], [self._buffer.data_ptr()]])
+        return Chunks(self._blocks, counts, hosts)
 
     def give_back(self) -> None:
         """Give the buffer back to its pool."""

@@ -5,12 +5,12 @@ Proven on the simulated device of `tests/simulators`, which is stricter about or
 one; never run on hardware by us.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvhaven.devices.gather import IndexCopier
+from kvhaven.devices.plan import Chunks
 from kvhaven.devices.streams import StreamDevice
 from kvhaven.layouts import PagedLayout
 
@@ -25,7 +25,6 @@ class _Xpu:
     name = "xpu"
     collective_backend = "xccl"
     kernel_tag = "xpu"
-    stages = True
     stores_end_in_call = False
     submits_in_thread = True
     pins_staging = True
@@ -34,15 +33,26 @@ class _Xpu:
         self.torch_api: Any = torch.xpu
         self._copier = IndexCopier("xpu")
 
+    def select(self, index: int) -> None:
+        """Make a device the calling thread's current one."""
+        self.torch_api.set_device(index)
+
+    def prepare_thread(self) -> None:
+        """Do nothing."""
+
     def event(self) -> Any:
         """Return a new event."""
         return self.torch_api.Event()
 
+    def reaches(self, layout: PagedLayout, chunks: Chunks) -> bool:  # noqa: ARG002 - the contract's
+        """Return False: all copies go through staging memory."""
+        return False
+
     def copy(
-        self, layout: PagedLayout, blocks: Sequence[int], host: int, *, to_host: bool
-    ) -> object:
+        self, layout: PagedLayout, chunks: Chunks, keep: list[object], *, to_host: bool
+    ) -> None:
         """Gather or scatter on the device."""
-        return self._copier.copy(layout, blocks, host, to_host=to_host)
+        self._copier.copy(layout, chunks, keep, to_host=to_host)
 
     def flush(self) -> None:
         """Do nothing: work starts when it is submitted."""
@@ -51,6 +61,9 @@ class _Xpu:
         """Do nothing: copies use staging memory."""
 
     def unregister(self, address: int, size: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
         """Do nothing."""
 
 

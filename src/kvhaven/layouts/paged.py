@@ -56,9 +56,12 @@ class PagedLayout:
     block_size: int
     """Tokens in a block."""
     fingerprint: str
-    """Equal only for layouts whose payloads may be exchanged byte by byte (hex SHA-256)."""
+    """Hex SHA-256 of what pages look like; equal for ranks that hold other layers of one model.
+
+    How many layers there are it leaves out: the shard table has the layers and their bytes.
+    """
     description: str
-    """What the fingerprint was computed from, for people and for the namespace's fields."""
+    """The layout in words, with the number of layers."""
     tensors: tuple[torch.Tensor, ...]
     """The engine's own tensors, one view for each of `layers`, the blocks its first dimension."""
     caches: tuple[LayerCache, ...]
@@ -136,17 +139,17 @@ def describe_kv_caches(
         raise LayoutError(f"layers of unlike block sizes ({sorted(block_sizes)} tokens)")
     runs = tuple(run for layer in layers.values() for run in layer.runs)
     _refuse_overlaps(runs, num_blocks)
-    forms = itertools.groupby(layer.form for layer in layers.values())
+    forms = [layer.form for layer in layers.values()]
     (block_size,) = block_sizes
-    description = f"paged block={block_size} kernel={kernel_tag or 'any'} " + ", ".join(
-        f"{len(list(same))} x {form}" for form, same in forms
-    )
+    common = f"paged block={block_size} kernel={kernel_tag or 'any'} "
+    page = common + ", ".join(sorted(set(forms)))
     return PagedLayout(
         layers=runs,
         num_blocks=num_blocks,
         block_size=block_size,
-        fingerprint=sha256(description.encode()).hexdigest(),
-        description=description,
+        fingerprint=sha256(page.encode()).hexdigest(),
+        description=common
+        + ", ".join(f"{len(list(same))} x {form}" for form, same in itertools.groupby(forms)),
         tensors=tuple(part for layer in layers.values() for part in layer.parts),
         caches=tuple(layer.cache for layer in layers.values()),
     )

@@ -6,7 +6,10 @@
 #include <map>
 #include <set>
 #include <stdexcept>
+#include <thread>
+#include <utility>
 
+#include "driver.h"
 #include "memory.h"
 
 namespace simulator {
@@ -26,19 +29,27 @@ struct Notes {
   size_t graph = 0;
   std::set<std::string> new_shapes;  // since a limit was set
   int64_t limit = -1;                // of their number; -1: none
+  Call failing = Call::kCalls;       // what is to fail; kCalls: nothing
+  int64_t calls_before = 0;          // that do not fail yet
+  int64_t failures = 0;              // how many then fail
+  int64_t failed = 0;                // and have
+  bool capturing = false;            // a thread captures a graph
+  bool capture_valid = true;
+  std::thread::id capturer;
 };
 
 std::atomic<OnSynchronization> on_synchronization = nullptr;
 
-// By the numbers that Python uses: 0 is hpu, 1 is xpu.
-World& world_number(int kind) {
-  return world_of(kind == 0 ? c10::DeviceType::HPU : c10::DeviceType::XPU);
+World& world_number(int kind) { return world_of(kTypes[kind]); }
+
+int number_of(const World& world) {
+  int kind = 0;
+  while (&world != &world_number(kind)) kind++;
+  return kind;
 }
 
-int number_of(const World& world) { return &world == &world_number(0) ? 0 : 1; }
-
 Notes& notes_of(const World& world) {
-  static Notes* const all = new Notes[2];
+  static Notes* const all = new Notes[kKinds];
   return all[number_of(world)];
 }
 
@@ -64,6 +75,39 @@ Allowed allowed(const World& world, const std::string& op) {
 
 void note_synchronization(const World& world, const char* what) {
   if (const OnSynchronization call = on_synchronization) call(number_of(world), what);
+}
+
+bool fails(const World& world, Call call) {
+  Notes& notes = notes_of(world);
+  const std::lock_guard lock(notes.mutex);
+  if (notes.failing != call || notes.calls_before-- > 0 || notes.failed == notes.failures)
+    return false;
+  notes.failed++;
+  return true;
+}
+
+void may_fail(const World& world, Call call) {
+  static const char* const names[] = {"event",    "record",   "wait",        "copy",
+                                      "kernel",   "allocate", "synchronize", "flush"};
+  if (fails(world, call))
+    throw std::runtime_error(std::string("the test lets this fail: ") +
+                             names[static_cast<int>(call)]);
+}
+
+void require_no_capture(World& world, const char* what) {
+  constexpr int kGlobal = 0, kRelaxed = 2;
+  Notes& notes = notes_of(world);
+  const std::lock_guard lock(notes.mutex);
+  if (!notes.capturing || world.capture_mode() == kRelaxed) return;
+  if (notes.capturer != std::this_thread::get_id() && world.capture_mode() != kGlobal) return;
+  notes.capture_valid = false;
+  throw std::runtime_error(std::string(what) + ": operation not permitted when stream is capturing");
+}
+
+void check_pending_error(World& world) {
+  const int error = std::exchange(world.pending_error(), 0);
+  if (error)
+    throw std::runtime_error("an earlier call left error " + std::to_string(error) + " behind");
 }
 
 void note_shape(const World& world, const std::string& shape) {
@@ -134,8 +178,63 @@ const char* simulator_drain(int kind) {
 }
 
 const char* simulator_mark_step(int kind) {
-  return message([&] { flush(world_number(kind)); });
+  return message([&] {
+    may_fail(world_number(kind), Call::kFlush);
+    flush(world_number(kind));
+  });
 }
+
+// --- failures -----------------------------------------------------------------------------------
+
+// Let so many calls of a kind fail, from the nth on.
+void simulator_fail(int kind, int call, int64_t nth, int64_t failures) {
+  Notes& notes = notes_of(world_number(kind));
+  const std::lock_guard lock(notes.mutex);
+  notes.failing = static_cast<Call>(call);
+  notes.calls_before = nth - 1;
+  notes.failures = failures;
+  notes.failed = 0;
+}
+
+int64_t simulator_failed(int kind) {
+  Notes& notes = notes_of(world_number(kind));
+  const std::lock_guard lock(notes.mutex);
+  return notes.failed;
+}
+
+const char* simulator_new_event(int kind) {
+  return message([&] { may_fail(world_number(kind), Call::kEvent); });
+}
+
+// --- captures -----------------------------------------------------------------------------------
+
+void simulator_begin_capture(int kind) {
+  Notes& notes = notes_of(world_number(kind));
+  const std::lock_guard lock(notes.mutex);
+  notes.capturing = notes.capture_valid = true;
+  notes.capturer = std::this_thread::get_id();
+}
+
+int simulator_end_capture(int kind) {
+  Notes& notes = notes_of(world_number(kind));
+  const std::lock_guard lock(notes.mutex);
+  notes.capturing = false;
+  return notes.capture_valid;
+}
+
+// --- the driver of CUDA and HIP ---------------------------------------------------------------
+
+void simulator_open_driver(int version, int contexts, uint64_t registered_bytes) {
+  open_driver({version, contexts != 0, registered_bytes});
+}
+
+const void* simulator_driver() { return &driver(); }
+
+int simulator_runtime_host_register(uint64_t address, uint64_t size) {
+  return runtime_host_register(reinterpret_cast<void*>(address), size);
+}
+
+uint32_t simulator_contexts(int kind) { return world_number(kind).contexts(); }
 
 // --- this thread's device and stream ----------------------------------------------------------
 
@@ -153,8 +252,12 @@ const char* simulator_set_stream(int kind, int device, int64_t stream) {
 
 const char* simulator_synchronize(int kind, int device) {
   return message([&] {
-    note_synchronization(world_number(kind), "synchronize");
-    world_number(kind).synchronize_device(device);
+    World& world = world_number(kind);
+    require_no_capture(world, "synchronize");
+    may_fail(world, Call::kSynchronize);
+    world.touch(device);
+    note_synchronization(world, "synchronize");
+    world.synchronize_device(device);
   });
 }
 

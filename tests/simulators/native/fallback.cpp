@@ -216,6 +216,7 @@ Values results_on(c10::Device device, const c10::OperatorHandle& op, const Value
 void run_at_once(const c10::OperatorHandle& op, c10::Device device, World& world, Place place,
                  const Values& arguments, Values* stack) {
   flush(world);
+  require_no_capture(world, op.schema().name().c_str());
   note_synchronization(world, op.schema().name().c_str());
   world.synchronize(world.tail(place));
   Values results = LateArguments(arguments).open();
@@ -277,9 +278,12 @@ void fallback(const c10::OperatorHandle& op, Values* stack) {
   const Allowed how = allowed(world, name);
   TORCH_CHECK_NOT_IMPLEMENTED(how != Allowed::kNo, name, " does not exist on the simulated ",
                               world.name(), "; what does is listed in tests/simulators/ops.py");
+  check_pending_error(world);
+  may_fail(world, Call::kKernel);
   note_shape(world, describe_call(op, arguments, world.settings().lazy));
   stack->erase(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
   const int index = device.has_index() ? device.index() : world.device();
+  world.touch(index);
   const Place place{index, world.stream(index)};
   const bool waits = how == Allowed::kWaits || picks_by_mask(op, arguments);
   (waits ? run_at_once : run_later)(op, device, world, place, arguments, stack);

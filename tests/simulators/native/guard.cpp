@@ -43,10 +43,10 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Device getDevice() const override { return device(world().device()); }
   void setDevice(c10::Device to) const override {
-    if (to.has_index()) world().set_device(to.index());
+    if (to.has_index()) world().switch_device(to.index());
   }
   void uncheckedSetDevice(c10::Device to) const noexcept override {
-    if (to.has_index() && to.index() < deviceCount()) world().set_device(to.index());
+    if (to.has_index() && to.index() < deviceCount()) world().switch_device(to.index());
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return world().is_open() ? static_cast<c10::DeviceIndex>(world().settings().devices) : 0;
@@ -68,29 +68,48 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const c10::Stream& of) const override {
+    require_no_capture(world(), "stream.query");
     return world().query(world().tail(place(of)));
   }
   void synchronizeStream(const c10::Stream& of) const override {
+    require_no_capture(world(), "stream.synchronize");
+    may_fail(world(), Call::kSynchronize);
+    world().touch(of.device_index());
     note_synchronization(world(), "stream.synchronize");
     world().synchronize(world().tail(place(of)));
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
+    require_no_capture(world(), "synchronize");
+    may_fail(world(), Call::kSynchronize);
+    world().touch(index);
     note_synchronization(world(), "synchronize");
     world().synchronize_device(index);
   }
 
   void record(void** event, const c10::Stream& at, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    may_fail(world(), Call::kRecord);
+    world().touch(at.device_index());
     if (!*event) *event = new Event;
     auto* const held = static_cast<Event*>(*event);
     const std::lock_guard lock(held->mutex);
     held->mark = world().tail(place(at));
   }
   void block(void* event, const c10::Stream& at) const override {
+    may_fail(world(), Call::kWait);
+    world().touch(at.device_index());
     world().wait(place(at), mark(event));
   }
-  bool queryEvent(void* event) const override { return world().query(mark(event)); }
+  // Unlike other calls with an event, those that wait for it go to this thread's device.
+  bool queryEvent(void* event) const override {
+    require_no_capture(world(), "event.query");
+    world().touch(world().device());
+    return world().query(mark(event));
+  }
   void synchronizeEvent(void* event) const override {
+    require_no_capture(world(), "event.synchronize");
+    may_fail(world(), Call::kSynchronize);
+    world().touch(world().device());
     note_synchronization(world(), "event.synchronize");
     world().synchronize(mark(event));
   }
@@ -102,14 +121,13 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-
 }  // namespace
 
 void register_guards() {
-  c10::impl::registerDeviceGuard(c10::DeviceType::HPU, new GuardImpl<c10::DeviceType::HPU>);
-  c10::impl::registerDeviceGuard(c10::DeviceType::XPU, new GuardImpl<c10::DeviceType::XPU>);
-  c10::SetAllocator(c10::DeviceType::HPU, allocator_of(c10::DeviceType::HPU));
-  c10::SetAllocator(c10::DeviceType::XPU, allocator_of(c10::DeviceType::XPU));
+  c10::impl::registerDeviceGuard(kTypes[0], new GuardImpl<kTypes[0]>);
+  c10::impl::registerDeviceGuard(kTypes[1], new GuardImpl<kTypes[1]>);
+  c10::impl::registerDeviceGuard(kTypes[2], new GuardImpl<kTypes[2]>);
+  for (const c10::DeviceType type : kTypes) c10::SetAllocator(type, allocator_of(type));
 }
 
 }  // namespace simulator

@@ -53,7 +53,9 @@ std::string describe(const at::Tensor& tensor, bool with_offset) {
 namespace {
 
 c10::DispatchKeySet key_of(c10::Device device) {
-  return c10::DispatchKeySet(device.is_hpu() ? c10::DispatchKey::HPU : c10::DispatchKey::XPU);
+  return c10::DispatchKeySet(device.is_hpu()    ? c10::DispatchKey::HPU
+                             : device.is_xpu() ? c10::DispatchKey::XPU
+                                               : c10::DispatchKey::CUDA);
 }
 
 // The device that a factory is to use, made current while this lives: memory belongs to its
@@ -63,9 +65,9 @@ class OnDevice {
   explicit OnDevice(c10::Device device)
       : world_(world_of(device.type())), before_(world_.device()) {
     world_.require_open();
-    if (device.has_index()) world_.set_device(device.index());
+    if (device.has_index()) world_.switch_device(device.index());
   }
-  ~OnDevice() { world_.set_device(before_); }
+  ~OnDevice() { world_.switch_device(before_); }
 
  private:
   World& world_;
@@ -139,6 +141,7 @@ void copy_from_host(World& world, Place place, const at::Tensor& target, const a
     to.open().copy_(from);
   });
   if (late) return;
+  require_no_capture(world, "copy from the host");
   note_synchronization(world, "copy from the host");
   if (!snapshot) world.synchronize(world.tail(place));
 }
@@ -154,6 +157,7 @@ void copy_to_host(World& world, Place place, const at::Tensor& host, const at::T
   });
   if (late) return;
   flush(world);
+  require_no_capture(world, "copy to the host");
   note_synchronization(world, "copy to the host");
   world.synchronize(world.tail(place));
 }
@@ -167,7 +171,10 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   World& world = world_of(remote.device().type());
   world.require_open();
   if (self.numel() == 0 || self.is_same(source)) return self;
+  check_pending_error(world);
+  may_fail(world, Call::kCopy);
   const int device = remote.device().index();
+  world.touch(device);
   const Place place{device, world.stream(device)};
   if (on_device(self) && on_device(source)) {
     copy_on_device(world, place, self, source);
@@ -196,11 +203,13 @@ bool is_pinned_tensor(const at::Tensor& self, std::optional<c10::Device> device)
 }
 
 at::Tensor pin_memory(const at::Tensor& self, std::optional<c10::Device> device) {
-  const World& hpu = world_of(c10::DeviceType::HPU);
-  const World& xpu = world_of(c10::DeviceType::XPU);
-  const bool for_xpu = xpu.is_open() && device.value_or(c10::kXPU).is_xpu();
-  TORCH_CHECK(for_xpu || !hpu.is_open(), "host memory cannot be pinned for HPU");
-  if (!for_xpu) return at::native::_pin_memory(self, device);
+  World* pinning = nullptr;
+  for (const c10::DeviceType type : {c10::kXPU, c10::kCUDA})
+    if (world_of(type).is_open() && (!device || device->type() == type)) pinning = &world_of(type);
+  TORCH_CHECK(pinning || !world_of(c10::kHPU).is_open(), "host memory cannot be pinned for HPU");
+  if (!pinning) return at::native::_pin_memory(self, device);
+  require_no_capture(*pinning, "pin_memory");
+  may_fail(*pinning, Call::kAllocate);
   const size_t size = at::detail::computeStorageNbytes(self.sizes(), self.strides(),
                                                        self.itemsize());
   void* const data = std::malloc(size ? size : 1);
@@ -226,7 +235,8 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype,
     return at::native::_to_copy(self, dtype, layout, device, pinned, non_blocking, format);
   at::Tensor host = at::empty_like(self, at::dtype(dtype.value_or(self.scalar_type())).device(at::kCPU),
                                    format.value_or(at::MemoryFormat::Preserve));
-  if (non_blocking && self.is_xpu()) host = pin_memory(host, c10::kXPU);
+  if (non_blocking && (self.is_xpu() || self.is_cuda()))
+    host = pin_memory(host, self.device().type());
   return copy_(host, self, non_blocking);
 }
 
@@ -273,6 +283,7 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef sizes,
 
 TORCH_LIBRARY_IMPL(aten, HPU, library) { implement<c10::DeviceType::HPU>(library); }
 TORCH_LIBRARY_IMPL(aten, XPU, library) { implement<c10::DeviceType::XPU>(library); }
+TORCH_LIBRARY_IMPL(aten, CUDA, library) { implement<c10::DeviceType::CUDA>(library); }
 TORCH_LIBRARY_IMPL(aten, CPU, library) {
   library.impl("is_pinned", TORCH_FN(is_pinned_tensor));
   library.impl("_pin_memory", TORCH_FN(pin_memory));
@@ -281,6 +292,9 @@ TORCH_LIBRARY_IMPL(_, HPU, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 TORCH_LIBRARY_IMPL(_, XPU, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+TORCH_LIBRARY_IMPL(_, CUDA, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 

@@ -10,15 +10,16 @@
 #include <stdexcept>
 #include <string>
 
+#include "api.h"
+
 namespace simulator {
 
 World& world_of(c10::DeviceType type) {
   // Never destroyed: tensors may outlive everything.
-  static World* const hpu = new World("hpu");
-  static World* const xpu = new World("xpu");
-  TORCH_CHECK(type == c10::DeviceType::HPU || type == c10::DeviceType::XPU,
-              "no simulated device: ", type);
-  return type == c10::DeviceType::HPU ? *hpu : *xpu;
+  static World* const worlds[kKinds] = {new World("hpu"), new World("xpu"), new World("cuda")};
+  for (int kind = 0; kind < kKinds; kind++)
+    if (type == kTypes[kind]) return *worlds[kind];
+  TORCH_CHECK(false, "no simulated device: ", type);
 }
 
 namespace {
@@ -62,6 +63,28 @@ std::vector<Place> Block::users() {
   return users_;
 }
 
+namespace {
+
+// The blocks that torch holds, by their addresses.
+struct Held {
+  std::mutex mutex;
+  std::map<const char*, std::weak_ptr<Block>> blocks;
+};
+
+Held& held() {
+  static Held* const all = new Held;
+  return *all;
+}
+
+}  // namespace
+
+BlockPtr block_at(const void* address) {
+  const std::lock_guard lock(held().mutex);
+  auto found = held().blocks.upper_bound(static_cast<const char*>(address));
+  if (found == held().blocks.begin()) return nullptr;
+  return (--found)->second.lock();
+}
+
 BlockPtr block_of(const c10::DataPtr& pointer) {
   return pointer.get_context() ? *static_cast<BlockPtr*>(pointer.get_context()) : nullptr;
 }
@@ -72,6 +95,10 @@ namespace {
 void free_block(void* context) {
   const std::unique_ptr<BlockPtr> held(static_cast<BlockPtr*>(context));
   const BlockPtr& block = *held;
+  {
+    const std::lock_guard lock(simulator::held().mutex);
+    simulator::held().blocks.erase(block->fake);
+  }
   World& world = block->world;
   if (!world.is_open() || world.session() != block->session) return;
   world.release(block->owner.device, block->size);
@@ -86,10 +113,14 @@ class DeviceAllocator final : public c10::Allocator {
  public:
   explicit DeviceAllocator(c10::DeviceType type) : type_(type) {}
 
+  c10::DeviceType type() const { return type_; }
+
   c10::DataPtr allocate(size_t size) override {
     World& world = world_of(type_);
     world.require_open();
+    may_fail(world, Call::kAllocate);
     const Place owner = world.current();
+    world.give_context(owner.device);
     const c10::Device device(type_, static_cast<c10::DeviceIndex>(owner.device));
     if (size == 0) return {nullptr, device};
     TORCH_CHECK_WITH(OutOfMemoryError, world.allocate(owner.device, size), "simulated ",
@@ -97,6 +128,10 @@ class DeviceAllocator final : public c10::Allocator {
                      world.allocated(owner.device), " of ", world.settings().memory, " in use");
     auto block = std::make_unique<BlockPtr>(std::make_shared<Block>(world, owner, size));
     char* const fake = (*block)->fake;
+    {
+      const std::lock_guard lock(held().mutex);
+      held().blocks[fake] = *block;
+    }
     return {fake, block.release(), &free_block, device};
   }
 
@@ -123,9 +158,10 @@ Pins& pins() {
 }  // namespace
 
 c10::Allocator* allocator_of(c10::DeviceType type) {
-  static DeviceAllocator* const hpu = new DeviceAllocator(c10::DeviceType::HPU);
-  static DeviceAllocator* const xpu = new DeviceAllocator(c10::DeviceType::XPU);
-  return type == c10::DeviceType::HPU ? hpu : xpu;
+  static DeviceAllocator* const all[kKinds] = {
+      new DeviceAllocator(kTypes[0]), new DeviceAllocator(kTypes[1]), new DeviceAllocator(kTypes[2])};
+  world_of(type);  // it must be one of them
+  return *std::find_if(all, all + kKinds, [&](auto* one) { return one->type() == type; });
 }
 
 void pin(const void* address, size_t size) {
@@ -136,6 +172,16 @@ void pin(const void* address, size_t size) {
 void unpin(const void* address) {
   const std::lock_guard lock(pins().mutex);
   pins().sizes.erase(static_cast<const char*>(address));
+}
+
+bool overlaps_pinned(const void* address, size_t size) {
+  const std::lock_guard lock(pins().mutex);
+  const char* const start = static_cast<const char*>(address);
+  auto next = pins().sizes.lower_bound(start);
+  if (next != pins().sizes.end() && next->first < start + size) return true;
+  if (next == pins().sizes.begin()) return false;
+  --next;
+  return next->first + next->second > start;
 }
 
 bool is_pinned(const void* address, size_t size) {

@@ -15,7 +15,12 @@ namespace simulator {
 
 constexpr unsigned char kPoison = 0xA5;
 
-// The world of a device type; throws for any but HPU and XPU.
+// The worlds, in the order of the numbers that Python uses for them.
+constexpr c10::DeviceType kTypes[] = {c10::DeviceType::HPU, c10::DeviceType::XPU,
+                                      c10::DeviceType::CUDA};
+constexpr int kKinds = 3;
+
+// The world of a device type; throws for any but these.
 World& world_of(c10::DeviceType type);
 
 // A piece of device memory. Torch sees `fake`, an address that nobody can read or write: a host
@@ -51,11 +56,15 @@ using BlockPtr = std::shared_ptr<Block>;
 // The block behind a storage's pointer; null if it has no bytes.
 BlockPtr block_of(const c10::DataPtr& pointer);
 
+// The block that torch holds around a device address; null if there is none.
+BlockPtr block_at(const void* address);
+
 c10::Allocator* allocator_of(c10::DeviceType type);
 
-// Host memory that is pinned (for XPU only, see World's settings).
+// Host memory that is pinned (for XPU and CUDA, see World's settings), in pieces.
 void pin(const void* address, size_t size);
 void unpin(const void* address);
-bool is_pinned(const void* address, size_t size);
+bool is_pinned(const void* address, size_t size);  // by one piece
+bool overlaps_pinned(const void* address, size_t size);
 
 }  // namespace simulator

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -14,6 +15,9 @@ namespace {
 struct Choice {
   uint64_t session = 0;
   int device = 0;
+  bool context = false;
+  int capture_mode = 0;  // global
+  int pending_error = 0;
   int64_t streams[kMaxDevices] = {};
 };
 
@@ -50,6 +54,7 @@ void World::open(const Settings& settings) {
     allocated_[device] = 0;
     peak_[device] = 0;
   }
+  contexts_ = 0;
   error_.clear();
   session_++;
   open_ = true;
@@ -97,11 +102,32 @@ double World::weight() {
 int World::device() { return choice_of(*this).device; }
 
 void World::set_device(int device) {
+  if (device != this->device()) {
+    switch_device(device);
+    give_context(device);
+  }
+}
+
+void World::switch_device(int device) {
   if (device < 0 || device >= settings_.devices)
     throw std::runtime_error("there is no " + name_ + " device " + std::to_string(device) + " of " +
                              std::to_string(settings_.devices));
-  choice_of(*this).device = device;
+  Choice& choice = choice_of(*this);
+  if (choice.device == device) return;
+  choice.device = device;
+  choice.context = contexts_ >> device & 1;
 }
+
+void World::give_context(int device) {
+  Choice& choice = choice_of(*this);
+  choice.device = device;
+  choice.context = true;
+  touch(device);
+}
+
+bool World::has_context() { return choice_of(*this).context; }
+int& World::capture_mode() { return choice_of(*this).capture_mode; }
+int& World::pending_error() { return choice_of(*this).pending_error; }
 
 int64_t World::stream(int device) { return choice_of(*this).streams[device]; }
 
@@ -115,6 +141,7 @@ int64_t World::new_stream(int device) {
   require_open();
   Lock lock(mutex_);
   const int64_t id = next_stream_++;
+  touch(device);
   auto& stream = streams_.at(device)[id];
   stream = std::make_unique<Stream>();
   stream->weight = weight();
@@ -146,6 +173,14 @@ void World::submit(Place place, std::function<void()> run, std::vector<Place> af
   } else {
     put(place, std::move(work));
   }
+}
+
+std::vector<size_t> World::shuffled(size_t count) {
+  std::vector<size_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  Lock lock(mutex_);
+  std::shuffle(order.begin(), order.end(), random_);
+  return order;
 }
 
 void World::put(Place place, std::shared_ptr<Work> work) {

@@ -76,13 +76,27 @@ class World {
 
   // This thread's choice, as with any accelerator.
   int device();
-  void set_device(int device);
+  void set_device(int device);  // does nothing if it is the thread's already, as torch's
+
+  // CUDA's contexts. Calls of the runtime make one on the device they go to; the driver's calls fail
+  // in a thread that has none. A thread gets one when it allocates memory, or a device is set that
+  // was not its own before.
+  void touch(int device) { contexts_ |= 1u << device; }
+  void give_context(int device);
+  void switch_device(int device);  // as torch's guards: makes no context where there is none
+  bool has_context();
+  uint32_t contexts() const { return contexts_; }  // a bit for each device that has one
+
+  // This thread's mode towards captures, and the last error of its calls of the runtime.
+  int& capture_mode();
+  int& pending_error();
   int64_t stream(int device);
   void set_stream(Place place);
   int64_t new_stream(int device);
   Place current() { return {device(), stream(device())}; }
 
   void submit(Place place, std::function<void()> run, std::vector<Place> after_them = {});
+  std::vector<size_t> shuffled(size_t count);  // 0 to count - 1 in an order that the seed chooses
   void mark_step();
 
   MarkPtr tail(Place place);                      // null: there is nothing to wait for
@@ -128,6 +142,7 @@ class World {
   std::atomic<bool> open_ = false;
   std::atomic<uint64_t> session_ = 0;
   Settings settings_;
+  std::atomic<uint32_t> contexts_ = 0;
   std::atomic<size_t> allocated_[kMaxDevices] = {};
   std::atomic<size_t> peak_[kMaxDevices] = {};
 

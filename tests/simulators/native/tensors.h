@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -12,7 +14,8 @@
 namespace simulator {
 
 inline bool on_device(const at::Tensor& tensor) {
-  return tensor.defined() && (tensor.device().is_hpu() || tensor.device().is_xpu());
+  return tensor.defined() && std::find(std::begin(kTypes), std::end(kTypes),
+                                       tensor.device().type()) != std::end(kTypes);
 }
 
 // A tensor in device memory without torch's ownership: work that is late must not keep memory

@@ -45,6 +45,11 @@ _NAMESPACE_TAG = b"kvhaven namespace 1\n"
 _EPOCH_TAG = b"kvhaven epoch 1\n"
 _TENANT_TAG = b"kvhaven tenant 1\n"
 _LORA, _SALT, _MEDIA = 1, 2, 3
+_RULES = "rules"
+"""The field that says by which rules the others were made."""
+_OF_CONTENT = ("weights", "draft.weights", "code.", "tokenizer", "scales", "files.")
+_SHOWN_FIELDS = 6
+_SHOWN_CHARACTERS = 40
 
 
 class KeyInputError(KVHavenError):
@@ -77,6 +82,29 @@ def namespace_digest(fields: Mapping[str, str]) -> NamespaceDigest:
     for name, value in encoded:
         parts += (struct.pack("<I", len(name)), name, struct.pack("<I", len(value)), value)
     return NamespaceDigest(sha256(b"".join(parts)).digest())
+
+
+def differing_fields(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Return the names of the fields in which two namespaces differ, sorted."""
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+def of_content(field: str) -> bool:
+    """Whether a namespace's field is made of what files contain, and not of settings."""
+    return field.startswith(_OF_CONTENT)
+
+
+def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Return in words in what two namespaces differ: some fields, with both values."""
+    names = differing_fields(one, other)
+    if _RULES in names:  # then most fields differ, and say nothing
+        names = [_RULES]
+    shown = [
+        f"{name} ({_shortened(one.get(name))}, {_shortened(other.get(name))})"
+        for name in names[:_SHOWN_FIELDS]
+    ]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def epoch_root(namespace: NamespaceDigest, epoch: bytes) -> bytes:
@@ -135,7 +163,7 @@ class KeyChain:
             raise KeyInputError(
                 f"{len(tokens)} tokens given, but {first * size} are hashed: truncate first"
             )
-        packed = _packed(tokens[first * size : end * size], first * size)
+        packed = _packed(tokens, first * size, end * size)
         records = self._media_records(first, end)
         if first == 0 and self._first_records:
             records[0] = self._first_records + records.get(0, b"")
@@ -178,6 +206,12 @@ class KeyChain:
         return records
 
 
+def _shortened(value: str | None) -> str:
+    if value is None:
+        return "none"
+    return value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
+
+
 def _text(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
@@ -201,16 +235,25 @@ def _order(item: MediaItem) -> tuple[int, int, bytes]:
     return item.offset, item.length, _text(item.content_hash)
 
 
-def _packed(tokens: Sequence[int], position: int) -> memoryview:
-    """Return tokens as little-endian unsigned 32-bit numbers; the first one is `position`."""
+def _packed(tokens: Sequence[int], start: int, end: int) -> memoryview:
+    """Return tokens `start` to `end` as little-endian unsigned 32-bit numbers."""
     try:
-        packed = array.array("I", tokens)
+        # A slice of a long list costs more than half of what hashing it does.
+        packed = array.array("I", tokens if start == 0 else tokens[start:end])
+    except (OverflowError, TypeError):  # by a token that does not count, perhaps
+        packed = _packed_strictly(tokens[start:end], start)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return memoryview(packed).cast("B")[: 4 * (end - start)]
+
+
+def _packed_strictly(tokens: Sequence[int], position: int) -> "array.array[int]":
+    """Return tokens; the first one is `position`. Raises `KeyInputError` for a bad one."""
+    try:
+        return array.array("I", tokens)
     except (OverflowError, TypeError):
         _refuse_first_bad(tokens, position)
         raise
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return memoryview(packed).cast("B")
 
 
 def _refuse_first_bad(tokens: Sequence[object], position: int) -> None:

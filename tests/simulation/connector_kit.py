@@ -6,6 +6,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import xxhash
@@ -19,9 +20,9 @@ from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.config import Settings
 from kvhaven.integrations.vllm.metadata import LoadJob, StepPlan, StepReport
 from kvhaven.integrations.vllm.scheduler import SchedulerSide
-from kvhaven.integrations.vllm.tracker import extras_of
-from kvhaven.keys import KeyChain, tenant_id
-from kvhaven.protocol import AttachRank, AttachScheduler
+from kvhaven.integrations.vllm.tracker import EVERYTHING, Permissions
+from kvhaven.keys import Extras, KeyChain, tenant_id
+from kvhaven.protocol import AdapterVersion, AttachRank, AttachScheduler, ModelState
 from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, Shard, ShardId
 from tests.simulation.node import Node
 
@@ -33,14 +34,18 @@ BYTES = 512
 class Bench:
     """An engine's ranks at a node, without an engine: `side` makes its scheduler's side."""
 
-    def __init__(self, node: Node, world: int = 1) -> None:
+    def __init__(
+        self, node: Node, world: int = 1, namespace: NamespaceDigest | None = None
+    ) -> None:
         self.node = node
         self.world = world
         self.session = uuid.uuid4().hex
-        self.namespace = NamespaceDigest(xxhash.xxh3_128_digest(self.session.encode()) * 2)
+        own = NamespaceDigest(xxhash.xxh3_128_digest(self.session.encode()) * 2)
+        self.namespace = namespace or own
         self.ranks = [self._rank(rank) for rank in range(world)]
         self._saves = itertools.count(1_000_000)
         self._clients: list[SchedulerClient] = []
+        self._adapters: dict[int, AdapterVersion] = {}
 
     def side(
         self,
@@ -49,6 +54,7 @@ class Bench:
         shared: bool = True,
         events: bool = False,
         start: bool = True,
+        role: Permissions = EVERYTHING,
         hears_workers: bool = True,
         **settings: Any,
     ) -> SchedulerSide:
@@ -71,20 +77,38 @@ class Bench:
             asynchronous=asynchronous,
             shared=shared,
             events=events,
-            lora_fingerprint=lambda path: f"fingerprint of {path}",
+            role=role,
             hears_workers=hears_workers,
         )
 
-    def keys(self, request: Request) -> list[ChunkKey]:
-        """Return the keys of a request's full chunks."""
-        chain = KeyChain(self.namespace, CHUNK, extras_of(request, lambda p: f"fingerprint of {p}"))
+    def load_adapter(self, adapter: int, content: str, generation: int = 1) -> None:
+        """Have every rank say that it has loaded this content under a number."""
+        self._adapters[adapter] = AdapterVersion(adapter, digest_of(content), generation)
+        for rank in self.ranks:
+            rank.model_changed(ModelState(adapters=tuple(self._adapters.values())))
+
+    def change_weights(self, changes: int) -> None:
+        """Have every rank say that its weights were changed so often."""
+        for rank in self.ranks:
+            rank.model_changed(ModelState(weights=changes))
+
+    def keys(self, request: Request, extras: Extras | None = None) -> list[ChunkKey]:
+        """Return the keys of a request's full chunks, which has these extras besides its salt."""
+        known = extras or Extras(salt=request.cache_salt or "")
+        chain = KeyChain(self.namespace, CHUNK, known)
         chain.extend(list(request.all_token_ids))
         return chain.keys
 
-    def fill(self, request: Request, chunks: int | None = None, salt: str | None = None) -> None:
+    def fill(
+        self,
+        request: Request,
+        chunks: int | None = None,
+        salt: str | None = None,
+        extras: Extras | None = None,
+    ) -> None:
         """Store a request's first chunks (all) as the ranks do, or as those of another salt."""
         tenant = tenant_id((request.cache_salt if salt is None else salt) or "")
-        keys = self.keys(request)[:chunks]
+        keys = self.keys(request, extras)[:chunks]
         number = next(self._saves)
         for rank in self.ranks:
             reservation = rank.reserve(None, keys, number, tenant)
@@ -103,12 +127,12 @@ class Bench:
         return self.node.status().catalog.leases
 
     def close(self) -> None:
-        """Disconnect everybody, and wait until the node has seen that."""
+        """Disconnect, and wait until the node has seen that."""
         for scheduler in self._clients:
             scheduler.close()
         for rank in self.ranks:
             rank.close()
-        wait_until(lambda: not self.node.status().members)
+        wait_until(lambda: not any(self.session in m.session for m in self.node.status().members))
 
     def _rank(self, rank: int) -> RankClient:
         client = RankClient(
@@ -125,7 +149,13 @@ class Bench:
             ),
         )
         client.start(10)
+        assert client.wait_ready(10)
         return client
+
+
+def digest_of(content: str) -> bytes:
+    """Return what stands for an adapter's content in these tests."""
+    return sha256(content.encode()).digest()
 
 
 def make_request(

@@ -82,6 +82,15 @@ class RunningRequest:
             self.states.append(state)
 
 
+def moved(pages: Any) -> Any:
+    """Return KV tensors with the same content elsewhere; those of before are overwritten."""
+    if isinstance(pages, tuple):
+        return tuple(moved(part) for part in pages)
+    copy = pages.clone()
+    pages.view(torch.uint8).fill_(0xAB)
+    return copy
+
+
 Scheduled = tuple[str, RunningRequest, int, int]
 """A request of a step: its name, its state, the first token to compute, and how many."""
 
@@ -121,15 +130,27 @@ class Runner:
         self._choice = choice
         self._requests: dict[str, RunningRequest] = {}
         self._block_size = tensors[0].shape[2]
+        self.use(tensors)
+        self._computations = 0
+        self.salts: dict[str, str | None] = {}
+
+    def use(self, pages: Sequence[Any]) -> None:
+        """Compute with these KV tensors from now on."""
+        self.pages = list(pages)
         self._kv = [
             tensor.view(torch.uint8)
             .numpy()
             .view(np.uint64)
             .reshape(tensor.shape[0], self._block_size, TOKEN_WORDS)
-            for tensor in tensors
+            for tensor in pages
         ]
-        self._computations = 0
-        self.salts: dict[str, str | None] = {}
+
+    def move(self) -> None:
+        """Have the KV tensors lie elsewhere from now on, and register them again."""
+        self.use([moved(layer) for layer in self.pages])
+        self.connector.register_kv_caches(
+            {f"layer.{index}": layer for index, layer in enumerate(self.pages)}
+        )
 
     def execute(self, output: "SchedulerOutput") -> StepResult:
         """Launch a step and return at once; its compute is on the device's stream."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvhaven.integrations.vllm import loaded_model
 from tests.simulation.engine_model import VOCABULARY, Model
 from tests.simulation.engine_world import CHUNK, MODEL_LENGTH, PATIENT, Engine, Setup
 from tests.simulation.node import Node
@@ -66,6 +67,8 @@ class Simulation:
         self.failing_loads = failing_loads
         self.model = Model()
         self.engine = Engine(folder, setup, self.model, self.choice, monkeypatch, simulated)
+        for node in nodes:
+            node.wait_ready()
         self._documents = [
             [self.choice.randrange(VOCABULARY) for _ in range(self.choice.randint(30, 140))]
             for _ in range(4)
@@ -140,6 +143,8 @@ class Simulation:
             self.engine.abort(victim)
         if choice.random() < 0.02:
             self._reset()
+        if choice.random() < 0.01:
+            self.engine.move()
         if self.failing_loads and choice.random() < 0.1:
             choice.choice(self.engine.devices).fail_loads = 1
         if self.faults:
@@ -162,17 +167,25 @@ class Simulation:
         return prompt[: MODEL_LENGTH - 30]
 
     def _reset(self) -> None:
+        """Reset the caches, or only the engine's own while its weights are updated in place.
+
+        (Loads that fail by that must be asynchronous: see `Setup.load_mode` and `failing_loads`.)
+        """
         scheduler, choice = self.engine.scheduler, self.choice
         running, connector = choice.random() < 0.5, choice.random() < 0.5
+        setup = self.engine.setup
+        update = choice.random() < 0.3 and setup.load_mode == "async" and not setup.second_address
         if running:
             while self.engine.in_flight:
                 self.engine.take()
             # vLLM raises when a load is under way or its blocks are held.
             held = len(scheduler.requests) > sum(scheduler.get_request_counts())
             running = not (scheduler.kv_holding_waiting or held)
-        if scheduler.reset_prefix_cache(running, connector) and connector:
+        if scheduler.reset_prefix_cache(running, connector) and (connector or update):
             # What a weight update does; everything the engine holds was dropped.
             self.model.weights += 1
+            if update:
+                loaded_model.LOADED.weights_changed()
             for name, request in self.engine.requests.items():
                 if not request.is_finished() and name not in self._aborted:
                     self._expect_anew(name)

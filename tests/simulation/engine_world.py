@@ -189,7 +189,7 @@ class Engine:
         self._simulation = simulation
         self.config = make_config(folder, setup)
         if simulation is not None:
-            self.config.device_config.device_type = simulation.kind
+            self.config.device_config.device_type = simulation.torch_type
             known = attention_layers(simulation.kind, LAYERS)
             self.config.compilation_config.static_forward_context = known
         kv_cache_config = make_kv_cache_config(setup)
@@ -289,6 +289,15 @@ class Engine:
             for _ in range(self._choice.choice((0, 0, 1, 4))):
                 device.tick()
 
+    def move(self) -> None:
+        """Have all ranks' KV tensors lie elsewhere, as after a sleep; no step is in flight."""
+        while self._queue:
+            self.take()
+        for runner in self.runners:
+            runner.device.synchronize()
+            runner.device.fail_loads = 0  # else the self-test would meet it
+            runner.move()
+
     def close(self) -> None:
         """Shut down as vLLM does: the workers first."""
         for runner in self.runners:
@@ -314,7 +323,7 @@ class Engine:
         )
         if isinstance(device, Accelerator):
             device.select()
-            pages = make_pages(device.simulation.kind, LAYERS, self.setup.blocks, BLOCK)
+            pages = make_pages(device.simulation.torch_type, LAYERS, self.setup.blocks, BLOCK)
             connector.register_kv_caches({f"layer.{i}": layer for i, layer in enumerate(pages)})
             return AcceleratorRunner(
                 connector, device, self.model, pages, BLOCK, rank, self._choice

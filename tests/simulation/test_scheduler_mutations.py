@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
-from kvhaven.integrations.vllm import scheduler
 from kvhaven.integrations.vllm.epoch import Epoch
+from kvhaven.integrations.vllm.extras import KnownExtras, PendingExtras
+from kvhaven.integrations.vllm.loaded_model import LoadedModel
 from kvhaven.integrations.vllm.metadata import SaveJob
 from kvhaven.integrations.vllm.saves import Saves
 from kvhaven.integrations.vllm.scheduler import SchedulerSide
@@ -53,20 +54,20 @@ def no_forward_waits(patch: Patch) -> None:
     original = LateDevice.forward_waits
 
     def forward_waits(device: LateDevice, job: Any) -> None:
-        if not called_by("_start"):
+        if not called_by("_order"):
             original(device, job)
 
     patch.setattr(LateDevice, "forward_waits", forward_waits)
 
 
 def lease_ends_when_the_load_begins(patch: Patch) -> None:
-    original = RankLoads._start
+    original = RankLoads.start
 
-    def start(loads: RankLoads, job: Any, arena: Any) -> None:
+    def start(loads: RankLoads, job: Any) -> None:
         loads._client.loaded([job.ticket], job.service)
-        original(loads, job, arena)
+        original(loads, job)
 
-    patch.setattr(RankLoads, "_start", start)
+    patch.setattr(RankLoads, "start", start)
 
 
 def blocks_before_the_computed_tokens_are_written(patch: Patch) -> None:
@@ -121,7 +122,7 @@ def blocks_given_to_loads_are_not_fenced(patch: Patch) -> None:
 
 
 def salts_are_left_out_of_the_keys(patch: Patch) -> None:
-    patch.setattr(scheduler, "extras_of", lambda *_: Extras())
+    patch.setattr(PendingExtras, "poll", lambda _: KnownExtras(Extras(), None))
 
 
 def a_reset_changes_nothing(patch: Patch) -> None:
@@ -140,13 +141,17 @@ def saves_are_committed_before_they_ended(patch: Patch) -> None:
 
 
 def failed_loads_do_not_stop_saves(patch: Patch) -> None:
-    original = RankLoads._fail
+    original = RankLoads.fail
 
     def fail(loads: RankLoads, job: Any, reason: str) -> None:
         original(loads, job, reason)
         loads._failed_blocks.clear()
 
-    patch.setattr(RankLoads, "_fail", fail)
+    patch.setattr(RankLoads, "fail", fail)
+
+
+def an_update_of_weights_is_not_noticed(patch: Patch) -> None:
+    patch.setattr(LoadedModel, "weights_changed", lambda _: None)
 
 
 SMALL: dict[str, Any] = {"blocks": 48, "stores": (0.02,), "loads": (0.02,)}
@@ -175,6 +180,7 @@ MUTATIONS: dict[Callable[[Patch], None], dict[str, Any]] = {
     a_reset_changes_nothing: {"prefix_caching": False},
     saves_are_committed_before_they_ended: SMALL,
     failed_loads_do_not_stop_saves: {"load_mode": "async"},
+    an_update_of_weights_is_not_noticed: {"load_mode": "async", "prefix_caching": False},
 }
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which device is found, in which order, and what is said when there is none."""
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -27,6 +29,18 @@ def test_detection_says_of_each_kind_why_it_was_refused() -> None:
         open_device(torch_type="mtia")
     for name in KINDS:
         assert f"{name}: the engine's KV tensors are on mtia" in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "rocm"])
+def test_nvidias_and_amds_gpus_are_told_apart(kind: Literal["cuda", "rocm"]) -> None:
+    """Torch calls both `cuda`."""
+    with simulated(kind):
+        device = open_device(torch_type="cuda")
+        assert device.name == device.kernel_tag == kind
+        device.close()
+        other = "rocm" if kind == "cuda" else "cuda"
+        with pytest.raises(IncompatibleEngineError, match=f"{other}: torch .* is built"):
+            open_device(other)
 
 
 def test_gaudi_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:

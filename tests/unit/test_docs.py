@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents say what the code does: messages, headers, keys, settings, links."""
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -86,6 +87,36 @@ def test_every_message_is_documented_with_its_fields(title: str, union: object) 
         named = re.findall(r"`(\w+)`", rows[name][1])
         missing = [field for field in message.__struct_fields__ if field not in named]
         assert not missing, f"{name}: {missing} are not documented"
+
+
+def said_in_source() -> list[str]:
+    """Return all texts of the sources, each value that is filled in as a NUL character."""
+    texts = []
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            found = [p.value if isinstance(p, ast.Constant) else "\0" for p in parts]
+            if any(isinstance(p, ast.Constant) and isinstance(p.value, str) for p in parts):
+                texts.append("".join(str(part) for part in found))
+    return texts
+
+
+def test_the_lines_that_troubleshooting_quotes_are_said() -> None:
+    """What stands between dots, numbers and examples in a line is somewhere in the sources."""
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.+?) \| ", text, re.MULTILINE)
+    starts = re.findall(r"^(`.+?`[:,])", text, re.MULTILINE)
+    ours = [cell for cell in (*cells, *starts) if "vLLM's own" not in cell and " " in cell]
+    quoted = [line for cell in ours for line in re.findall(r"`(.+?)`", cell)]
+    said = said_in_source()
+    missing = []
+    for line in quoted:
+        for piece in re.split(r"\.\.\.|'[^']*'|[0-9][0-9.]*|[()]|: |, | is | for ", line):
+            wanted = piece.strip(" ;:,")
+            if len(wanted) >= 12 and not any(wanted in text for text in said):
+                missing.append((line, wanted))
+    assert len(quoted) > 30
+    assert not missing
 
 
 def test_every_message_is_somebodys() -> None:

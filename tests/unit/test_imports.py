@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 _LEVELS = (
     {
-        *("errors", "types", "keys", "tenants", "protocol", "config"),
+        *("errors", "types", "keys", "maps", "tenants", "protocol", "config"),
         *("config_checks", "config_lmcache", "config_model", "config_sizes", "config_sources"),
         *("config_urls", "config_values"),
     },

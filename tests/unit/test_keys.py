@@ -3,9 +3,7 @@
 
 import hashlib
 import json
-import random
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +244,13 @@ def test_a_token_that_cannot_be_is_named_and_changes_nothing(bad: Any) -> None:
     assert len(chain.keys) == 1
 
 
+def test_a_token_behind_the_last_full_chunk_may_be_anything() -> None:
+    """vLLM has -1 for a token that is being computed."""
+    chain = KeyChain(ROOT, 2)
+    chain.extend([1, 2, 3, 4, -1])
+    assert chain.keys == chain_of([1, 2, 3, 4], 2)
+
+
 def test_fewer_tokens_than_hashed_are_refused() -> None:
     chain = KeyChain(ROOT, 2)
     chain.extend([1, 2, 3, 4])
@@ -268,15 +273,3 @@ def test_roots_and_chunk_sizes_that_cannot_be_are_refused() -> None:
 
 def test_a_salt_of_any_text_has_a_key() -> None:
     assert chain_of([1, 2, 3, 4], salt="\ud800") != chain_of([1, 2, 3, 4], salt="\udfff")
-
-
-def test_128k_tokens_are_hashed_in_a_few_milliseconds() -> None:
-    tokens = random.Random(0).choices(range(128_000), k=131_072)
-    best = float("inf")
-    for _ in range(20):
-        chain = KeyChain(ROOT, 256)
-        start = time.perf_counter()
-        chain.extend(tokens)
-        best = min(best, time.perf_counter() - start)
-    # 1.5 ms here; the limit of 3 ms is the benchmark's to hold, other work may disturb a test.
-    assert best < 0.006

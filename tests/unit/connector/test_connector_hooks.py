@@ -3,6 +3,7 @@
 
 import dataclasses
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvhaven.errors import IncompatibleEngineError
+from kvhaven.errors import IncompatibleEngineError, LayoutError
 from kvhaven.integrations.vllm.compat import require_supported_engine, require_supported_vllm
 from kvhaven.integrations.vllm.connector import KVHavenConnector
 from kvhaven.integrations.vllm.scheduler import SchedulerSide
 from tests.simulation.connector_kit import make_request, wait_until
+from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_model import Model
 from tests.simulation.engine_world import BLOCK, Engine, Setup, make_config, make_kv_cache_config
 from tests.simulation.node import Node
@@ -38,6 +40,7 @@ def make_engine(folder: Path, setup: Setup, patch: pytest.MonkeyPatch) -> Engine
 @pytest.fixture
 def engine(tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     made = make_engine(tmp_path, Setup(service_address=node.address), monkeypatch)
+    node.wait_ready()
     yield made
     made.close()
 
@@ -143,6 +146,7 @@ def test_events_go_out_with_the_engines_own(
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     setup = Setup(service_address=node.address, events=events)
     engine = make_engine(tmp_path, setup, monkeypatch)
+    node.wait_ready()
     published: list[Any] = []
     engine.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
     run(engine, "first", PROMPT)
@@ -199,6 +203,7 @@ def test_a_load_that_could_not_be_planned_is_computed_instead(
     """With vLLM's policy `recompute`; with its default the request fails, and only that one."""
     setup = Setup(service_address=node.address, load_mode=load_mode)
     engine = make_engine(tmp_path, setup, monkeypatch)
+    node.wait_ready()
     node.clear()
     run(engine, "first", PROMPT)
     wait_until(lambda: node.status().catalog.resident_chunks >= 4)
@@ -232,11 +237,93 @@ def test_a_service_that_is_away_at_start_is_no_reason_to_stop(
     side = engine.connector._scheduler
     wait_until(lambda: bool(side._client.namespace), 20)
     wait_until(lambda: all(r.connector._worker._client.up for r in engine.runners), 20)
+    node.wait_ready()
     engine.scheduler.reset_prefix_cache()
     run(engine, "later", PROMPT)
     wait_until(lambda: node.status().catalog.resident_chunks >= 4)
     engine.close()
     node.kill()
+
+
+def test_nothing_depends_on_how_long_a_device_takes_to_register_the_arena(
+    tmp_path: Path, engine: Engine, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1 s a GB on hardware: 50 s for 500 GB, and no request may wait or fail for that."""
+    run(engine, "first", PROMPT)
+    wait_until(lambda: node.status().catalog.resident_chunks >= 4)
+    monkeypatch.setattr("kvhaven.integrations.vllm.start._ATTACH_S", 2.0)
+    registers, go_on = threading.Event(), threading.Event()
+
+    def register(_device: LateDevice, _address: int, size: int) -> None:
+        if size > 1 << 16:  # not what the self-test copies
+            registers.set()
+            assert go_on.wait(60)
+
+    monkeypatch.setattr(LateDevice, "register_host", register)
+    setup = Setup(service_address=node.address, fingerprint=engine.setup.fingerprint)
+    late = make_engine(tmp_path, setup, monkeypatch)
+    try:
+        assert registers.wait(10)
+        assert late.connector._scheduler._client.responsive
+        assert run(late, "early", PROMPT) == expected()
+        assert late.counters.get("failed_loads", 0) == 0
+        assert late.counters.get("hit_tokens", 0) == 0
+    finally:
+        go_on.set()
+    node.wait_ready()
+    late.scheduler.reset_prefix_cache()
+    assert run(late, "later", PROMPT) == expected()
+    assert late.counters["hit_tokens"] == 64
+    assert late.counters.get("failed_loads", 0) == 0
+    late.close()
+
+
+def test_nothing_is_saved_of_a_forward_that_raised(engine: Engine, node: Node) -> None:
+    """vLLM's V1 runner calls `wait_for_save` in a `finally`."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("out of memory")
+
+    (runner,) = engine.runners
+    connector = runner.connector
+    save, launch = connector.wait_for_save, runner.launch
+    before = node.status().catalog.resident_chunks
+
+    def launch_and_fail(scheduled: Any, result: Any) -> None:
+        launch(scheduled, result)
+        try:
+            fail()
+        finally:
+            save()
+
+    runner.launch = launch_and_fail  # type: ignore[method-assign]
+    engine.step()
+    engine.add("first", PROMPT, 4)
+    with pytest.raises(ZeroDivisionError):
+        run(engine, "second", PROMPT)
+    engine.devices[0].synchronize()
+    wait_until(lambda: node.status().catalog.reserved_bytes == 0)
+    assert node.status().catalog.resident_chunks == before
+
+
+def test_an_engine_that_runs_while_its_caller_handles_an_error_is_served_as_ever(
+    engine: Engine, node: Node
+) -> None:
+    node.clear()
+    try:
+        int("no number")
+    except ValueError:
+        assert run(engine, "first", PROMPT) == expected()
+    wait_until(lambda: node.status().catalog.resident_chunks >= 4)
+
+
+def test_kv_caches_of_another_layout_are_refused_the_second_time(engine: Engine) -> None:
+    import torch
+
+    (runner,) = engine.runners
+    other = [torch.zeros(engine.setup.blocks, 1, BLOCK, 16, dtype=torch.float16)] * 2
+    with pytest.raises(LayoutError, match=r"registered again with another layout"):
+        runner.connector.register_kv_caches({f"layer.{n}": t for n, t in enumerate(other)})
 
 
 # --- refusals -----------------------------------------------------------------------------------
@@ -257,7 +344,11 @@ def caches(*specs: Any) -> KVCacheConfig:
     ("specs", "words"),
     [
         ([spec(), spec()], "2 KV groups .*disable-hybrid-kv-cache-manager"),
-        ([spec(SlidingWindowSpec, sliding_window=8)], "SlidingWindowSpec.*every block"),
+        (
+            [spec(SlidingWindowSpec, sliding_window=8)],
+            "SlidingWindowSpec, which drops blocks.*--disable-sliding-window.*--max-model-len 8",
+        ),
+        ([], "keeps no KV .*without KVHaven"),
         ([spec(non_causal=True)], "not causal"),
     ],
 )
@@ -287,6 +378,58 @@ def test_a_model_that_needs_every_token_computed_is_refused(tmp_path: Path) -> N
     config.model_config.pooler_config = PoolerConfig(seq_pooling_type="MEAN")
     with pytest.raises(IncompatibleEngineError, match="does not support prefix caching"):
         require_supported_engine(config, caches(spec()))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("is_hybrid", True, "recurrent state.*LlamaForCausalLM.*leave --kv-transfer-config out"),
+        ("is_attention_free", True, "has no attention"),
+        ("is_prefix_caching_supported", False, "needs every token computed"),
+        ("rswa_window", 128, "window of what it generated"),
+        ("use_mla", True, "multi-head latent attention on a CPU.*AMX"),
+    ],
+)
+def test_models_that_are_not_served_are_refused_before_vllm_divides_their_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, words: str
+) -> None:
+    """vLLM's own words for them, such as "Failed to promote local KV cache specs", help nobody."""
+    setup = Setup(service_address="/nowhere", prefix_caching=attribute != "use_mla")
+    config = make_config(tmp_path, setup)
+    assert KVHavenConnector.get_required_kvcache_layout(config) is None
+    monkeypatch.setattr(type(config.model_config), attribute, value)
+    with pytest.raises(IncompatibleEngineError, match=words):
+        KVHavenConnector.get_required_kvcache_layout(config)
+
+
+def test_risc_v_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, Setup(service_address="/nowhere"))
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(IncompatibleEngineError, match="RISC-V"):
+        require_supported_engine(config, caches(spec()))
+
+
+TURNS_REUSE_OFF = {
+    "v1/engine/core.py": "attention that is not causal: refused by the KV's spec",
+    "config/vllm.py": "an encoder alone: it has no KV",
+    "engine/arg_utils.py": "RISC-V: require_supported_model",
+    "model_executor/layers/attention/attention.py": "batch invariance: require_reuse",
+    "model_executor/layers/attention/mla_attention.py": "batch invariance: require_reuse",
+    "model_executor/models/config.py": "windows of what was generated: require_supported_model",
+    "platforms/cpu.py": "MLA: require_supported_model",
+}
+
+
+def test_wherever_vllm_turns_prefix_caching_off_it_is_known_why() -> None:
+    import vllm
+
+    root = Path(vllm.__file__).parent
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if "enable_prefix_caching = False" in path.read_text()
+    }
+    assert found <= TURNS_REUSE_OFF.keys()
 
 
 def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused(

@@ -133,7 +133,7 @@ def test_the_answer_is_ask_again_until_the_deadline_and_then_a_miss(bench: Bench
             side.plan_step(scheduled())
         assert answers[0] is None
         assert answers[-1] == 0
-        assert 0.14 < time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin > 0.14
     finally:
         bench.node.resume()
     # The late answer's lease goes back.
@@ -145,10 +145,12 @@ def test_all_waiting_of_a_step_stays_within_its_budget(bench: Bench) -> None:
     requests = [make_request(range(n, n + 40), f"r{n}") for n in range(0, 3000, 100)]
     bench.node.stop()
     try:
-        begin = time.perf_counter()
+        waits = []
         for request in requests:
             assert side.matched_tokens(request, 0) == (None, False)
-        assert time.perf_counter() - begin < 0.05
+            waits.append(side._lookups._waited_s)
+        assert waits[0] >= 0.004, "the first used up the budget"
+        assert waits[-1] == waits[0], "and no other waited"
         side.plan_step(scheduled())
         assert side._lookups._waited_s == 0
     finally:
@@ -293,10 +295,10 @@ def test_tokens_that_were_never_offered_become_a_load_that_failed(bench: Bench) 
     side = bench.side(asynchronous=True)
     with pytest.raises(KVHavenError, match="16 tokens are to be loaded, none were offered"):
         side.allocated(request, (list(range(10)),), 16)
-    side.never_loaded(request, (list(range(10)),))
+    side.never_loaded(request, (list(range(10)),), 16)
     (job,) = side.plan_step(scheduled()).loads
     assert job.places == ()
-    assert job.blocks == ((tuple(range(10)),),)
+    assert job.blocks == (((0, 1, 2, 3),),)
     assert job.asynchronous
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's platforms do not do for a connector: Gaudi's runner above all."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,15 @@ import pytest
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
 from kvhaven.errors import IncompatibleEngineError, UnreportedLoadError
-from kvhaven.integrations.vllm.compat import attention_backend, kv_form, never_raises
+from kvhaven.integrations.vllm.compat import (
+    attention_backend,
+    kv_form,
+    never_raises,
+    own_layers,
+    require_reuse,
+    require_stable_kernels,
+)
+from kvhaven.integrations.vllm.loaded_model import LoadedModel
 from kvhaven.integrations.vllm.metadata import LoadJob
 from kvhaven.integrations.vllm.platforms import platform_of, require_supported_platform
 from kvhaven.integrations.vllm.stats import KVHavenStats
@@ -31,6 +39,7 @@ def config_of(
         device_config=SimpleNamespace(device_type=device),
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching, cache_dtype=cache_dtype),
         compilation_config=SimpleNamespace(static_forward_context=layers or {}),
+        model_config=SimpleNamespace(model="model"),
     )
 
 
@@ -81,11 +90,12 @@ def test_a_load_that_fails_unheard_ends_the_engine() -> None:
         None,  # type: ignore[arg-type]
         0,
         KVHavenStats(),
+        LoadedModel(),
         heard=False,
     )
     job = LoadJob("r", 1, "", (), (), (((1,),),), False)
     with pytest.raises(UnreportedLoadError, match=r"request r: a load failed .why., and on this"):
-        loads._fail(job, "why")
+        loads.fail(job, "why")
 
 
 def test_that_error_alone_passes_the_hooks() -> None:
@@ -93,8 +103,8 @@ def test_that_error_alone_passes_the_hooks() -> None:
         def __init__(self) -> None:
             self.reported_errors: set[str] = set()
 
-        def count_error(self) -> None:
-            """Count nothing."""
+        def in_doubt(self) -> None:
+            """Leave nothing half done: there is nothing."""
 
         @never_raises(lambda: "default")
         def hook(self, error: Exception) -> str:
@@ -103,6 +113,60 @@ def test_that_error_alone_passes_the_hooks() -> None:
     assert Hooks().hook(ValueError("any")) == "default"
     with pytest.raises(UnreportedLoadError):
         Hooks().hook(UnreportedLoadError("wrong KV"))
+
+
+def layer(window: int | None, *, sinks: bool, shares: str | None = None) -> Any:
+    kernel = SimpleNamespace(sliding_window=window, sinks=[0.0] if sinks else None)
+    return SimpleNamespace(impl=kernel, kv_sharing_target_layer_name=shares)
+
+
+@pytest.mark.parametrize(
+    ("device", "windows", "sinks", "split", "refused"),
+    [
+        ("cpu", (64, -1), True, True, True),
+        ("cpu", (64, -1), True, False, False),
+        ("cpu", (64, 64), True, True, False),
+        ("cpu", (64, -1), False, True, False),
+        ("cuda", (64, None), True, True, False),
+    ],
+)
+def test_sinks_beside_different_windows_are_refused_where_vllms_cpu_kernel_splits_kv(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    windows: Sequence[int | None],
+    *,
+    sinks: bool,
+    split: bool,
+    refused: bool,
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", str(int(split)))
+    layers = {str(n): layer(window, sinks=sinks) for n, window in enumerate(windows)}
+    config = config_of(device, layers=layers)
+    if not refused:
+        require_stable_kernels(config, layers)
+        return
+    with pytest.raises(IncompatibleEngineError, match=r"Set VLLM_CPU_ATTN_SPLIT_KV=0"):
+        require_stable_kernels(config, layers)
+
+
+def test_batch_invariance_is_refused_with_backends_that_vllm_does_not_reuse_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def backend(name: str) -> type[Any]:
+        return type("Backend", (), {"get_name": staticmethod(lambda: name)})
+
+    require_reuse(backend("FLASHINFER"))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    require_reuse(backend("FLASH_ATTN"))
+    require_reuse(type("OfAPlugIn", (), {}))
+    for name in ("FLASHINFER", "TRITON_MLA"):
+        with pytest.raises(IncompatibleEngineError, match=f"backend is {name}.*--attention-b"):
+            require_reuse(backend(name))
+
+
+def test_layers_that_read_the_kv_of_others_have_none_of_their_own() -> None:
+    layers = {"a": layer(None, sinks=False), "b": layer(None, sinks=False, shares="a")}
+    assert own_layers(config_of("cpu", layers=layers), ["a", "b", "c"]) == {"a", "c"}
 
 
 @pytest.mark.parametrize(
@@ -121,14 +185,16 @@ def test_the_form_of_kv_tensors_is_seen_in_the_shape_that_a_backend_asks_for(
     assert kv_form(type("Backend", (), {"get_kv_cache_shape": staticmethod(shape)})) == form
 
 
-def test_layers_of_several_backends_are_refused() -> None:
+def test_layers_of_several_backends_are_refused_unless_one_is_derived_from_the_other() -> None:
     one, two = type("One", (), {}), type("Two", (), {})
+    local = type("ChunkedLocalAttention_64_One", (one,), {})
     layers = {
         name: SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
-        for name, backend in (("a", one), ("b", one), ("c", two))
+        for name, backend in (("a", one), ("b", one), ("c", two), ("d", local))
     }
     config = config_of("cuda", layers=layers)
     assert attention_backend(config, ["a", "b"]) is one
+    assert attention_backend(config, ["d", "a"]) is one
     assert attention_backend(config, ["unknown"]) is None
-    with pytest.raises(IncompatibleEngineError, match=r"several attention backends .One, Two."):
+    with pytest.raises(IncompatibleEngineError, match=r"several attention backends .got One, Two."):
         attention_backend(config, ["a", "c"])

@@ -3,11 +3,13 @@
 
 import inspect
 import logging
+import platform
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import vllm
+import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvhaven.errors import IncompatibleEngineError, UnreportedLoadError
@@ -30,7 +32,12 @@ _NEEDED = (
     "update_state_after_alloc",
     "bind_gpu_block_pool",
 )
-"""Methods of the base class without which KVHaven would be wrong (vLLM 0.22 has them all)."""
+"""Methods of the base class without which KVHaven would be wrong (vLLM 0.29 has them all)."""
+
+_WITHOUT = "Serve this model without KVHaven: leave --kv-transfer-config out."
+
+_NO_INVARIANT_REUSE = frozenset({"FLASHINFER", "TRITON_MLA"})
+"""Backends with which vLLM turns prefix caching off for VLLM_BATCH_INVARIANT."""
 
 _SERVED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of KV that are known to be right; sub-classes of them may drop blocks, so by name."""
@@ -45,7 +52,87 @@ def require_supported_vllm() -> None:
     if missing:
         raise IncompatibleEngineError(
             f"vLLM {vllm.__version__} lacks {', '.join(missing)} in its connector interface; "
-            "KVHaven needs vLLM 0.22 or newer and was proved on 0.32"
+            "KVHaven needs vLLM 0.29 or newer and was tested with 0.32"
+        )
+
+
+def require_supported_model(config: "VllmConfig") -> None:
+    """Raise `IncompatibleEngineError` for models that are not served, with what can be done.
+
+    Knows only the model's configuration, so that it can be asked before vLLM divides the KV: what
+    vLLM says of some of these models then helps nobody.
+    """
+    model, device = config.model_config, str(config.device_config.device_type)
+    if getattr(model, "is_attention_free", False):
+        raise IncompatibleEngineError(
+            f"{model.model}: has no attention (got architecture {model.architecture}), so no KV to "
+            f"cache. {_WITHOUT}"
+        )
+    if getattr(model, "is_hybrid", False):
+        raise IncompatibleEngineError(
+            f"{model.model}: mixes attention with layers that keep a recurrent state, such as "
+            f"Mamba or linear attention (got architecture {model.architecture}). That state is "
+            f"not cached yet. {_WITHOUT}"
+        )
+    if not getattr(model, "is_prefix_caching_supported", True):
+        raise IncompatibleEngineError(
+            f"{model.model}: vLLM needs every token computed, as this model or its pooling does "
+            f"not support prefix caching (got runner {model.runner_type}). {_WITHOUT}"
+        )
+    if getattr(model, "rswa_window", None) is not None:
+        raise IncompatibleEngineError(
+            f"{model.model}: attends to a window of what it generated (got rswa_window "
+            f"{model.rswa_window}), so the KV of such a token is not decided by the tokens before "
+            f"it, and vLLM turns prefix caching off. {_WITHOUT}"
+        )
+    if device == "cpu" and platform.machine().startswith("riscv"):
+        raise IncompatibleEngineError(
+            f"{model.model}: runs on a RISC-V CPU (got {platform.machine()}), where vLLM does not "
+            f"support prefix caching. {_WITHOUT}"
+        )
+    if device == "cpu" and model.use_mla and not config.cache_config.enable_prefix_caching:
+        raise IncompatibleEngineError(
+            f"{model.model}: uses multi-head latent attention on a CPU with prefix caching off. "
+            "Without AMX vLLM turns it off itself: its kernels for prefill and decode give other "
+            "results for the same tokens, so KV cannot be reused. Serve this model without "
+            "KVHaven, or on a CPU with AMX and --enable-prefix-caching."
+        )
+
+
+def require_reuse(backend: type[Any]) -> None:
+    """Raise `IncompatibleEngineError` where vLLM turned prefix caching off for a kernel's sake.
+
+    `backend` is the class of the layers' attention backend; plug-ins may leave its name out.
+    """
+    name = backend.get_name() if hasattr(backend, "get_name") else backend.__name__
+    if getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False) and name in _NO_INVARIANT_REUSE:
+        raise IncompatibleEngineError(
+            f"VLLM_BATCH_INVARIANT is set and the attention backend is {name}: vLLM does not "
+            "support prefix caching with both. Choose another with --attention-backend, leave the "
+            "variable out, or serve it without KVHaven."
+        )
+
+
+def require_stable_kernels(config: "VllmConfig", layers: Iterable[str]) -> None:
+    """Raise `IncompatibleEngineError` where layers of one KV group disturb each other.
+
+    A connector without vLLM's hybrid KV manager puts layers with and without a sliding window
+    into one group. vLLM's CPU kernel (0.32) then divides the KV of all alike among its
+    threads, and where a part lies wholly outside of a layer's window, attention sinks are added
+    to memory that was never written: decoding gives other tokens in each run. It is seen with
+    gpt-oss, also without a connector, and is gone without the division.
+    """
+    if str(config.device_config.device_type) != "cpu" or not _splits_kv_on_cpu():
+        return
+    known = config.compilation_config.static_forward_context
+    kernels = [getattr(known[layer], "impl", None) for layer in layers if layer in known]
+    windows = {getattr(kernel, "sliding_window", None) for kernel in kernels}
+    sinks = any(getattr(kernel, "sinks", None) is not None for kernel in kernels)
+    if sinks and len(windows) > 1:
+        raise IncompatibleEngineError(
+            f"{config.model_config.model}: its layers have attention sinks and different sliding "
+            "windows, and vLLM's CPU kernel gives unstable results for these in one KV group, "
+            "which a connector needs. Set VLLM_CPU_ATTN_SPLIT_KV=0, or serve it without KVHaven."
         )
 
 
@@ -58,29 +145,38 @@ def require_supported_engine(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
                 f"{setting} is {getattr(parallel, setting)}: a block's tokens are spread over "
                 "ranks then, which KVHaven does not read yet; set it to 1"
             )
+    require_supported_model(config)
     groups = kv_cache.kv_cache_groups
     kinds = sorted({kind for group in groups for kind in _kinds(group.kv_cache_spec)})
+    if not groups:
+        raise IncompatibleEngineError(
+            f"{config.model_config.model}: keeps no KV (an encoder, or a model without attention), "
+            f"so there is nothing to cache. {_WITHOUT}"
+        )
     if len(groups) != 1:
         raise IncompatibleEngineError(
-            f"the model has {len(groups)} KV groups ({', '.join(kinds)}); hybrid models are not "
-            "served yet. If all its layers are attention, --disable-hybrid-kv-cache-manager "
-            "makes them one group"
+            f"{config.model_config.model}: has {len(groups)} KV groups ({', '.join(kinds)}); "
+            "expected one, as models with several are not served yet. If all its layers are "
+            "attention, set --disable-hybrid-kv-cache-manager, which makes them one group."
         )
     strange = [kind for kind in kinds if kind not in _SERVED_KINDS]
     if strange:
+        window = getattr(groups[0].kv_cache_spec, "sliding_window", None)
+        way_out = (
+            f"For contexts of at most {window} tokens set --disable-sliding-window and "
+            f"--max-model-len {window}; or serve it without KVHaven."
+            if window is not None
+            else _WITHOUT
+        )
         raise IncompatibleEngineError(
-            f"the model's KV is {', '.join(strange)}; KVHaven can only cache attention that "
-            f"keeps every block of the prefix ({', '.join(_SERVED_KINDS)}) yet"
+            f"{config.model_config.model}: its KV is {', '.join(strange)}, which drops blocks of "
+            f"the prefix; expected {' or '.join(_SERVED_KINDS)}, as others are not served yet. "
+            f"{way_out}"
         )
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups):
         raise IncompatibleEngineError(
             "the model's attention is not causal: the KV of a prefix depends on what follows it, "
             "so it cannot be cached"
-        )
-    if not getattr(config.model_config, "is_prefix_caching_supported", True):
-        raise IncompatibleEngineError(
-            "vLLM says that this model (or its pooling) does not support prefix caching: it "
-            "needs every token computed; leave KVHaven out"
         )
     if getattr(config, "use_v2_model_runner", False) and getattr(
         kv_cache, "needs_kv_cache_zeroing", False
@@ -120,17 +216,29 @@ def shard_id(config: "VllmConfig", rank: int) -> ShardId:
 def attention_backend(config: "VllmConfig", layers: Iterable[str]) -> type[Any] | None:
     """Return the attention backend's class of these layers, None where vLLM does not say.
 
-    Raises `IncompatibleEngineError` when they have several.
+    vLLM derives backends for chunked local attention from others, which lay their pages out
+    alike: then it is the common one. Raises `IncompatibleEngineError` when there is none.
     """
     known = config.compilation_config.static_forward_context
     found = {known[layer].get_attn_backend() for layer in layers if layer in known}
-    if len(found) > 1:
+    common = [one for one in found if all(issubclass(other, one) for other in found)]
+    if found and not common:
         names = ", ".join(sorted(backend.__name__ for backend in found))
         raise IncompatibleEngineError(
-            f"the layers of one KV group have several attention backends ({names}); choose one "
-            "with --attention-backend"
+            f"the layers of one KV group have several attention backends (got {names}); expected "
+            "one. Choose it with --attention-backend, or serve the model without KVHaven."
         )
-    return found.pop() if found else None
+    return common[0] if common else None
+
+
+def own_layers(config: "VllmConfig", layers: Iterable[str]) -> set[str]:
+    """Return the layers that have KV of their own: others read that of an earlier layer."""
+    known = config.compilation_config.static_forward_context
+    return {
+        layer
+        for layer in layers
+        if getattr(known.get(layer), "kv_sharing_target_layer_name", None) is None
+    }
 
 
 def kv_form(backend: type[Any] | None) -> str | None:
@@ -158,8 +266,8 @@ def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Calla
     """Make a hook that vLLM calls in its loop return `default()` instead of raising.
 
     Anything that escapes there ends the engine and every request in it, and a cache must not
-    do that: an error is logged with its trace, counted, and is a miss. `UnreportedLoadError`
-    alone passes.
+    do that: an error is logged with its trace, counted, and is a miss. What the hook left half
+    done is given up (see `doubt` of either side). `UnreportedLoadError` alone passes.
     """
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
@@ -180,12 +288,17 @@ def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Calla
 
 
 def report_error(connector: Any, hook: str, error: Exception) -> None:
-    """Log the first error of a hook, and count all (`connector.count_error`)."""
+    """Log the first error of a hook, and put in order what it left (`connector.in_doubt`)."""
     seen: set[str] = connector.reported_errors
     if hook not in seen:
         seen.add(hook)
         logger.error("%s failed; further failures are only counted", hook, exc_info=error)
-    connector.count_error()
+    connector.in_doubt()
+
+
+def _splits_kv_on_cpu() -> bool:
+    """Whether vLLM's CPU attention divides the KV of a request among its threads."""
+    return bool(getattr(vllm.envs, "VLLM_CPU_ATTN_SPLIT_KV", False))
 
 
 def _kinds(spec: Any) -> set[str]:

@@ -2,6 +2,7 @@
 """`KVHavenConnector`: vLLM's v1 connector interface, mapped to the two sides of KVHaven."""
 
 import logging
+import sys
 import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from kvhaven.integrations.vllm.compat import (
     never_raises,
     report_error,
     require_supported_engine,
+    require_supported_model,
     require_supported_vllm,
 )
 from kvhaven.integrations.vllm.hits import hit_sources
@@ -70,6 +72,7 @@ class KVHavenConnector(KVConnectorBase_V1):
         self._member = f"{role.name.lower()}-{uuid.uuid4().hex}"
         self.reported_errors: set[str] = set()
         self._errors = 0
+        self._handled_before: BaseException | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -80,16 +83,30 @@ class KVHavenConnector(KVConnectorBase_V1):
         """A cache delivers nothing: a dropped save is a later miss."""
         return False
 
-    def count_error(self) -> None:
-        """Count an error that was kept from the engine."""
+    def in_doubt(self) -> None:
+        """Count an error that was kept from the engine, and leave nothing half done after it."""
         self._errors += 1
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.doubt()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """Require none; but refuse models that are not served, before vLLM divides their KV."""
+        require_supported_model(vllm_config)
+        layout: str | None = super().get_required_kvcache_layout(vllm_config)
+        return layout
 
     # --- worker, start-up -------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Read the layout, test the device, attach to the service. May refuse, with advice."""
+        """Read the layout, test the device, attach to the service. May refuse, with advice.
+
+        vLLM may call it again with other tensors (on Gaudi when it wakes up): the connection
+        stays, and copies go to the new ones.
+        """
         self._worker = start_worker(
-            self._vllm_config, self._kv_cache_config, kv_caches, self._member
+            self._vllm_config, self._kv_cache_config, kv_caches, self._member, self._worker
         )
 
     # --- worker, each step ------------------------------------------------------------------
@@ -104,6 +121,7 @@ class KVHavenConnector(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan; called before the forward."""
         super().bind_connector_metadata(connector_metadata)
+        self._handled_before = sys.exception()
         if self._worker is not None and isinstance(connector_metadata, StepPlan):
             self._worker.begin(connector_metadata)
 
@@ -127,8 +145,15 @@ class KVHavenConnector(KVConnectorBase_V1):
 
     @never_raises(lambda: None)
     def wait_for_save(self) -> None:
-        """Save the chunks that this step completed."""
-        if self._worker is not None:
+        """Save the chunks that this step completed.
+
+        vLLM's V1 runner calls it in a `finally`, so also when the forward raised.
+        """
+        if self._worker is None:
+            return
+        if sys.exception() is not self._handled_before:
+            self._worker.forward_failed()
+        else:
             self._worker.save()
 
     @never_raises(lambda: (None, None))
@@ -179,7 +204,7 @@ class KVHavenConnector(KVConnectorBase_V1):
         except Exception as error:  # noqa: BLE001 - see above
             report_error(self, "update_state_after_alloc", error)
             if num_external_tokens:
-                self._scheduler.never_loaded(request, block_ids)
+                self._scheduler.never_loaded(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlan:
         """Return the step's plan: when it cannot be made, promised loads and all fences."""

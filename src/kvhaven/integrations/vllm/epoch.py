@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvhaven.integrations.vllm.adapters import CacheName
 from kvhaven.keys import epoch_root
 from kvhaven.types import NamespaceDigest
 
@@ -14,13 +15,19 @@ class Epoch:
 
     After a reset nothing cached before is found by this engine any more. When the engine
     could not drop its own KV (requests are running), it goes on handing out old blocks; what
-    is computed from them is of the old epoch too and must not be saved in the new one.
+    is computed from them is of the old epoch too and must not be saved in the new one. The same
+    holds for one adapter whose content has changed: of requests and blocks it is known which
+    adapter they are of, and what is not known counts as any.
     """
 
     def __init__(self) -> None:
+        self.known = True
+        """Whether it is known which KV is older: not after a reset that failed midway."""
         self._salt = b""
         self._old_blocks: set[int] = set()
         self._old_requests: set[str] = set()
+        self._adapter_of_request: dict[str, CacheName] = {}
+        self._adapter_of_block: dict[int, CacheName | None] = {}
 
     def root(self, namespace: bytes) -> bytes:
         """Return what the key chains of this epoch start from."""
@@ -29,17 +36,54 @@ class Epoch:
 
     def reset(self, running: Iterable[str], pool: Any) -> None:
         """Begin anew. `running` requests go on with old KV; `pool` is the engine's, or None."""
+        self.known = False
         self._salt = os.urandom(16)
-        self._old_requests.update(running)
+        self.distrust(running, pool)
+        self.known = True
+
+    def distrust(
+        self, running: Iterable[str], pool: Any, adapter: CacheName | None = None
+    ) -> set[str]:
+        """Save nothing that the engine holds now: what it was computed from is not known.
+
+        Of one adapter, or of all and of none. Returns the requests that are concerned. `running`
+        and `pool` as in `reset`. What is in the cache stays valid.
+        """
+
+        def concerned(own: CacheName | None) -> bool:
+            return adapter is None or own is None or own == adapter
+
+        requests, blocks = self._adapter_of_request, self._adapter_of_block
+        old = {name for name in {*running, *requests} if concerned(requests.get(name))}
+        self._old_requests |= old
         if pool is not None:
-            self._old_blocks = {
+            self._old_blocks.update(
                 block.block_id
                 for block in pool.blocks
-                if block.ref_cnt > 0 or block.block_hash is not None
-            }
+                if (block.ref_cnt > 0 or block.block_hash is not None)
+                and concerned(blocks.get(block.block_id))
+            )
+        return old
+
+    def began(self, request_id: str, adapter: CacheName) -> None:
+        """Note a request, and the adapter that it computes with."""
+        self._adapter_of_request[request_id] = adapter
+
+    def placed(self, request_id: str, blocks: Sequence[int]) -> None:
+        """Note the blocks that a request's KV is in, or will be.
+
+        Those that it shares are of its adapter too: the engine's prefix cache knows them by it.
+        """
+        adapter = self._adapter_of_request.get(request_id)
+        self._adapter_of_block.update(dict.fromkeys(blocks, adapter))
+
+    def doubt(self) -> None:
+        """Forget which adapters blocks are of: the engine may have given some to others."""
+        self._adapter_of_block.clear()
 
     def admitted(self, request_id: str, blocks: Sequence[int], computed_blocks: int) -> bool:
         """Note a request's blocks, `computed_blocks` of them with KV; False: its KV is old."""
+        self.placed(request_id, blocks)
         if not (self._old_blocks or self._old_requests):
             return True
         self._old_requests.discard(request_id)
@@ -50,6 +94,7 @@ class Epoch:
 
     def extended(self, request_id: str, blocks: Sequence[int]) -> None:
         """Note blocks that a request is about to write."""
+        self.placed(request_id, blocks)
         if request_id in self._old_requests:
             self._old_blocks.update(blocks)
         elif self._old_blocks:
@@ -57,4 +102,5 @@ class Epoch:
 
     def finished(self, request_id: str) -> None:
         """Forget a request."""
+        self._adapter_of_request.pop(request_id, None)
         self._old_requests.discard(request_id)

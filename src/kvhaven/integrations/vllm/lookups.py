@@ -45,7 +45,7 @@ class Lookups:
 
     def lease(self, tracker: Tracker) -> Lease | Outcome:
         """Return the lease on what follows the computed tokens; ask for one if there is none."""
-        keys, first = tracker.chain.keys, tracker.computed // tracker.chain.chunk_size
+        keys, first = tracker.chain.keys, tracker.computed // tracker.chunk_size
         if self.worth(tracker, len(keys)) <= 0:
             return Outcome.MISS
         if self._another_loads(tracker, keys[first]):
@@ -69,7 +69,7 @@ class Lookups:
         A synchronous load leaves the last token to be computed: the engine needs its logits.
         """
         tokens = int(tracker.request.num_tokens)
-        end = min(chunks * tracker.chain.chunk_size, tokens)
+        end = min(chunks * tracker.chunk_size, tokens)
         if end == tokens and not self._asynchronous:
             end -= 1
         return end - tracker.computed

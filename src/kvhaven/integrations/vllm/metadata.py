@@ -8,6 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvhaven.devices.base import SKIP
+from kvhaven.integrations.vllm.adapters import AdapterUse
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 
 
@@ -18,8 +20,8 @@ class LoadJob:
     `blocks[group][i]` are the block ids of chunk `i`; `devices.SKIP` marks blocks that are
     not to be written. `places[i]` is the `(segment, offset)` of chunk `i`'s extent in the
     arena of `service`, `shard_offsets[rank]` where the first shard of a rank starts in it; the
-    rank's others follow. A job without places could not be planned: its blocks are reported as
-    failed, so that nobody uses them.
+    rank's others follow. The KV is of `adapter`, if of any. A job without places could not be
+    planned: its blocks are reported as failed, so that the engine does not use them.
     """
 
     request_id: str
@@ -29,6 +31,12 @@ class LoadJob:
     shard_offsets: tuple[int, ...]
     blocks: tuple[tuple[tuple[int, ...], ...], ...]
     asynchronous: bool
+    adapter: AdapterUse | None = None
+
+    @property
+    def written(self) -> set[int]:
+        """The blocks of group 0 that the load writes."""
+        return {block for chunk in self.blocks[0] for block in chunk if block != SKIP}
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,8 @@ class SaveJob:
     """Consecutive complete chunks to copy from a request's blocks into the arena.
 
     `id` is used once by an engine: all shards of a chunk come from one job. `parent` is the key
-    before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`. They are `tenant`'s.
+    before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`. They are `tenant`'s, and
+    were computed with `adapter`, if with any.
     """
 
     id: int
@@ -44,6 +53,7 @@ class SaveJob:
     keys: tuple[ChunkKey, ...]
     blocks: tuple[tuple[tuple[int, ...], ...], ...]
     tenant: TenantId = NO_TENANT
+    adapter: AdapterUse | None = None
 
 
 @dataclass
@@ -53,7 +63,9 @@ class StepPlan(KVConnectorMetadata):
     `fence` lists save jobs whose source blocks were given to somebody else: nothing may
     write to these blocks before the copies ended. `services` are those in whose arenas a
     present or later load may lie; arenas of others can be unmapped. `failed_loads` is how many
-    failed loads of each rank the scheduler knows of (see `StepReport`).
+    failed loads of each rank the scheduler knows of (see `StepReport`), `weights` how many
+    changes of each rank's weights. `first_steps` are loads that ended in earlier steps, of
+    requests that compute for the first time since: their adapter must still be the loaded one.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -61,6 +73,8 @@ class StepPlan(KVConnectorMetadata):
     fence: list[int] = field(default_factory=list)
     services: frozenset[str] = frozenset()
     failed_loads: dict[int, int] = field(default_factory=dict)
+    weights: dict[int, int] = field(default_factory=dict)
+    first_steps: list[LoadJob] = field(default_factory=list)
     requests: list[object] = field(default_factory=list)
     """vllm-gaudi's runner reads this; an empty list is what it needs."""
 

@@ -57,7 +57,7 @@ class Saves:
     def due(self, tracker: Tracker, end: int) -> bool:
         """Whether `plan` could have anything to save; quick, since every step asks for all."""
         request = tracker.request
-        wanted = (tracker.planned_chunks + 1) * tracker.chain.chunk_size
+        wanted = (tracker.planned_chunks + 1) * tracker.chunk_size
         if end < wanted and not request.resumable:
             return False
         return self._decode_too or request.num_prompt_tokens >= wanted or request.resumable
@@ -72,7 +72,7 @@ class Saves:
         # Tokens beyond `num_tokens` are speculative or not sampled yet.
         known = request.num_tokens if self._decode_too else request.num_prompt_tokens
         end = min(end, known, request.num_tokens)
-        complete = end // tracker.chain.chunk_size
+        complete = end // tracker.chunk_size
         if complete <= tracker.planned_chunks:
             return []
         tracker.extend_keys(end)
@@ -82,7 +82,9 @@ class Saves:
             chunks = [tracker.chunk_blocks(at, self._block_sizes) for at in range(first, last)]
             parent = tracker.chain.keys[first - 1] if first else None
             blocks = tuple(zip(*chunks, strict=True))
-            job = SaveJob(next(self._ids), parent, keys, blocks, tracker.chain.tenant)
+            job = SaveJob(
+                next(self._ids), parent, keys, blocks, tracker.chain.tenant, tracker.adapter
+            )
             jobs.append(job)
             self._jobs[job.id] = job, self._clock()
             self._saving.update(dict.fromkeys(keys, job.id))

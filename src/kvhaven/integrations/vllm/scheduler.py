@@ -2,22 +2,34 @@
 """The connector's scheduler side: asks, plans, and never waits for long."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
 from kvhaven.config import Settings
 from kvhaven.devices.base import SKIP
 from kvhaven.errors import KVHavenError
+from kvhaven.integrations.vllm.adapters import Adapters, CacheName, cache_name
 from kvhaven.integrations.vllm.epoch import Epoch
 from kvhaven.integrations.vllm.events import StoredEvents
+from kvhaven.integrations.vllm.extras import ExtrasSource
 from kvhaven.integrations.vllm.lookups import Lookups
 from kvhaven.integrations.vllm.metadata import LoadJob, SaveJob, StepPlan, StepReport
 from kvhaven.integrations.vllm.saves import Saves
 from kvhaven.integrations.vllm.stats import SchedulerStats
-from kvhaven.integrations.vllm.tracker import NOTHING, Offer, Tracker, extras_of, permissions_of
-from kvhaven.keys import KeyChain
+from kvhaven.integrations.vllm.tracker import (
+    EVERYTHING,
+    Offer,
+    Permissions,
+    Tracker,
+    Turn,
+    permissions_of,
+    printable,
+)
+from kvhaven.protocol import ModelState
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -33,8 +45,9 @@ class SchedulerSide:
     `block_sizes` are the tokens per block of each KV group, `world` the number of ranks. Loads
     are asynchronous (between steps) or synchronous (before the forward) as `asynchronous`
     says. `shared` says that the engine has a prefix cache of its own, `events` that KV events
-    are wanted, `hears_workers` that the ranks' reports come here. Everything here runs in the
-    engine's loop.
+    are wanted, `hears_workers` that the ranks' reports come here, `role` what the engine's role
+    permits. Everything here runs in the engine's loop. A method that raised leaves things in
+    doubt: `doubt` must follow.
     """
 
     def __init__(
@@ -47,23 +60,29 @@ class SchedulerSide:
         asynchronous: bool,
         shared: bool,
         events: bool,
-        lora_fingerprint: Callable[[str], str],
+        role: Permissions = EVERYTHING,
         hears_workers: bool = True,
     ) -> None:
         self._settings = settings
         self._client = client
         self._block_sizes = tuple(block_sizes)
         self._asynchronous = asynchronous
-        self._lora_fingerprint = lora_fingerprint
+        self._role = role
         self._events = StoredEvents(settings.chunk_size) if events else None
         self._lookups = Lookups(settings, client, asynchronous=asynchronous, shared=shared)
         self._saves = Saves(settings, block_sizes, world, self._events, hears_workers=hears_workers)
         self._epoch = Epoch()
+        adapters = Adapters(world, lambda: client.models, self._distrust)
+        self._extras = ExtrasSource(adapters)
         self._trackers: dict[str, Tracker] = {}
         self._loads: list[LoadJob] = []
+        self._first_steps: list[LoadJob] = []
         self._failed_loads: dict[int, int] = {}
+        self._weights: dict[int, int] = {}
+        self._models: Mapping[int, ModelState] = {}
         self._left_alone: set[str] = set()
         self._complaints: set[str] = set()
+        self._in_doubt = False
         self.block_pool: Any = None
         """The engine's block pool, once it is bound."""
         self.stats = SchedulerStats()
@@ -83,16 +102,18 @@ class SchedulerSide:
 
         Only chunks that are resident, verified and leased count.
         """
+        self._follow_weights()
         tracker = self._trackers.get(request.request_id) or self._track(request)
         if tracker is None:
             return 0, False
         tracker.computed = computed
         with self._keying(tracker):
-            tracker.follow_session(self._lora_fingerprint)
-            tracker.extend_keys(request.num_tokens)
+            self._follow(tracker)
+            if tracker.permissions.load:
+                tracker.extend_keys(request.num_tokens)
         if not tracker.permissions.load:
             self._lookups.drop(tracker)
-            return 0, False
+            return (None if self._waits_for_media(tracker) else 0), False
         lease = self._lookups.lease(tracker)
         if lease is Outcome.PENDING:
             return None, False
@@ -106,7 +127,7 @@ class SchedulerSide:
             self._lookups.drop(tracker)
             return 0, False
         tracker.offer = Offer(
-            lease, tracker.ticket_chunk, computed, computed + tokens, tracker.chain.chunk_size
+            lease, tracker.ticket_chunk, computed, computed + tokens, tracker.chunk_size
         )
         return tokens, self._asynchronous
 
@@ -117,6 +138,7 @@ class SchedulerSide:
         the way out then.
         """
         tracker = self._trackers.get(request.request_id)
+        self._epoch.placed(request.request_id, blocks[0])
         if tokens == 0:
             # Another connector may write into these blocks at once.
             own = tracker.computed if tracker is not None else 0
@@ -134,22 +156,38 @@ class SchedulerSide:
         tracker.replace_blocks(blocks)
         self._saves.note_new(blocks, offer.start)
         self._epoch.extended(request.request_id, blocks[0][offer.start // self._block_sizes[0] :])
-        self._loads.append(self._plan_load(tracker, offer, offer.start + tokens))
-        self._lookups.take(tracker, offer)
+        job = self._plan_load(tracker, offer, offer.start + tokens)
         tracker.ask_after = 0.0
+        # Last, and together: from here on the ranks end the lease.
+        self._lookups.take(tracker, offer)
+        self._loads.append(job)
+        if self._asynchronous and job.adapter is not None:
+            tracker.unproven = job
 
-    def never_loaded(self, request: "Request", blocks: Sequence[Sequence[int]]) -> None:
-        """The engine counts on a load that could not be planned: have it told that it failed."""
+    def never_loaded(
+        self, request: "Request", blocks: Sequence[Sequence[int]], tokens: int
+    ) -> None:
+        """Have the engine told that a load of `tokens` tokens, which it counts on, failed.
+
+        Only the blocks of these tokens are named: those before them may be shared with other
+        requests, which would fail too.
+        """
         tracker = self._trackers.get(request.request_id)
+        computed = request.num_computed_tokens
         if tracker is not None:
+            computed = tracker.computed
             self._lookups.drop(tracker)
         self._saves.note_new(blocks)
-        groups = tuple((tuple(ids),) for ids in blocks)
+        groups = tuple(
+            (tuple(ids[computed // size : -(-(computed + tokens) // size)]),)
+            for ids, size in zip(blocks, self._block_sizes, strict=True)
+        )
         self._loads.append(LoadJob(request.request_id, 0, "", (), (), groups, self._asynchronous))
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
         """Return what the workers do in the step that was just scheduled."""
         self._lookups.new_step()
+        self._follow_weights()
         saves: list[SaveJob] = []
         for new in output.scheduled_new_reqs:
             self._admitted(new.req_id, new.block_ids, new.num_computed_tokens)
@@ -163,16 +201,25 @@ class SchedulerSide:
                 else:
                     self._extended(request_id, blocks)
             saves += self._plan_saves(request_id, computed, output)
+        if self._in_doubt:
+            return self.plan_in_doubt()
         return self._plan(saves, self._saves.take_fence(saves))
 
     def plan_in_doubt(self) -> StepPlan:
-        """Return a plan when `plan_step` failed: loads as promised, no saves, all fenced.
-
-        Requests whose blocks may not be known rightly any more are not saved.
-        """
-        for tracker in self._trackers.values():
-            tracker.permissions = NOTHING
+        """Return a plan after an error: loads as promised, no saves, all running ones fenced."""
+        self.doubt()
+        self._in_doubt = False
         return self._plan([], self._saves.fence_all())
+
+    def doubt(self) -> None:
+        """Leave nothing half done after one of these methods raised.
+
+        Requests whose blocks or keys may not be known rightly any more are neither loaded nor
+        saved, and the next step waits for all running saves.
+        """
+        self._in_doubt = True
+        self._epoch.doubt()
+        self._leave_alone(self._trackers)
 
     def reported(self, report: StepReport, finished_loads: Iterable[str]) -> None:
         """Take the ranks' report of a step."""
@@ -189,18 +236,17 @@ class SchedulerSide:
             # offered loads again: vLLM keeps a request whose load failed ahead of those whose
             # loads have ended, and a new load of it could wait for their blocks for good.
             self._failed_loads |= news
-            self._left_alone.update(self._trackers)
-            for tracker in self._trackers.values():
-                tracker.permissions = NOTHING
+            self._leave_alone(self._trackers)
 
     def finished(self, request: "Request") -> None:
         """The request is over (or was aborted); its blocks are fenced, not kept."""
         tracker = self._trackers.pop(request.request_id, None)
+        if tracker is not None:
+            tracker.forbid()
+            self._lookups.drop(tracker)
         self._lookups.load_ended(request.request_id)
         self._epoch.finished(request.request_id)
         self._left_alone.discard(request.request_id)
-        if tracker is not None:
-            self._lookups.drop(tracker)
 
     def reset(self) -> None:
         """Start a new epoch: nothing cached before is found by this engine any more.
@@ -209,10 +255,11 @@ class SchedulerSide:
         Nobody else's data is touched.
         """
         trackers, self._trackers = self._trackers, {}
-        self._epoch.reset(trackers, self.block_pool)
         for request_id, tracker in trackers.items():
+            tracker.forbid()
             self._lookups.drop(tracker)
             self._lookups.load_ended(request_id)
+        self._epoch.reset(trackers, self.block_pool)
 
     def loaded_offer(self, request: "Request") -> Offer | None:
         """Return what was loaded for a request last."""
@@ -225,39 +272,100 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Release every lease and disconnect."""
+        self._extras.close()
         self._client.close()
 
     # --- helpers ----------------------------------------------------------------------------
 
     def _track(self, request: "Request") -> Tracker | None:
-        """Begin to follow a request; None while there is no service."""
+        """Begin to follow a request; None while there is no service.
+
+        Its permissions are given when its extras are known (`_follow`), and not before: whatever
+        is raised on the way, nothing is permitted.
+        """
+        self._epoch.began(request.request_id, cache_name(request.lora_request))
+        self._follow_weights()
         namespace = self._client.namespace
-        if not namespace:
+        if not namespace or not self._epoch.known:
+            self._extras.seen(request)
             return None
-        permissions = permissions_of(request, self._settings)
-        if request.request_id in self._left_alone:
-            permissions = NOTHING
-        root, size = self._epoch.root(namespace), self._settings.chunk_size
-        tracker = Tracker(request, permissions, KeyChain(root, size))
+        tracker = Tracker(request, self._epoch.root(namespace), self._settings.chunk_size)
         self._trackers[request.request_id] = tracker
-        if permissions.load or permissions.save:
-            with self._keying(tracker):
-                extras = extras_of(request, self._lora_fingerprint)
-                tracker.chain = KeyChain(root, size, extras)
+        with self._keying(tracker):
+            self._follow(tracker)
         return tracker
+
+    def _follow(self, tracker: Tracker) -> None:
+        """Key a request when its extras are known, and anew when its session got more input.
+
+        Raises `KeyInputError`, and whatever else is wrong with a request.
+        """
+        request = tracker.request
+        turn = _turn_of(request)
+        if tracker.turn != turn and (tracker.turn is None or getattr(request, "resumable", False)):
+            tracker.forbid()
+            tracker.turn = turn
+            if request.request_id in self._left_alone:
+                return
+            wanted = permissions_of(request, self._settings, self._role)
+            if wanted.load or wanted.save:
+                tracker.pending, tracker.wanted = self._extras.begin(request), wanted
+        if tracker.pending is not None:
+            known = tracker.pending.poll()
+            if known is not None:
+                tracker.key(known)
+
+    def _waits_for_media(self, tracker: Tracker) -> bool:
+        """Whether to ask again, as a request's media are being hashed; not for long."""
+        if tracker.pending is None or not (tracker.wanted.load and tracker.pending.hashing):
+            return False
+        now = time.monotonic()
+        if tracker.pending_since is None:
+            tracker.pending_since = now
+        return now - tracker.pending_since < self._settings.lookup_deadline_ms / 1000
 
     @contextmanager
     def _keying(self, tracker: Tracker) -> Iterator[None]:
-        """Let a request go uncached whose tokens or extras cannot be keyed; say why, once."""
+        """Let a request go uncached when anything is wrong with its keys; say why, once a kind."""
         try:
             yield
-        except KVHavenError as error:
-            tracker.permissions = NOTHING
+        except Exception as error:  # noqa: BLE001 - what cannot be keyed is not cached, whatever it is
+            tracker.forbid()
             reason = type(error).__name__
             if reason not in self._complaints:
                 self._complaints.add(reason)
-                name = tracker.request.request_id
+                name = printable(tracker.request.request_id)
                 logger.warning("request %s is not cached: %s (more are not logged)", name, error)
+
+    def _follow_weights(self) -> None:
+        """Start a new epoch when a rank's weights were changed: its cached KV is of others."""
+        models = self._client.models
+        if models is self._models:
+            return
+        self._models = models
+        weights = {rank: model.weights for rank, model in models.items() if model.weights}
+        if weights != self._weights:
+            logger.warning(
+                "the model's weights were changed while it runs: what was cached before is not "
+                "found by this engine any more"
+            )
+            self.reset()
+            self._weights = weights
+            # What was promised and not handed out yet is of the old weights: it has to fail.
+            self._loads = [replace(job, places=()) for job in self._loads]
+
+    def _distrust(self, adapter: CacheName) -> None:
+        """Save nothing that the engine holds of an adapter: its content has changed."""
+        self._leave_alone(self._epoch.distrust(self._trackers, self.block_pool, adapter))
+
+    def _leave_alone(self, requests: Iterable[str]) -> None:
+        """Neither load nor save for requests as long as they live."""
+        for request_id in requests:
+            self._left_alone.add(request_id)
+            tracker = self._trackers.get(request_id)
+            if tracker is not None:
+                tracker.forbid()
+                self._lookups.drop(tracker)
 
     def _admitted(self, request_id: str, blocks: Sequence[Sequence[int]], computed: int) -> None:
         """A request starts or resumes, with `computed` tokens of its KV in its blocks."""
@@ -268,7 +376,10 @@ class SchedulerSide:
         if tracker is not None:
             tracker.replace_blocks(blocks)
             if not current:
-                tracker.permissions = NOTHING
+                tracker.forbid()
+            if tracker.unproven is not None:
+                self._first_steps.append(tracker.unproven)
+                tracker.unproven = None
 
     def _extended(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:
         """A running request got further blocks."""
@@ -282,28 +393,31 @@ class SchedulerSide:
         self, request_id: str, computed: int, output: "SchedulerOutput"
     ) -> list[SaveJob]:
         tracker = self._trackers.get(request_id)
-        if tracker is None or not tracker.permissions.save:
+        if tracker is None or not (tracker.permissions.save or tracker.wanted.save):
             return []
         scheduled = output.num_scheduled_tokens.get(request_id, 0)
         if not self._saves.due(tracker, computed + scheduled):
             return []
         with self._keying(tracker):
-            tracker.follow_session(self._lora_fingerprint)
-            return self._saves.plan(tracker, computed + scheduled)
+            self._follow(tracker)
+            if tracker.permissions.save:
+                return self._saves.plan(tracker, computed + scheduled)
         return []
 
     def _plan(self, saves: list[SaveJob], fence: list[int]) -> StepPlan:
         loads, self._loads = self._loads, []
+        first_steps, self._first_steps = self._first_steps, []
         # The leases of these loads are the ranks' now; their service is still in use.
         services = self._client.services_in_use | {job.service for job in loads}
-        return StepPlan(loads, saves, fence, services, dict(self._failed_loads))
+        failed, weights = dict(self._failed_loads), dict(self._weights)
+        return StepPlan(loads, saves, fence, services, failed, weights, first_steps)
 
     def _plan_load(self, tracker: Tracker, offer: Offer, end: int) -> LoadJob:
         """Plan the copy of tokens `offer.start` to `end` into the request's blocks.
 
         Blocks before the start are the engine's own, possibly shared: never written.
         """
-        size = tracker.chain.chunk_size
+        size = tracker.chunk_size
         first, last = offer.start // size, -(-end // size)
         groups = []
         for group, block_size in enumerate(self._block_sizes):
@@ -328,4 +442,12 @@ class SchedulerSide:
             shard_offsets=offer.lease.offsets,
             blocks=tuple(groups),
             asynchronous=self._asynchronous,
+            adapter=tracker.adapter,
         )
+
+
+def _turn_of(request: "Request") -> Turn:
+    """Return what changes when a session gets more input. Its clients may choose the times."""
+    features = getattr(request, "mm_features", None) or ()
+    parameters = id(request.sampling_params)
+    return request.arrival_time, request.num_prompt_tokens, len(features), parameters

@@ -2,32 +2,52 @@
 """Starting the connector's two sides: settings, identity, layout, service."""
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvhaven.client.arena import HostMemory
 from kvhaven.client.embedded import EmbeddedService, embedded_address
-from kvhaven.client.rank import MappedArena, RankClient
+from kvhaven.client.rank import RankClient
 from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.config import Resolved, Settings, load_settings
 from kvhaven.devices.base import Device
 from kvhaven.devices.cpu import usable_cores
 from kvhaven.devices.detect import open_device
 from kvhaven.devices.selftest import self_test
-from kvhaven.errors import LayoutError, ServiceUnavailableError
+from kvhaven.errors import IncompleteEngineError, LayoutError, ServiceUnavailableError
 from kvhaven.integrations.vllm.compat import (
     attention_backend,
     kv_form,
+    own_layers,
     require_chunk_size,
+    require_reuse,
+    require_stable_kernels,
     shard_id,
 )
-from kvhaven.integrations.vllm.identity import lora_fingerprint, namespace_fields
+from kvhaven.integrations.vllm.identification import (
+    Attach,
+    attach_when_known,
+    digest_memory,
+    look_at_files,
+)
+from kvhaven.integrations.vllm.loaded_model import watch_model
+from kvhaven.integrations.vllm.model_files import (
+    EngineFiles,
+    Source,
+    loading_began_ns,
+    model_sources,
+)
+from kvhaven.integrations.vllm.namespace import Description, KvFormat, describe_engine
 from kvhaven.integrations.vllm.platforms import platform_of
 from kvhaven.integrations.vllm.scheduler import SchedulerSide
+from kvhaven.integrations.vllm.tracker import Permissions
 from kvhaven.integrations.vllm.worker import WorkerSide
 from kvhaven.keys import namespace_digest
 from kvhaven.layouts import (
+    Layout,
     PagedLayout,
     PortableLayout,
     describe_kv_caches,
@@ -56,33 +76,42 @@ def start_worker(
     kv_cache: "KVCacheConfig",
     tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     member: str,
+    before: WorkerSide | None = None,
 ) -> WorkerSide:
     """Read the layout, prove the device copies right, attach to the service as a rank.
 
-    Raises `KVHavenError` for what is refused. A service that does not answer is no reason to
-    refuse: the engine serves without a cache until it does.
+    With `before`, which is this rank's side over other tensors, it goes on with these. Raises
+    `KVHavenError` for what is refused. Neither a service that does not answer is a reason to
+    refuse, nor storage in trouble, nor other ranks that are missing or loaded unlike files: the
+    engine serves without a cache then.
     """
     settings = resolve_settings(config).settings
+    own = own_layers(config, tensors)
+    tensors = {layer: tensor for layer, tensor in tensors.items() if layer in own}
+    require_stable_kernels(config, own)
     rank = config.parallel_config.rank
     first = next(iter(tensors.values()))
-    device = open_device(
-        settings.device,
-        settings.copy_threads or _copy_threads(),
-        torch_type=(first if isinstance(first, torch.Tensor) else first[0]).device.type,
+    device = (
+        before.device
+        if before is not None
+        else open_device(
+            settings.device,
+            settings.copy_threads or _copy_threads(),
+            torch_type=(first if isinstance(first, torch.Tensor) else first[0]).device.type,
+        )
     )
     layout = _layout(config, kv_cache, tensors, device, settings.format)
     require_chunk_size(settings.chunk_size, layout.block_size)
     blocks_per_chunk = settings.chunk_size // layout.block_size
     if settings.self_test:
         self_test(device, layout, memoryview(bytearray(layout.payload_bytes(2))))
-    fields = namespace_fields(
-        config,
-        chunk_size=settings.chunk_size,
-        kv_format="portable" if isinstance(layout, PortableLayout) else "paged",
-        layout_fingerprint=layout.fingerprint if isinstance(layout, PagedLayout) else "",
-        geometry=_geometry(config, layout),
-        model_fingerprint=settings.model_fingerprint or "",
-    )
+    if before is not None:
+        _require_same_layout(before.layout, layout)
+        before.move(layout)
+        return before
+    description = describe_engine(config, _kv_format(settings))
+    fields = description.fields | _layout_fields(config, layout)
+    fields["chunk_size"] = str(settings.chunk_size)
     address, ensure = _service(settings, config)
     client = RankClient(
         address,
@@ -92,22 +121,22 @@ def start_worker(
             member=member,
             rank=rank,
             world=config.parallel_config.world_size,
-            namespace=namespace_digest(fields),
-            fields=fields,
+            namespace=namespace_digest({}),  # until the content of the files is known
+            fields={},
             shards=_shards(config, layout, rank, blocks_per_chunk),
             shared=isinstance(layout, PortableLayout),
         ),
-        on_arena=lambda arena: _register(device, arena),
-        off_arena=lambda arena: _unregister(device, arena),
+        memory=HostMemory(device.register_host, device.unregister_host),
         ensure_service=ensure,
     )
-    try:
-        client.start(_START_S if settings.service_address is None else _ATTACH_S)
-    except ServiceUnavailableError as error:
-        logger.warning("serving without a cache for now: %s", error)
-    return WorkerSide(
-        settings, client, device, layout, rank, heard=platform_of(config).hears_workers
-    )
+
+    def attach(content: Mapping[str, str], wait_s: float) -> None:
+        client.identify({**fields, **content})
+        client.start(wait_s)
+
+    _attach(settings, config, description, client.closing, attach)
+    heard = platform_of(config).hears_workers
+    return WorkerSide(settings, client, device, layout, rank, model=watch_model(), heard=heard)
 
 
 def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str) -> SchedulerSide:
@@ -120,6 +149,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
     for block_size in block_sizes:
         require_chunk_size(settings.chunk_size, block_size)
     world = config.parallel_config.world_size
+    description = describe_engine(config, _kv_format(settings))
     address, ensure = _service(settings, config)
     client = SchedulerClient(
         address,
@@ -128,10 +158,11 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         promote_deadline_s=settings.promote_deadline_ms / 1000,
         ensure_service=ensure,
     )
-    try:
-        client.start(_START_S if settings.service_address is None else _ATTACH_S)
-    except ServiceUnavailableError as error:
-        logger.warning("serving without a cache for now: %s", error)
+
+    def attach(_: Mapping[str, str], wait_s: float) -> None:  # the ranks say what is known
+        client.start(wait_s)
+
+    _attach(settings, config, description, client.closing, attach)
     return SchedulerSide(
         settings,
         client,
@@ -140,8 +171,8 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         asynchronous=_loads_asynchronously(settings, config),
         shared=bool(config.cache_config.enable_prefix_caching),
         events=settings.kv_events and _publishes_events(config),
+        role=_role(config),
         hears_workers=platform_of(config).hears_workers,
-        lora_fingerprint=lora_fingerprint,
     )
 
 
@@ -152,6 +183,10 @@ def resolve_settings(config: "VllmConfig") -> Resolved:
     resolved = load_settings(extra=extra)
     logging.getLogger("kvhaven").setLevel(resolved.settings.log_level)
     return resolved
+
+
+def _kv_format(settings: Settings) -> KvFormat:
+    return "portable" if settings.format == "portable" else "paged"
 
 
 def _layout(
@@ -168,6 +203,8 @@ def _layout(
             nested = getattr(group.kv_cache_spec, "kv_cache_specs", None)
             specs[layer] = nested[layer] if nested is not None else group.kv_cache_spec
     backend = attention_backend(config, specs)
+    if backend is not None:
+        require_reuse(backend)
     paged = describe_kv_caches(
         tensors,
         layer_specs={name: (spec.page_size_bytes, spec.block_size) for name, spec in specs.items()},
@@ -196,10 +233,38 @@ def _layout(
     return PortableLayout(paged, geometry)
 
 
-def _geometry(config: "VllmConfig", layout: PagedLayout | PortableLayout) -> dict[str, str]:
-    """Return what engines must have in common to read each other's portable shards."""
+def _attach(
+    settings: Settings,
+    config: "VllmConfig",
+    description: Description,
+    closing: threading.Event,
+    attach: Attach,
+) -> None:
+    """Attach one side, as soon as it is known what the model's files contain."""
+    wait_s = _START_S if settings.service_address is None else _ATTACH_S
+    try:
+        if settings.model_fingerprint:
+            attach({"weights": settings.model_fingerprint}, wait_s)
+            return
+        named = [Source(f"files.{name}", place) for name, place in description.files.items()]
+
+        def look() -> EngineFiles:
+            memory = digest_memory(settings.runtime_path)
+            return EngineFiles(model_sources(config) + named, memory, loading_began_ns(config))
+
+        files = look_at_files(look, closing)
+        if files is not None:
+            attach_when_known(files, closing, attach, wait_s)
+    except IncompleteEngineError as error:
+        logger.error("serving without a cache: %s", error)  # noqa: TRY400 - it is no mistake of ours
+    except ServiceUnavailableError as error:
+        logger.warning("serving without a cache for now: %s", error)
+
+
+def _layout_fields(config: "VllmConfig", layout: PagedLayout | PortableLayout) -> dict[str, str]:
+    """Return what engines must have in common to read each other's shards."""
     if isinstance(layout, PagedLayout):
-        return {}
+        return {"layout": layout.fingerprint}
     model = config.model_config
     return layout.geometry_fields(
         layers=model.get_total_num_hidden_layers(),
@@ -242,6 +307,23 @@ def _publishes_events(config: "VllmConfig") -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
+def _require_same_layout(before: Layout, now: Layout) -> None:
+    """Refuse KV tensors of another layout than those that were registered first."""
+    if (before.description, before.num_blocks) != (now.description, now.num_blocks):
+        raise LayoutError(
+            "KV caches: registered again with another layout "
+            f"(got {now.num_blocks} blocks, {now.description}); expected {before.num_blocks} "
+            f"blocks, {before.description}. Start the engine anew."
+        )
+
+
+def _role(config: "VllmConfig") -> Permissions:
+    """Return what the engine's `kv_role` permits: a producer saves, a consumer loads."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    return Permissions(load=bool(transfer.is_kv_consumer), save=bool(transfer.is_kv_producer))
+
+
 def _engine_id(config: "VllmConfig") -> str:
     transfer = config.kv_transfer_config
     assert transfer is not None
@@ -258,13 +340,3 @@ def _service(settings: Settings, config: "VllmConfig") -> tuple[str, Callable[[]
 
 def _copy_threads() -> int:
     return min(_COPY_THREADS_MOST, len(usable_cores()))
-
-
-def _register(device: Device, arena: MappedArena) -> None:
-    for segment in arena.segments:
-        device.register_host(segment.address, segment.size)
-
-
-def _unregister(device: Device, arena: MappedArena) -> None:
-    for segment in arena.segments:
-        device.unregister_host(segment.address, segment.size)

@@ -22,11 +22,15 @@ COUNTERS: dict[str, str] = {
     "loaded_seconds": "Time these copies took.",
     "saved_bytes": "Bytes copied from the device to the arena, over all ranks.",
     "saved_seconds": "Time these copies took, their checksums included.",
-    "saved_chunks": "Shards that were committed.",
-    "skipped_saves": "Shards that were not saved: the service had no room or did not answer.",
+    "saved_chunks": "Chunks that a rank has saved, over all ranks.",
+    "skipped_saves": "Chunks that a rank did not save: the service was away or slow.",
     "failed_loads": "Loads that failed, which the engine was told of.",
     "errors": "Errors that were caught; each is in the log once.",
 }
+
+
+_COUNTERS_MOST = 256
+"""Counters in one report; clients choose tags, so further ones are left out."""
 
 
 class KVHavenStats(KVConnectorStats):
@@ -77,8 +81,10 @@ class SchedulerStats(KVHavenStats):
         self.add("looked_up_tokens", tokens)
         self.add("hit_tokens", hit)
         for tag in tracker.permissions.tags:
-            self.add(f"tag:{tag}:looked_up_tokens", tokens)
-            self.add(f"tag:{tag}:hit_tokens", hit)
+            counter = f"tag:{tag}:looked_up_tokens"
+            if counter in self.data or len(self.data) < _COUNTERS_MOST:
+                self.add(counter, tokens)
+                self.add(f"tag:{tag}:hit_tokens", hit)
 
 
 class KVHavenPromMetrics(KVConnectorPromMetrics):

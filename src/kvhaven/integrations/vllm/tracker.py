@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler's side knows of one request."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvhaven.client.scheduler import Lease
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
-from kvhaven.keys import Extras, KeyChain, MediaItem
+from kvhaven.integrations.vllm.adapters import AdapterUse
+from kvhaven.integrations.vllm.extras import KnownExtras, PendingExtras
+from kvhaven.integrations.vllm.metadata import LoadJob
+from kvhaven.keys import KeyChain
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+MOST_TAGS = 8
+"""Tags of a request that are counted; further ones are left out."""
+MOST_TAG_LENGTH = 64
+"""Characters of a tag; the rest is cut off."""
 
 _PREFIXES = ("kvhaven.", "lmcache.")
 
@@ -25,7 +33,10 @@ class Permissions:
     tags: tuple[str, ...] = ()
 
 
+Turn = tuple[float, int, int, int]
+"""Tells one input of a streaming session from the next."""
 NOTHING = Permissions(load=False, save=False)
+EVERYTHING = Permissions(load=True, save=True)
 
 
 @dataclass(frozen=True)
@@ -50,16 +61,24 @@ class Offer:
 class Tracker:
     """One request: its keys, its blocks, what it leased, and what of it was saved.
 
-    `blocks[group]` are its block ids in order, as of its last admission. `planned_chunks`
-    counts the chunks, from the first on, that a save was planned for, or need none.
+    Nothing is permitted until `key` was called: without all extras its keys would name the KV of
+    another request. `blocks[group]` are its block ids in order, as of its last admission.
+    `planned_chunks` counts the chunks, from the first on, that a save was planned for, or need
+    none.
     """
 
-    def __init__(self, request: "Request", permissions: Permissions, chain: KeyChain) -> None:
+    def __init__(self, request: "Request", root: bytes, chunk_size: int) -> None:
         self.request = request
-        self.permissions = permissions
-        self.chain = chain
-        self.turn: float = request.arrival_time
-        """Changes when a streaming session gets its next input."""
+        self.root = root
+        self.chunk_size = chunk_size
+        self.permissions = NOTHING
+        self.adapter: AdapterUse | None = None
+        self.pending: PendingExtras | None = None
+        """What is not known yet of its extras; then `wanted` is what it may have with them."""
+        self.wanted = NOTHING
+        self.pending_since: float | None = None
+        self.turn: Turn | None = None
+        """The input that it was keyed for; a streaming session gets more."""
         self.blocks: list[list[int]] = []
         self.planned_chunks = 0
         self.counted = False
@@ -75,11 +94,44 @@ class Tracker:
         self.offer: Offer | None = None
         self.loaded: Offer | None = None
         """The offer that was taken last; its tokens came from the cache."""
+        self.unproven: LoadJob | None = None
+        """Its asynchronous load, until it computes for the first time since."""
+        self._chain: KeyChain | None = None
+
+    @property
+    def chain(self) -> KeyChain:
+        """The keys of its chunks. Raises `KVHavenError` before `key`."""
+        if self._chain is None:
+            raise KVHavenError(f"request {self.request.request_id} has no keys yet")
+        return self._chain
+
+    def forbid(self) -> None:
+        """Permit nothing from now on, and wait for nothing."""
+        self.permissions = self.wanted = NOTHING
+        if self.pending is not None:
+            self.pending.cancel()
+            self.pending = None
+
+    def key(self, known: KnownExtras) -> None:
+        """Begin with the keys of these extras, and permit what was wanted.
+
+        Of a streaming session that goes on, chunks that are the same as before need not be saved
+        again. Raises `KeyInputError`; nothing is permitted then.
+        """
+        before = self._chain.keys if self._chain is not None else []
+        self._chain = KeyChain(self.root, self.chunk_size, known.extras)
+        self.adapter = known.adapter
+        if before:
+            self.extend_keys(self.request.num_tokens)
+            pairs = enumerate(zip(before, self._chain.keys, strict=False))
+            same = next((i for i, (old, new) in pairs if old != new), len(self._chain.keys))
+            self.planned_chunks = min(self.planned_chunks, same, len(before))
+        self.pending = self.pending_since = None
+        self.permissions = self.wanted
 
     def extend_keys(self, tokens: int) -> None:
         """Hash the full chunks of the first `tokens` tokens. Raises `KeyInputError`."""
-        size = self.chain.chunk_size
-        if tokens // size > len(self.chain.keys):
+        if tokens // self.chunk_size > len(self.chain.keys):
             ids = self.request._all_token_ids  # noqa: SLF001 - its public view is slower
             self.chain.extend(ids if tokens == len(ids) else ids[:tokens])
 
@@ -96,7 +148,7 @@ class Tracker:
         """Return the block ids of a chunk, for each group. Raises `KVHavenError` if unknown."""
         result = []
         for group, size in zip(self.blocks, block_sizes, strict=True):
-            per_chunk = self.chain.chunk_size // size
+            per_chunk = self.chunk_size // size
             blocks = tuple(group[chunk * per_chunk : (chunk + 1) * per_chunk])
             if len(blocks) < per_chunk:
                 raise KVHavenError(
@@ -106,29 +158,12 @@ class Tracker:
             result.append(blocks)
         return result
 
-    def follow_session(self, lora_fingerprint: Callable[[str], str]) -> None:
-        """Hash anew what a streaming session's last input changed.
 
-        It drops the last sampled token and may bring media. Chunks that are the same as
-        before need not be saved again.
-        """
-        request = self.request
-        if not getattr(request, "resumable", False) or request.arrival_time == self.turn:
-            return
-        self.turn = request.arrival_time
-        before = self.chain.keys
-        extras = extras_of(request, lora_fingerprint)
-        self.chain = KeyChain(self.chain.root, self.chain.chunk_size, extras)
-        self.extend_keys(request.num_tokens)
-        pairs = zip(before, self.chain.keys, strict=False)
-        same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(self.chain.keys))
-        self.planned_chunks = min(self.planned_chunks, same, len(before))
-
-
-def permissions_of(request: "Request", settings: Settings) -> Permissions:
-    """Return what may be done for a request, by the settings and its own parameters."""
+def permissions_of(request: "Request", settings: Settings, role: Permissions) -> Permissions:
+    """Return what may be done for a request: by its engine's role, the settings, and itself."""
     parameters: Mapping[str, Any] = request.kv_transfer_params or {}
-    load = save = request.prompt_embeds is None
+    embedded = request.prompt_embeds is not None
+    load, save = role.load and not embedded, role.save and not embedded
     sampling = request.sampling_params
     if sampling is not None and getattr(sampling, "prompt_logprobs", None) is not None:
         # The log-probabilities of cached prompt tokens would never be computed.
@@ -139,23 +174,7 @@ def permissions_of(request: "Request", settings: Settings) -> Permissions:
         save = False
     if settings.priority_limit is not None and request.priority > settings.priority_limit:
         save = False
-    tags = _parameter(parameters, "tags") or ()
-    if isinstance(tags, str):
-        tags = (tags,)
-    return Permissions(load, save, tuple(str(tag) for tag in tags))
-
-
-def extras_of(request: "Request", lora_fingerprint: Callable[[str], str]) -> Extras:
-    """Return what determines a request's KV besides its tokens."""
-    lora = request.lora_request
-    return Extras(
-        lora=lora_fingerprint(lora.lora_path) if lora is not None else "",
-        salt=request.cache_salt or "",
-        items=tuple(
-            MediaItem(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
-            for feature in request.mm_features
-        ),
-    )
+    return Permissions(load, save, _tags(_parameter(parameters, "tags")))
 
 
 def _parameter(parameters: Mapping[str, Any], name: str) -> Any:
@@ -170,3 +189,16 @@ def _is_on(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in {"true", "1", "yes", "on"}
     return bool(value)
+
+
+def _tags(given: Any) -> tuple[str, ...]:
+    """Return a request's tags: few, short, and fit for a line of a log."""
+    if not isinstance(given, str | list | tuple):
+        return ()
+    texts = (given,) if isinstance(given, str) else given[:MOST_TAGS]
+    return tuple(printable(str(text)[:MOST_TAG_LENGTH]) for text in texts)
+
+
+def printable(text: str) -> str:
+    r"""Return a text with what would end or colour a log line written as escapes (`\n`, `\x1b`)."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

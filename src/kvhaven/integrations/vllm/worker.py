@@ -6,8 +6,10 @@ import time
 from kvhaven.client.rank import RankClient
 from kvhaven.config import Settings
 from kvhaven.devices.base import Device
-from kvhaven.integrations.vllm.copies import CopyWatch
-from kvhaven.integrations.vllm.metadata import StepPlan, StepReport
+from kvhaven.errors import DeviceCopyError
+from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, CopyWatch
+from kvhaven.integrations.vllm.loaded_model import LoadedModel
+from kvhaven.integrations.vllm.metadata import LoadJob, StepPlan, StepReport
 from kvhaven.integrations.vllm.stats import KVHavenStats
 from kvhaven.integrations.vllm.worker_loads import RankLoads
 from kvhaven.integrations.vllm.worker_saves import RankSaves
@@ -17,8 +19,9 @@ from kvhaven.layouts import Layout
 class WorkerSide:
     """One rank's copies. Called by the model runner, in the order of the methods below.
 
-    `layout` describes this rank's KV tensors, `rank` its place in the engine's world. `heard`
-    says that the scheduler's side gets what the worker reports.
+    `layout` describes this rank's KV tensors, `rank` its place in the engine's world, `model`
+    what this process's model holds. `heard` says that the scheduler's side gets what the worker
+    reports. A method that raised leaves things in doubt: `doubt` must follow.
     """
 
     def __init__(
@@ -29,21 +32,30 @@ class WorkerSide:
         layout: Layout,
         rank: int,
         *,
+        model: LoadedModel | None = None,
         heard: bool = True,
     ) -> None:
         self._settings = settings
         self._client = client
-        self._device = device
+        self.device = device
+        self.layout = layout
         self._rank = rank
+        self._model = model or LoadedModel()
+        self._weights_before = self._model.weights
         self._plan = StepPlan()
         self._fenced: StepPlan | None = None
-        self._loads_due = False
+        self._loads_due: list[LoadJob] = []
         self._watch = CopyWatch(synchronous=device.synchronous)
         self.stats = KVHavenStats()
-        self._loads = RankLoads(client, device, layout, self._watch, rank, self.stats, heard=heard)
-        self._saves = RankSaves(
-            client, device, layout, self._watch, self.stats, settings.chunk_size
+        self._loads = RankLoads(
+            client, device, layout, self._watch, rank, self.stats, self._model, heard=heard
         )
+        self._saves = RankSaves(
+            client, device, layout, self._watch, self.stats, self._model, settings.chunk_size
+        )
+        self._model.listen(self._model_changed)
+        self._model.listen_for_memory(self.end_copies)
+        self._model_changed()
 
     def fence(self, plan: StepPlan) -> None:
         """Protect blocks that a save still reads and that were given away.
@@ -53,31 +65,36 @@ class WorkerSide:
         """
         if plan is self._fenced:
             return
-        self._fenced = plan
         self._saves.collect()
         self._saves.fence(plan.fence)
+        self._fenced = plan
 
     def begin(self, plan: StepPlan) -> None:
         """Take the step's plan, before the forward, and ask for the saves' space."""
         self._plan = plan
-        self._loads_due = True
+        self._loads_due += plan.loads
+        self._loads.weights_known = self._weights_known
         self.fence(plan)
         self._saves.reserve(plan.saves, trusted=self._trusted)
 
     def start_loads(self) -> None:
         """Start this step's loads; the forward waits for synchronous ones."""
-        if self._loads_due:
-            self._loads_due = False
-            self._loads.start(self._plan.loads)
+        while self._loads_due:
+            self._loads.start(self._loads_due[0])
+            del self._loads_due[0]
 
     def save(self) -> None:
         """Copy the step's complete chunks into the arena, after the forward."""
         self.start_loads()
-        self._loads.poll()
+        self._loads.end_step(self._plan.first_steps)
         deadline = time.monotonic() + self._settings.save_deadline_ms / 1000
         self._saves.start(deadline, trusted=self._trusted, loads=self._loads.copies)
         if self._loads.idle and self._saves.idle:
             self._client.keep_arenas(self._plan.services)
+
+    def forward_failed(self) -> None:
+        """Note that the step's forward raised: nothing that it should have computed is there."""
+        self._saves.give_up()
 
     def finished_loads(self) -> set[str]:
         """Return the requests whose asynchronous loads have ended since the last call."""
@@ -95,19 +112,69 @@ class WorkerSide:
             report.failed_loads[self._rank] = self._loads.failed
         return None if report.empty else report
 
+    def doubt(self) -> None:
+        """Leave nothing half done after one of these methods raised.
+
+        Running saves may lack their fence, so they are dropped. Loads of the step that were not
+        started are reported as failed.
+        """
+        self._saves.spoil()
+        due, self._loads_due = self._loads_due, []
+        for job in due:
+            if not self._loads.runs(job):
+                self._client.loaded([job.ticket], job.service)
+                self._loads.fail(job, "an error before it was started")
+
+    def move(self, layout: Layout) -> None:
+        """Go on with KV tensors that lie elsewhere now, of the same layout but for their places.
+
+        Copies from and to the old ones are waited for. The connection, the arena and all that is
+        known of this rank stay. Raises as `end_copies` does.
+        """
+        self.end_copies()
+        self.layout = self._loads.layout = self._saves.layout = layout
+
+    def end_copies(self) -> None:
+        """Wait until no copy touches the KV tensors any more: their memory is about to go.
+
+        Raises `DeviceCopyError` when that cannot be had: what the device does with memory that
+        is somebody else's by then would be wrong silently.
+        """
+        if not self._finish():
+            raise DeviceCopyError(
+                f"rank {self._rank}: copies have not ended within {COPY_DEADLINE_S:g} s, so the "
+                "KV tensors' memory cannot be given back. Start the engine anew."
+            )
+
     def close(self) -> None:
         """Wait for running copies, report them, and let the service and the device go."""
-        self._loads.close()
-        self._saves.close()
+        self._finish()
         self._watch.close()
-        self._device.close()
+        self.device.close()
         self._client.close()
+
+    def _finish(self) -> bool:
+        """Start no save any more, and return whether all copies have ended in time."""
+        deadline = time.monotonic() + COPY_DEADLINE_S
+        loads = self._loads.finish(deadline)
+        return self._saves.finish(deadline) and loads
+
+    def _model_changed(self) -> None:
+        """Tell the scheduler what the model holds. Runs in whichever thread changed it."""
+        self._client.model_changed(self._model.state(self._weights_before))
+
+    @property
+    def _weights_known(self) -> bool:
+        """Whether the plan was made for the weights that the model has now."""
+        changes = self._model.weights - self._weights_before
+        return changes == self._plan.weights.get(self._rank, 0)
 
     @property
     def _trusted(self) -> bool:
-        """Whether what is computed may be saved: not while a failed load is news.
+        """Whether what is computed may be saved: not while a failed load or weights are news.
 
-        What follows from its blocks in this step, and in those that were planned before the
-        scheduler heard of it, is wrong.
+        What follows from a failed load's blocks in this step, and in those that were planned
+        before the scheduler heard of it, is wrong.
         """
-        return self._loads.failed == self._plan.failed_loads.get(self._rank, 0)
+        known = self._plan.failed_loads.get(self._rank, 0)
+        return self._loads.failed == known and self._weights_known

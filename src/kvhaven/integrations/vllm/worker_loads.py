@@ -4,21 +4,18 @@
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvhaven.client.rank import MappedArena, RankClient
-from kvhaven.devices.base import SKIP, CopyJob, Device
+from kvhaven.client.rank import RankClient
+from kvhaven.devices.base import CopyJob, Device
 from kvhaven.errors import ArenaError, KVHavenError, UnreportedLoadError
-from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, CopyWatch, settled
+from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, LOST_S, CopyWatch, all_ended
+from kvhaven.integrations.vllm.loaded_model import LoadedModel
 from kvhaven.integrations.vllm.metadata import LoadJob
 from kvhaven.integrations.vllm.stats import KVHavenStats
 from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
-
-_MAPPING_S = 10.0
-"""How long a load waits for the arena of a service that this rank is just attaching to."""
-_POLL_S = 0.001
 
 
 @dataclass
@@ -33,9 +30,14 @@ class _Load:
 class RankLoads:
     """Starts loads, says which have ended, and acknowledges each so that its lease ends.
 
+    The engine counts on every load that it was promised. So each one ends in one of three ways:
+    its bytes are there before anything reads them, it is reported as failed in the step that
+    would read them, or `UnreportedLoadError` ends the engine: where the engine does not hear of
+    failures (not `heard`), and when a copy can neither be ordered nor waited for. Whatever else
+    goes wrong here ends in one of the three.
+
     Called from the worker's thread; acknowledgements go out when a copy has ended, also
-    while the engine is idle. `failed` counts the loads that failed. Where the engine does not
-    hear of failures (not `heard`), any method may raise `UnreportedLoadError`.
+    while the engine is idle. `failed` counts the loads that failed.
     """
 
     def __init__(
@@ -46,122 +48,60 @@ class RankLoads:
         watch: CopyWatch,
         rank: int,
         stats: KVHavenStats,
+        model: LoadedModel,
         *,
         heard: bool = True,
     ) -> None:
         self._client = client
         self._device = device
-        self._layout = layout
+        self.layout = layout
         self._watch = watch
         self._rank = rank
         self._stats = stats
+        self._model = model
         self._heard = heard
         self._running: list[_Load] = []
-        self._unmapped: list[tuple[LoadJob, float]] = []
+        self._lost: list[CopyJob] = []
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self.failed = 0
+        self.weights_known = True
+        """Whether the scheduler planned with the weights that the model has now."""
 
     @property
     def idle(self) -> bool:
-        """Whether no load runs or waits."""
-        return not (self._running or self._unmapped)
+        """Whether no load runs. One whose copy was lost may run for ever."""
+        return not (self._running or self._lost)
 
     @property
     def copies(self) -> list[CopyJob]:
         """The copies under way."""
         return [load.copy for load in self._running]
 
-    def start(self, jobs: Iterable[LoadJob]) -> None:
-        """Start loads. The forward that follows waits for those that are not asynchronous."""
-        for job in jobs:
-            arena = self._client.arena(job.service)
-            if arena is not None or not job.places:
-                self._start(job, arena)
-            elif job.asynchronous:
-                self._unmapped.append((job, time.monotonic() + _MAPPING_S))
-            else:
-                self._start(job, self._await_arena(job.service))
+    def runs(self, job: LoadJob) -> bool:
+        """Return whether a load's copy is under way."""
+        return any(load.job is job for load in self._running)
 
-    def poll(self) -> None:
-        """Note which loads have ended, and start those whose arena has been mapped."""
-        waiting, self._unmapped = self._unmapped, []
-        for job, deadline in waiting:
-            arena = self._client.arena(job.service)
-            if arena is None and time.monotonic() < deadline:
-                self._unmapped.append((job, deadline))
-            else:
-                self._start(job, arena)
-        ended = [load for load in self._running if load.copy.done()]
-        self._running = [load for load in self._running if load not in ended]
-        for load in ended:
-            self._end(load)
-
-    def take_finished(self) -> set[str]:
-        """Return the requests whose asynchronous loads have ended, well or not."""
-        finished, self._finished = self._finished, set()
-        return finished
-
-    def take_failed_blocks(self) -> set[int]:
-        """Return the blocks that failed loads left undefined."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
-    def close(self) -> None:
-        """Wait for the copies under way."""
-        for load in self._running:
-            load.copy.wait(COPY_DEADLINE_S)
-        self.poll()
-
-    def _await_arena(self, service: str) -> MappedArena | None:
-        """Wait for an arena. It is only missing while this rank attaches to a new service."""
-        end = time.monotonic() + _MAPPING_S
-        while (arena := self._client.arena(service)) is None and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        return arena
-
-    def _start(self, job: LoadJob, arena: MappedArena | None) -> None:
+    def start(self, job: LoadJob) -> None:
+        """Start a load, or fail it. The forward waits for it unless it is asynchronous."""
         begun = time.perf_counter()
         try:
-            sources = self._sources(job, arena)
-            copy = self._device.load(self._layout, job.blocks[0], sources)
-        except Exception as error:  # noqa: BLE001 - an unreported load would hang its request
-            if isinstance(error, KVHavenError) or settled(self._device):
-                self._client.loaded([job.ticket], job.service)
-            self._fail(job, repr(error))
+            sources = self._sources(job)
+            copy = self._device.load(self.layout, job.blocks[0], sources)
+        except Exception as error:  # noqa: BLE001 - a promised load is done, or reported
+            self._client.loaded([job.ticket], job.service)  # nothing was begun
+            self.fail(job, repr(error))
             return
-        if not job.asynchronous:
-            self._device.forward_waits(copy)
-        self._running.append(_Load(job, copy, begun))
+        load = _Load(job, copy, begun)
+        self._running.append(load)
         self._watch.watch(copy, lambda: self._client.loaded([job.ticket], job.service))
+        if not job.asynchronous:
+            self._order(load)
         if self._device.synchronous:
             self.poll()
 
-    def _sources(self, job: LoadJob, arena: MappedArena | None) -> list[int]:
-        """Return the host address of this rank's first shard of each chunk.
-
-        Raises `KVHavenError`.
-        """
-        if not job.places:
-            raise KVHavenError("it could not be planned; the reason was logged before")
-        if arena is None:
-            raise ArenaError(f"the arena of service {job.service[:8]} is not mapped")
-        offset = job.shard_offsets[self._rank]
-        span = self._client.span_bytes
-        return [arena.address_of(segment, at + offset, span) for segment, at in job.places]
-
-    def _end(self, load: _Load) -> None:
-        if load.copy.error:
-            self._fail(load.job, load.copy.error)
-            return
-        if load.job.asynchronous:
-            self._finished.add(load.job.request_id)
-        blocks = sum(block != SKIP for chunk in load.job.blocks[0] for block in chunk)
-        self._stats.add("loaded_bytes", self._layout.shard_bytes(blocks) * self._layout.shards)
-        self._stats.add("loaded_seconds", time.perf_counter() - load.begun)
-
-    def _fail(self, job: LoadJob, reason: str) -> None:
-        """Tell the engine that these blocks hold nothing. By design it never comes to this.
+    def fail(self, job: LoadJob, reason: str) -> None:
+        """Tell the engine that a load's blocks hold nothing; no copy into them is running.
 
         An asynchronous load that failed has finished too: the engine waits for both.
         """
@@ -175,6 +115,99 @@ class RankLoads:
         self.failed += 1
         if job.asynchronous:
             self._finished.add(job.request_id)
-        self._failed_blocks.update(
-            block for chunk in job.blocks[0] for block in chunk if block != SKIP
+        self._failed_blocks |= job.written
+
+    def poll(self) -> None:
+        """Note which loads have ended."""
+        for load in tuple(self._running):
+            if load.copy.done():
+                self._running.remove(load)
+                self._end(load)
+            elif load.copy.error and time.perf_counter() - load.begun > LOST_S:
+                self._running.remove(load)  # its lease stays: the device may read it still
+                self._lost.append(load.copy)
+                self.fail(load.job, load.copy.error)
+
+    def end_step(self, first_steps: Iterable[LoadJob]) -> None:
+        """Fail what this step computed from in vain: the last moment to tell the engine of it.
+
+        Synchronous loads of this step are waited for, since a failure that is known in a later
+        step comes too late: the engine would have sampled from it. Of `first_steps`, loads of
+        earlier steps whose requests computed in this one, the adapter must not have changed.
+        """
+        for load in tuple(self._running):
+            if not load.job.asynchronous:
+                self._await_copy(load)
+        self.poll()
+        for job in first_steps:
+            if not self._is_current(job):
+                ended = replace(job, asynchronous=False)  # vLLM heard of its end before
+                self.fail(ended, "its adapter was loaded anew with another content")
+
+    def take_finished(self) -> set[str]:
+        """Return the requests whose asynchronous loads have ended, well or not."""
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks that failed loads left undefined."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def finish(self, deadline: float) -> bool:
+        """Wait for copies until `deadline` (`time.monotonic`); return whether all have ended."""
+        ended = all_ended(self.copies, deadline)
+        self.poll()
+        return ended and all(copy.done() for copy in self._lost)
+
+    def _order(self, load: _Load) -> None:
+        """Let the forward wait for a load's copy; if it cannot, wait here."""
+        try:
+            self._device.forward_waits(load.copy)
+        except Exception:  # a driver may raise anything; the forward must not come first
+            logger.exception("request %s: its load is waited for", load.job.request_id)
+            self._await_copy(load)
+
+    @staticmethod
+    def _await_copy(load: _Load) -> None:
+        if not load.copy.wait(COPY_DEADLINE_S):
+            raise UnreportedLoadError(
+                f"request {load.job.request_id}: its load has not ended within "
+                f"{COPY_DEADLINE_S:g} s, and what was computed may rest on it"
+            )
+
+    def _is_current(self, job: LoadJob) -> bool:
+        """Whether the adapter that a load's KV is of is the one that is loaded."""
+        use = job.adapter
+        return use is None or self._model.holds(use.adapter, use.generation)
+
+    def _sources(self, job: LoadJob) -> list[int]:
+        """Return the host address of this rank's first shard of each chunk.
+
+        The service leases only what this rank has said to be ready for, so its arena is mapped;
+        that of an earlier service is as long as a plan names it. Raises `KVHavenError`.
+        """
+        if not job.places:
+            raise KVHavenError("it could not be planned; the reason was logged before")
+        if not self.weights_known:
+            raise KVHavenError("the model's weights were changed after it was planned")
+        if not self._is_current(job):
+            raise KVHavenError("its adapter was loaded anew with another content")
+        arena = self._client.arena(job.service)
+        if arena is None:
+            raise ArenaError(f"the arena of service {job.service[:8]} is not mapped")
+        offset = job.shard_offsets[self._rank]
+        span = self._client.span_bytes
+        return [arena.address_of(segment, at + offset, span) for segment, at in job.places]
+
+    def _end(self, load: _Load) -> None:
+        if load.copy.error:
+            self.fail(load.job, load.copy.error)
+            return
+        if load.job.asynchronous:
+            self._finished.add(load.job.request_id)
+        self._stats.add(
+            "loaded_bytes",
+            self.layout.shard_bytes(len(load.job.written)) * self.layout.shards,
         )
+        self._stats.add("loaded_seconds", time.perf_counter() - load.begun)

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 
 from kvhaven.client.rank import Grant, RankClient, Reservation
 from kvhaven.devices.base import CopyJob, Device, FinishedCopy
-from kvhaven.errors import KVHavenError
-from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, CopyWatch, settled
+from kvhaven.integrations.vllm.copies import CopyWatch, all_ended
+from kvhaven.integrations.vllm.loaded_model import LoadedModel
 from kvhaven.integrations.vllm.metadata import SaveJob, StepReport
 from kvhaven.integrations.vllm.stats import KVHavenStats
 from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
+
+_LATE = "a load before it has not ended yet"
 
 
 @dataclass
@@ -59,13 +61,15 @@ class RankSaves:
         layout: Layout,
         watch: CopyWatch,
         stats: KVHavenStats,
+        model: LoadedModel,
         chunk_size: int,
     ) -> None:
         self._client = client
         self._device = device
-        self._layout = layout
+        self.layout = layout
         self._watch = watch
         self._stats = stats
+        self._model = model
         self._chunk_bytes = layout.shard_bytes(chunk_size // layout.block_size) * layout.shards
         self._reserved: list[tuple[SaveJob, Reservation | None]] = []
         self._withheld: list[Grant] = []
@@ -81,8 +85,8 @@ class RankSaves:
     def fence(self, jobs: Iterable[int]) -> None:
         """Make whatever follows on the device wait for these saves' copies.
 
-        Their blocks were given to somebody else. If that cannot be ensured, what they copy
-        must not be seen by anybody.
+        Their blocks were given to other requests. If that cannot be ensured, what they copy
+        is dropped.
         """
         running = [self._running[job] for job in jobs if job in self._running]
         saves = [save for save in running if save.copied]
@@ -91,9 +95,13 @@ class RankSaves:
         try:
             self._device.fence([save.copy for save in saves])
         except Exception:  # a driver may raise anything; without a fence the saves are void
-            for save in saves:
-                save.spoiled = True
+            self.spoil(saves)
             logger.exception("%d saves are dropped: they could not be fenced", len(saves))
+
+    def spoil(self, saves: Iterable[_Save] | None = None) -> None:
+        """Drop saves whose copies run (all): their blocks may have been overwritten."""
+        for save in tuple(self._running.values()) if saves is None else saves:
+            save.spoiled = True
 
     def reserve(self, jobs: Sequence[SaveJob], *, trusted: bool) -> None:
         """Ask for the space of this step's saves. The answers come while the forward is launched.
@@ -101,7 +109,7 @@ class RankSaves:
         Jobs of an earlier step whose `start` never came are given up. `trusted` again, what
         was withheld is given up too: by now all ranks have done their part of it.
         """
-        self._give_up()
+        self.give_up()
         if trusted and self._withheld:
             self._client.abort(self._withheld)
             self._withheld = []
@@ -117,18 +125,31 @@ class RankSaves:
         once, another could reserve the chunk anew and commit its part, computed from the same
         wrong KV, and some later computation of this rank would complete it.
         """
-        reserved, self._reserved = self._reserved, []
-        for job, reservation in reserved:
+        while self._reserved:
+            job, reservation = self._reserved.pop(0)
             granted: list[Grant | None] = [None] * len(job.keys)
             if reservation is None:
                 self._stats.add("skipped_saves", len(job.keys))
             else:
                 granted = self._client.grants(reservation, deadline)
-            if trusted:
-                self._start(job, granted, loads)
-            else:
+            if not trusted:
                 self._withheld += [grant for grant in granted if grant is not None]
                 self._count_ended(job, range(len(job.keys)))
+            elif not self._is_current(job):
+                self._client.abort([grant for grant in granted if grant is not None])
+                self._count_ended(job, range(len(job.keys)))
+            else:
+                self._start(job, granted, loads)
+
+    def give_up(self) -> None:
+        """Give back what was reserved for saves that will not be started."""
+        while self._reserved:
+            job, reservation = self._reserved.pop(0)
+            self._count_ended(job, range(len(job.keys)))
+            if reservation is not None:
+                # An answer that has not come by now is given back by the client when it does.
+                granted = self._client.grants(reservation, time.monotonic())
+                self._client.abort([grant for grant in granted if grant is not None])
 
     def collect(self) -> None:
         """Note the saves that have ended since the last call."""
@@ -148,12 +169,12 @@ class RankSaves:
         report, self._report = self._report, StepReport()
         return report
 
-    def close(self) -> None:
-        """Wait for the copies under way."""
-        self._give_up()
+    def finish(self, deadline: float) -> bool:
+        """Give up what was not started, and wait for copies as `RankLoads.finish` does."""
+        self.give_up()
         self._client.abort(self._withheld)
-        for save in self._running.values():
-            save.copy.wait(COPY_DEADLINE_S)
+        self._withheld = []
+        return all_ended([save.copy for save in self._running.values()], deadline)
 
     def _start(
         self, job: SaveJob, granted: Sequence[Grant | None], loads: Sequence[CopyJob]
@@ -171,15 +192,14 @@ class RankSaves:
         try:
             if pairs:
                 copy = self._device.store(
-                    self._layout,
+                    self.layout,
                     [job.blocks[0][index] for index, _ in pairs],
                     [grant.address for _, grant in pairs],
                 )
         except Exception as error:  # noqa: BLE001 - what was reserved must not stay so
             logger.warning("a save failed: %r", error)
             self._count_ended(job, range(len(job.keys)))
-            if isinstance(error, KVHavenError) or settled(self._device):
-                self._client.abort(grants)
+            self._client.abort(grants)  # nothing was begun
             return
         save = _Save(job, copy, grants, chunks, loads, begun)
         self._running[job.id] = save
@@ -190,7 +210,10 @@ class RankSaves:
     def _finish(self, save: _Save) -> None:
         """Commit what was written. Runs in the watch's thread."""
         try:
-            error = save.copy.error or next((load.error for load in save.loads if load.error), "")
+            # The watch passes over loads that take too long: nobody knows yet whether what was
+            # computed from them is right.
+            loads = (load.error or ("" if load.done() else _LATE) for load in save.loads)
+            error = save.copy.error or next(filter(None, loads), "")
             shards = len(self._client.shard_offsets)
             checksums = save.copy.checksums
             if not error and len(checksums) != shards * save.copied:
@@ -198,28 +221,19 @@ class RankSaves:
             if error or save.spoiled:
                 logger.error("a save is dropped: %s", error or "its blocks were overwritten")
                 self._client.abort(save.grants)
-            else:
-                left = iter(checksums)
-                self._client.commit(
-                    [
-                        (grant, list(itertools.islice(left, shards * grant.writes)))
-                        for grant in save.grants
-                    ]
-                )
-                save.written = True
+                return
+            left = iter(checksums)
+            parts = [list(itertools.islice(left, shards * g.writes)) for g in save.grants]
+            self._client.commit(list(zip(save.grants, parts, strict=True)))
+            save.written = True
         finally:
             save.ended = time.perf_counter()
             self._ended.put(save)
 
-    def _give_up(self) -> None:
-        """Give back what was reserved for saves that will not be started."""
-        reserved, self._reserved = self._reserved, []
-        for job, reservation in reserved:
-            self._count_ended(job, range(len(job.keys)))
-            if reservation is not None:
-                # An answer that has not come by now is given back by the client when it does.
-                granted = self._client.grants(reservation, time.monotonic())
-                self._client.abort([grant for grant in granted if grant is not None])
+    def _is_current(self, job: SaveJob) -> bool:
+        """Whether all of a chunk was computed with the adapter that its key names."""
+        use = job.adapter
+        return use is None or self._model.holds(use.adapter, use.generation)
 
     def _count_ended(self, job: SaveJob, unwritten: Iterable[int]) -> None:
         self._report.saved[job.id] = 1

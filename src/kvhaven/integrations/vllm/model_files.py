@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that decide the KV of an engine, and their identity, which covers every byte.
+
+Files in the hub's cache count by the names of their blobs, which are hashes of their content.
+Others are read whole (see `content`), which takes a while for large models: in the background,
+while the engine serves without a cache.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvhaven.errors import IncompatibleEngineError, KVHavenError
+from kvhaven.integrations.vllm.content import DigestMemory, Stamp, digest_files
+from kvhaven.integrations.vllm.namespace_fields import NO_DRAFT_KV
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE_BYTES: Final = 256 << 20
+"""So much is read while the engine starts; more is read in the background."""
+MOST_FILES: Final = 20_000
+
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
+
+IGNORED_FILES: Final[Mapping[str, str]] = {
+    "hidden: of git, of the hub's client, of a desktop": ".*",
+    "for people": """
+        README* LICENSE* NOTICE* USE_POLICY* *.md *.pdf *.bib *.png *.jpg *.jpeg *.gif *.svg *.webp
+    """,
+    "a prompt is made of it, whose tokens are in the key": "chat_template.json *.jinja",
+    "formats that vLLM does not load": "*.onnx *.onnx_data *.h5 *.msgpack *.ot *.tflite *.mlmodel",
+    "leftovers of training, which vLLM leaves out": """
+        training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt
+        trainer_state.json trainer_log.jsonl
+    """,
+    "logs and tables that somebody writes there, an engine's own output among them": """
+        *.log nohup.out events.out.tfevents.* *.csv *.tsv
+    """,
+    "compiled from files that count": "*.pyc",
+    "locks, and downloads that did not end": "*.lock *.incomplete *.tmp",
+}
+"""Patterns of files in a model's folder that do not count, by the reason. All others do.
+
+Tokenizers count: some models read them (Engram tables, times in videos).
+"""
+IGNORED_FOLDERS: Final[Mapping[str, str]] = {
+    "hidden: of git, of the hub's client, of a desktop": ".*",
+    "Llama's own checkpoint beside the converted one, which LoadConfig leaves out": "original",
+    "prompts are made of it, whose tokens are in the key": "additional_chat_templates",
+    "formats that vLLM does not load": "onnx openvino coreml",
+    "compiled from files that count": "__pycache__",
+    "leftovers of training: other states of the model, and its course": """
+        checkpoint-* global_step* runs logs wandb
+    """,
+}
+
+_LOCAL_FORMATS: Final = frozenset(
+    {
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache"),
+        *("pt", "gguf", "bitsandbytes", "sharded_state", "runai_streamer"),
+        *("runai_streamer_sharded", "tensorizer"),
+    }
+)
+"""Load formats that take the weights from the model's folder, or from files that are named."""
+_PARTS_OF: Final[Mapping[str, Sequence[str]]] = {"ultravox": ("text_model_id", "audio_model_id")}
+"""Where the configuration of a type of model names others, whose weights vLLM loads as well."""
+_LINKS_MOST: Final = 40
+"""As many as the kernel follows."""
+_BLOB: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_PROGRESS_S: Final = 10.0
+_ADVICE: Final = (
+    "set `model_fingerprint` to a text of your own that names these weights, and change it "
+    "whenever they change"
+)
+
+
+class UnidentifiedError(KVHavenError):
+    """It cannot be known what the model's files contain; the engine serves without a cache."""
+
+
+class Source(NamedTuple):
+    """A file, or the files of a folder, that decide the KV."""
+
+    field: str
+    """Name of the namespace's field."""
+    place: Path
+    only: tuple[str, ...] = ()
+    """Patterns of names of which one must match; none: all that are not ignored."""
+
+
+def model_sources(config: Any) -> list[Source]:
+    """Return what vLLM's `VllmConfig` loads weights, code and processors from.
+
+    Raises `IncompatibleEngineError` where that cannot be known: random or remote weights, a model
+    that is not found. `model_fingerprint` is then needed.
+    """
+    model, load = config.model_config, config.load_config
+    sources = [*_model_sources("weights", model, load)]
+    sources += [
+        Source(f"weights.{key}", _local_place(str(name), None, load))
+        for key in _PARTS_OF.get(str(getattr(model.hf_config, "model_type", "")), ())
+        if (name := getattr(model.hf_config, key, None))
+    ]
+    sources += _foreign_code(model)
+    if _reads_tokenizer(config) and str(model.tokenizer) != str(model.model):
+        place = _local_place(str(model.tokenizer), _commit(model.tokenizer_revision), None)
+        sources.append(Source("tokenizer", place, ("*token*", "*vocab*", "merges.txt", "*.model")))
+    speculative = getattr(config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    method = getattr(speculative, "method", None)
+    if draft is not None and method not in NO_DRAFT_KV and str(draft.model) != str(model.model):
+        draft_load = getattr(speculative, "draft_load_config", None) or load
+        sources += _model_sources("draft.weights", draft, draft_load)
+    return sources + _gaudi_scales(config)
+
+
+def _local_place(model: str, revision: str | None, load_config: Any) -> Path:
+    """Return the folder or file of a model, which may be a name in the hub's cache.
+
+    Raises `IncompatibleEngineError` when it is not there, `OSError`.
+    """
+    if Path(model).exists():
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - only where needed
+
+        found = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=getattr(load_config, "download_dir", None),
+            local_files_only=True,
+            allow_patterns=[],  # vLLM downloads a part: no file is missed
+        )
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in {None, errno.ENOENT}:
+            raise  # storage in trouble does not mean that it is not there
+        raise IncompatibleEngineError(
+            f"{model}: no local path, and not in the hub's cache ({error}); {_where()}{_ADVICE}"
+        ) from error
+    return Path(found)
+
+
+def _where() -> str:
+    """Return what to do about a model that may be in another hub's cache."""
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() not in {"1", "true"}:
+        return ""
+    return (
+        "models of ModelScope (VLLM_USE_MODELSCOPE) are not found by name: serve the folder that "
+        "`modelscope download` prints, or "
+    )
+
+
+class EngineFiles:
+    """The files of an engine's sources, and what their content is.
+
+    `since_ns` is a time before the engine began to load: a file that changed later may be another
+    one than was loaded, so its content tells nothing; `changed` names such a file then. Raises
+    `IncompatibleEngineError` when there are no weights, `UnidentifiedError` when there are more
+    than `MOST_FILES`, `OSError` when storage is in trouble.
+    """
+
+    def __init__(self, sources: Sequence[Source], memory: DigestMemory, since_ns: int) -> None:
+        self._memory = memory
+        self.changed = ""
+        """A file that changed after the engine began to load, in words; empty: there is none."""
+        self._records: list[tuple[str, str, str | None]] = []  # field, name, blob or None: read it
+        self._stamps: dict[tuple[str, str], Stamp] = {}
+        self._paths: dict[Stamp, Path] = {}  # one is enough of each file: links may lead there
+        for source in sources:
+            self._add(source, since_ns)
+        if not any(name.endswith(WEIGHTS) for _, name, _ in self._records):
+            places = ", ".join(str(source.place) for source in sources)
+            raise IncompatibleEngineError(
+                f"{places}: no file of weights ({', '.join(WEIGHTS)}); {_ADVICE}"
+            )
+
+    @property
+    def unknown_bytes(self) -> int:
+        """Bytes that must be read before the content is known."""
+        return sum(stamp.size for stamp in self._paths if self._memory.get(stamp) is None)
+
+    def read(self, stop: threading.Event) -> dict[str, str]:
+        """Return the namespace's fields for the content; reads what is not remembered.
+
+        Of several processes one reads, the others wait for it. Raises `FileChangedError`,
+        `ReadingStoppedError` once `stop` is set, `OSError`.
+        """
+        with contextlib.ExitStack() as turn:
+            if self.unknown_bytes:
+                turn.enter_context(self._memory.turn(self._name, stop.is_set))
+            progress = _Progress(self.unknown_bytes)
+            files = {path: stamp for stamp, path in self._paths.items()}
+            digests = digest_files(files, self._memory, stop=stop, on_read=progress.add)
+        contents: dict[str, list[tuple[str, str]]] = {}
+        for field, name, blob in self._records:
+            content = f"blob {blob}"
+            if blob is None:
+                stamp = self._stamps[field, name]
+                content = f"xxh3 {digests[self._paths[stamp]]} {stamp.size}"
+            contents.setdefault(field, []).append((name, content))
+        return {field: _digest(sorted(records)) for field, records in contents.items()}
+
+    @property
+    def _name(self) -> str:
+        """A name that is the same in all processes that look at the same files."""
+        return "files-" + _digest(sorted(stamp.name for stamp in self._paths))[:32]
+
+    def _add(self, source: Source, since_ns: int) -> None:
+        for name, path in _files(source):
+            field = source.field if path.suffix in WEIGHTS else f"{source.field}.other"
+            blob = _blob(path)
+            self._records.append((field, name, blob))
+            if blob is not None:
+                continue
+            status = path.stat()
+            stamp = self._stamps[field, name] = Stamp.of(status)
+            self._paths.setdefault(stamp, path.absolute())
+            if status.st_ctime_ns >= since_ns:
+                self.changed = self.changed or f"{path} changed"
+        for place, status in _ways_to(source.place):
+            # What is put into a folder changes both of its times; moving it changes one.
+            into = stat.S_ISDIR(status.st_mode) and status.st_mtime_ns >= since_ns
+            if status.st_ctime_ns >= since_ns and not into:
+                self.changed = self.changed or f"{place} was put there"
+
+
+def loading_began_ns(config: Any) -> int:
+    """Return a time (ns since the epoch) before which the engine had loaded nothing.
+
+    vLLM names an engine by the time at which its configuration was made; else it is this
+    process's start.
+    """
+    instance = str(getattr(config, "instance_id", ""))
+    if re.fullmatch(r"\d{19}", instance):
+        return int(instance)
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return int((time.time() - age_s) * 1e9)
+
+
+class _Progress:
+    """Log lines while files are read."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._lock = threading.Lock()
+        self._began = self._logged = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Note that so many further bytes were read."""
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now - self._logged < _PROGRESS_S:
+                return
+            self._logged = now
+        logger.warning(
+            "nothing is cached yet: %.1f of %.1f GB of the model's files are read (%d%%, %.0f s)",
+            self._done / 1e9,
+            self._total / 1e9,
+            100 * self._done // max(1, self._total),
+            now - self._began,
+        )
+
+
+def _model_sources(field: str, model: Any, load: Any) -> Iterator[Source]:
+    """Yield where a model is loaded from."""
+    name = str(getattr(model, "model_weights", "") or model.model)
+    load_format = str(getattr(load, "load_format", "auto")).lower()
+    if load_format == "dummy":
+        raise IncompatibleEngineError(
+            f"load_format is 'dummy': {name} has random weights that nothing identifies; {_ADVICE}"
+        )
+    if load_format not in _LOCAL_FORMATS:
+        raise IncompatibleEngineError(
+            f"load_format is {load_format!r}: it is not known where the weights of {name} come "
+            f"from; {_ADVICE}"
+        )
+    revision = _commit(getattr(model, "revision", None))
+    weights = _local_place(_local(name), revision, load)
+    yield Source(field, weights)
+    # From a `download_dir` only weights are loaded: what else is used lies in the default cache.
+    with contextlib.suppress(IncompatibleEngineError):
+        if (place := _local_place(name, revision, None)) != weights:
+            yield Source(f"{field}.repository", place)
+    if load_format == "tensorizer":
+        yield Source(f"{field}.tensors", _tensorizer_folder(load.model_loader_extra_config))
+
+
+def _local(name: str) -> str:
+    if "://" in name:
+        raise IncompatibleEngineError(f"the weights {name} are remote: {_ADVICE}")
+    return name
+
+
+def _tensorizer_folder(extra: Any) -> Path:
+    """Return the folder of the files that tensorizer loads, by `model_loader_extra_config`."""
+    settings = extra if isinstance(extra, Mapping) else vars(extra)
+    settings = settings.get("tensorizer_config", settings)
+    if folder := settings.get("tensorizer_dir"):
+        return Path(_local(str(folder)))
+    return Path(_local(str(settings.get("tensorizer_uri", "")))).parent
+
+
+def _commit(revision: Any) -> str | None:
+    """Return the commit that vLLM resolved a revision to, so that a branch that moves is none."""
+    commit: str | None = getattr(revision, "resolved", None) or revision
+    return commit
+
+
+def _foreign_code(model: Any) -> Iterator[Source]:
+    """Yield the repositories that a model takes its code from, where these are others.
+
+    One that is not in the hub's cache was not used: vLLM has an implementation of its own.
+    """
+    code = getattr(model.hf_config, "auto_map", None) or {}
+    names = [name for entry in code.values() for name in (entry if _is_list(entry) else [entry])]
+    for repository in sorted({str(name).split("--")[0] for name in names if "--" in str(name)}):
+        with contextlib.suppress(IncompatibleEngineError):
+            place = _local_place(repository, getattr(model, "code_revision", None), None)
+            yield Source(f"code.{repository}", place, ("*.py",))
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _reads_tokenizer(config: Any) -> bool:
+    """Whether a model may read the tokenizer itself, besides being given its tokens."""
+    multimodal = getattr(config.model_config, "multimodal_config", None)
+    return multimodal is not None or getattr(config, "engram_config", None) is not None
+
+
+def _gaudi_scales(config: Any) -> list[Source]:
+    """Return the files of scales that Gaudi's quantization measured before.
+
+    `QUANT_CONFIG` names a JSON file, which names the beginning of their paths.
+    """
+    named = os.environ.get("QUANT_CONFIG")
+    if not named or str(config.device_config.device_type) != "hpu":
+        return []
+    try:
+        scales = json.loads(Path(named).read_text())
+        beginning = Path(scales.get("dump_stats_path", "stats"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise IncompatibleEngineError(
+            f"QUANT_CONFIG={named}: the file cannot be read ({error}); expected Intel Neural "
+            "Compressor's JSON"
+        ) from error
+    sources = [Source("scales.config", Path(named))]
+    if beginning.parent.is_dir():
+        sources.append(Source("scales", beginning.parent, (f"{beginning.name}*",)))
+    return sources
+
+
+def _files(source: Source) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a source that count, with their names in it."""
+    if source.place.is_file():
+        yield source.place.name, source.place
+        return
+    seen: set[tuple[int, int]] = set()
+    folders, count = [source.place], 0
+    while folders:
+        folder = folders.pop()
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in seen:
+            continue  # a link that leads back
+        seen.add((status.st_dev, status.st_ino))
+        for path in sorted(folder.iterdir()):
+            if not _is_readable(path):
+                continue  # nor could the engine read it (`lost+found` of a volume, a broken link)
+            if path.is_dir():
+                if not source.only and not _matches(path.name, IGNORED_FOLDERS.values()):
+                    folders.append(path)
+            elif path.is_file() and _counts(path.name, source.only):
+                count += 1
+                if count > MOST_FILES:
+                    raise UnidentifiedError(
+                        f"{source.place}: more than {MOST_FILES} files; expected the folder of "
+                        f"one model. Move it to a folder of its own, or {_ADVICE}"
+                    )
+                yield str(path.relative_to(source.place)), path
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether we may read what is there. Raises `OSError` when storage is in trouble."""
+    if os.access(path, os.R_OK):
+        return True
+    return path.exists() and os.access(path, os.R_OK)  # `exists` tells trouble from absence
+
+
+def _counts(name: str, only: Sequence[str]) -> bool:
+    if only:
+        return any(fnmatchcase(name, pattern) for pattern in only)
+    return not _matches(name, IGNORED_FILES.values())
+
+
+def _matches(name: str, patterns: "Iterator[str] | Any") -> bool:
+    return any(fnmatchcase(name, pattern) for group in patterns for pattern in group.split())
+
+
+def _blob(path: Path) -> str | None:
+    """Return the name of the blob in the hub's cache that a link leads to; it is a hash."""
+    end = path
+    for _ in range(_LINKS_MOST):
+        text = _link_text(end)
+        if text is None:
+            break
+        end = end.parent / text
+    if end is path or end.parent.name != "blobs" or not _BLOB.fullmatch(end.name):
+        return None
+    return end.name if end.exists() and end.samefile(path) else None
+
+
+def _ways_to(place: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield a folder and the links that lead to it: what was put in its place shows there."""
+    yield place, place.stat()
+    pending = [place.absolute()]
+    for _ in range(_LINKS_MOST):
+        if not pending:
+            return
+        path = pending.pop()
+        for link in (path, *path.parents):
+            text = _link_text(link)
+            if text is not None:
+                yield link, link.lstat()
+                pending.append(link.parent / text)
+
+
+def _link_text(path: Path) -> str | None:
+    """Return where a link leads, by its text; None for what is none, or cannot be looked at.
+
+    None also for the links of `/proc` (such as `/proc/1/root`, by which KServe's model containers
+    are reached): the kernel does not go by their text, which may be a path in another container,
+    and their times say nothing. They show by a size that is not the text's.
+    """
+    try:
+        text = os.readlink(path)  # noqa: PTH115 - a Path would write it differently
+        return text if path.lstat().st_size == len(os.fsencode(text)) else None
+    except OSError:
+        return None
+
+
+def _digest(value: object) -> str:
+    return sha256(json.dumps(value).encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What determines a request's KV besides tokens, and what happens while it is not known."""
+
+import threading
+from collections import UserDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the connector is vLLM's")
+
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from kvhaven.integrations.vllm.adapters import Adapters, CacheName, cache_name
+from kvhaven.integrations.vllm.digests import content_digest
+from kvhaven.integrations.vllm.scheduler import SchedulerSide
+from kvhaven.integrations.vllm.tracker import MOST_TAG_LENGTH, MOST_TAGS, Permissions
+from kvhaven.keys import Extras, KeyInputError
+from kvhaven.protocol import AdapterVersion, ModelState
+from kvhaven.types import ChunkKey
+from tests.simulation.connector_kit import (
+    Bench,
+    admit,
+    ask,
+    digest_of,
+    make_request,
+    run_new,
+    saved_chunks,
+    scheduled,
+    wait_until,
+)
+from tests.simulation.node import Node, running_node
+
+pytestmark = pytest.mark.slow
+
+
+class Broken:
+    """A feature whose place cannot be read: as it is when vLLM's class changes."""
+
+    identifier = modality = "image"
+    data = None
+
+    @property
+    def mm_position(self) -> Any:
+        raise OSError(116, "Stale file handle")
+
+
+def lora(name: str = "a", adapter: int = 1) -> LoRARequest:
+    return LoRARequest(name, adapter, f"/adapters/{name}")
+
+
+def image(
+    content: float | None, identifier: str = "image", offset: int = 2, length: int = 4
+) -> MultiModalFeatureSpec:
+    """Return an item as the scheduler's process has it; None: its tensors are elsewhere."""
+    data: Any = None
+    if content is not None:
+        data = UserDict({"pixel_values": SimpleNamespace(data=torch.full((3, 4), content))})
+    place = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(
+        data=data, modality="image", identifier=identifier, mm_position=place
+    )
+
+
+def keys_of(side: SchedulerSide, name: str, **more: Any) -> tuple[ChunkKey, ...]:
+    """Return the keys under which a request of 40 tokens is saved; none if it is not."""
+    plan = run_new(side, make_request(40, name, **more), 40)
+    return tuple(key for job in plan.saves for key in job.keys)
+
+
+def known(side: SchedulerSide, adapter: int = 1, generation: int = 1, rank: int = 0) -> None:
+    """Wait until the scheduler's side has heard what a rank has loaded."""
+    models = side._client
+
+    def heard() -> bool:
+        loaded = models.models.get(rank, ModelState()).adapters
+        return any((v.adapter, v.generation) == (adapter, generation) for v in loaded)
+
+    wait_until(heard, 20)
+
+
+# --- nothing is permitted before all extras are known -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"cache_salt": 12345},
+        {"cache_salt": b"salt"},
+        {"mm_features": [Broken()]},
+        {"params": {"kvhaven.skip_save": False, 7: 8}, "cache_salt": 0.5},
+        {"lora_request": SimpleNamespace(lora_int_id=1)},
+    ],
+    ids=["int-salt", "bytes-salt", "unreadable-media", "float-salt", "strange-adapter"],
+)
+def test_a_request_whose_extras_cannot_be_read_is_neither_offered_nor_saved(
+    bench: Bench, more: dict[str, Any]
+) -> None:
+    """Whatever is raised: not even on the second question, and not under the plain keys."""
+    side = bench.side()
+    bench.fill(make_request(40, "plain"))
+    request = make_request(40, "odd", **more)
+    side.on_new_request(request)
+    for _ in range(3):
+        assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated(request, (list(range(10)),), 0)
+    assert saved_chunks(side.plan_step(scheduled(new=[(request, range(10), 0, 40)]))) == 0
+    assert bench.leases() == 0
+
+
+@pytest.mark.parametrize("later", [1.0, 0.0], ids=["a later input", "an input of the same time"])
+def test_a_session_whose_next_input_cannot_be_keyed_is_not_saved_any_further(
+    bench: Bench, later: float
+) -> None:
+    """Clients of `AsyncLLM` may give all inputs one arrival time."""
+    side, request = bench.side(), make_request(30, resumable=True)
+    assert saved_chunks(run_new(side, request, 30)) == 1
+    request._all_token_ids.extend(range(200, 240))
+    request.num_prompt_tokens = request.num_tokens
+    request.arrival_time += later
+    request.mm_features = [Broken()]
+    for computed in (30, 48):
+        plan = side.plan_step(scheduled(new=[(request, range(20), computed, 16)]))
+        assert saved_chunks(plan) == 0
+
+
+def test_after_an_error_in_a_hook_nothing_that_runs_is_saved_and_all_saves_are_fenced(
+    bench: Bench,
+) -> None:
+    side, saving, leased = bench.side(), make_request(32, "saving"), make_request(40, "leased")
+    (job,) = run_new(side, saving, 32).saves
+    bench.fill(make_request(range(100, 140), "filled"))
+    leased = make_request(range(100, 140), "leased")
+    assert ask(side, leased) == (32, False)
+    side.doubt()
+    wait_until(lambda: bench.leases() == 0)
+    plan = side.plan_step(scheduled(new=[(leased, range(20, 30), 0, 40)]))
+    assert plan.fence == [job.id]
+    assert saved_chunks(plan) == 0
+    assert side.matched_tokens(leased, 0) == (0, False)
+    assert len(keys_of(side, "next")) > 0 or side.matched_tokens(make_request(40, "n"), 0)
+
+
+def test_the_blocks_before_a_load_that_could_not_be_planned_are_not_named(bench: Bench) -> None:
+    """They are the engine's own, and may be shared with requests that are well."""
+    request = make_request(40)
+    bench.fill(request)
+    side = bench.side(asynchronous=True)
+    tokens, _ = ask(side, request, computed=16)
+    side.never_loaded(request, (list(range(10)),), tokens)
+    (job,) = side.plan_step(scheduled()).loads
+    assert job.written == {4, 5, 6, 7}
+    wait_until(lambda: bench.leases() == 0)
+
+
+# --- media --------------------------------------------------------------------------------------
+
+
+def test_media_are_named_by_their_content_and_place_and_not_by_vllms_identifier(
+    bench: Bench, node: Node
+) -> None:
+    """With vLLM's caches off an identifier is a counter: another picture has it after a restart."""
+    side, restarted = bench.side(), Bench(node, namespace=bench.namespace)
+    other = restarted.side()
+    cat = keys_of(side, "cat", mm_features=[image(1.0, "renderer0-mm-1-image-0")])
+    dog = keys_of(other, "dog", mm_features=[image(2.0, "renderer0-mm-1-image-0")])
+    assert len(cat) == len(dog) == 2
+    assert not set(cat) & set(dog)
+    assert keys_of(other, "same", mm_features=[image(1.0, "renderer0-mm-7-image-0")]) == cat
+    moved = keys_of(other, "moved", mm_features=[image(1.0, "moved", offset=3)])
+    assert not set(moved) & set(cat)
+    assert not set(keys_of(other, "none")) & {*cat, *dog, *moved}
+    restarted.close()
+
+
+def test_media_whose_content_is_not_here_leave_a_request_uncached(bench: Bench) -> None:
+    assert keys_of(bench.side(), "elsewhere", mm_features=[image(None)]) == ()
+
+
+def test_an_identifier_that_came_with_two_contents_names_neither(bench: Bench) -> None:
+    """vLLM's encoder cache goes by it: the KV of the second may be the first one's."""
+    side = bench.side()
+    assert len(keys_of(side, "first", mm_features=[image(1.0, "mine")])) == 2
+    assert keys_of(side, "second", mm_features=[image(2.0, "mine")]) == ()
+    assert keys_of(side, "third", mm_features=[image(1.0, "mine")]) == ()
+
+
+def test_a_request_waits_for_its_medias_digests_and_no_longer_than_for_an_answer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = bench.side(lookup_deadline_ms=100)
+    go_on = threading.Event()
+    original = side._extras._media.items_of
+    monkeypatch.setattr(
+        side._extras._media, "items_of", lambda features: go_on.wait(30) and original(features)
+    )
+    request = make_request(40, mm_features=[image(1.0)])
+    side.on_new_request(request)
+    assert side.matched_tokens(request, 0) == (None, False)
+    wait_until(lambda: side.matched_tokens(request, 0) == (0, False))
+    side.allocated(request, (list(range(10)),), 0)
+    assert saved_chunks(side.plan_step(scheduled(new=[(request, range(10), 0, 20)]))) == 0
+    go_on.set()
+    wait_until(lambda: not side._trackers["r"].pending.hashing)  # type: ignore[union-attr]
+    plan = side.plan_step(scheduled(cached=[(request, None, 20, 20)]))
+    assert saved_chunks(plan) == 2, "what it computed meanwhile can be named now"
+
+
+def test_a_digest_covers_dtype_shape_and_every_element() -> None:
+    values: list[Any] = [
+        None,
+        False,
+        0,
+        0.0,
+        "",
+        b"",
+        [],
+        {},
+        torch.zeros(0),
+        torch.zeros(2, 3),
+        torch.zeros(3, 2),
+        torch.zeros(6),
+        torch.zeros(6, dtype=torch.int32),
+        torch.zeros(6, dtype=torch.bfloat16),
+        torch.tensor([0.0] * 5 + [1.0]),
+        [torch.zeros(3), torch.zeros(3)],
+        [torch.zeros(6)],
+        {"a": torch.zeros(6)},
+        {"b": torch.zeros(6)},
+        torch.zeros(6).numpy().astype("float64"),
+    ]
+    assert len({content_digest(value) for value in values}) == len(values)
+    columns = torch.arange(6).reshape(2, 3).t()
+    assert content_digest(columns) == content_digest(columns.contiguous())
+    assert content_digest({"a": 1, "b": 2}) == content_digest({"b": 2, "a": 1})
+    with pytest.raises(KeyInputError, match="cannot be named by its content"):
+        content_digest({"a": object()})
+    with pytest.raises(KeyInputError, match="names that are not texts"):
+        content_digest({1: 2})
+
+
+# --- adapters -----------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_named_by_what_the_ranks_have_loaded(bench: Bench) -> None:
+    request = make_request(40, lora_request=lora())
+    bench.fill(request, extras=Extras(lora=digest_of("v1").hex()))
+    side = bench.side()
+    bench.load_adapter(1, "v1")
+    known(side)
+    assert ask(side, request) == (32, False)
+    job = admit(side, request, 32, range(10))
+    assert job is not None
+    assert job.adapter is not None
+    assert job.adapter[:2] == (1, 1)
+
+
+def test_an_adapter_that_no_rank_has_loaded_yet_is_a_miss_and_saved_once_it_is_known(
+    bench: Bench,
+) -> None:
+    """vLLM loads it in the first step of its first request; all of it is computed with that."""
+    side, request = bench.side(), make_request(40, lora_request=lora())
+    assert ask(side, request) == (0, False)
+    side.allocated(request, (list(range(10)),), 0)
+    assert saved_chunks(side.plan_step(scheduled(new=[(request, range(10), 0, 20)]))) == 0
+    bench.load_adapter(1, "v1")
+    known(side)
+    plan = side.plan_step(scheduled(cached=[(request, None, 20, 20)]))
+    assert saved_chunks(plan) == 2
+    assert plan.saves[0].keys == tuple(bench.keys(request, Extras(lora=digest_of("v1").hex())))
+
+
+def test_kv_of_an_adapter_that_was_loaded_anew_under_its_name_is_not_saved(bench: Bench) -> None:
+    """The engine's own prefix cache goes by the name: its blocks may be of either content."""
+    side = bench.side()
+    side.block_pool = SimpleNamespace(
+        blocks=[
+            SimpleNamespace(block_id=i, ref_cnt=int(i < 10), block_hash=None) for i in range(40)
+        ]
+    )
+    bench.load_adapter(1, "v1")
+    known(side)
+    running = make_request(40, "running", lora_request=lora())
+    assert saved_chunks(run_new(side, running, 20)) == 1
+    bench.load_adapter(1, "v2", generation=2)
+    known(side, generation=2)
+    first = make_request(40, "first", lora_request=lora())
+    assert saved_chunks(run_new(side, first, 40, blocks=range(20, 30))) == 0
+    assert saved_chunks(side.plan_step(scheduled(cached=[(running, None, 20, 20)]))) == 0
+    sharing = make_request(56, "sharing", lora_request=lora())
+    ask(side, sharing, computed=32)
+    side.allocated(sharing, ([*range(8), *range(30, 36)],), 0)
+    plan = side.plan_step(scheduled(new=[(sharing, [*range(8), *range(30, 36)], 32, 24)]))
+    assert saved_chunks(plan) == 0, "its first blocks may be of v1"
+    fresh = keys_of(side, "fresh", lora_request=lora())
+    request = make_request(40, "fresh", lora_request=lora())
+    assert fresh == tuple(bench.keys(request, Extras(lora=digest_of("v2").hex())))
+
+
+def test_another_adapter_under_a_known_name_is_not_trusted_with_the_engines_blocks(
+    bench: Bench,
+) -> None:
+    side = bench.side()
+    bench.load_adapter(1, "v1")
+    known(side)
+    assert len(keys_of(side, "one", lora_request=lora("a", 1))) == 2
+    bench.load_adapter(2, "v2")
+    known(side, adapter=2)
+    assert keys_of(side, "two", lora_request=lora("a", 2)) == ()
+    assert len(keys_of(side, "three", lora_request=lora("a", 2))) == 2
+
+
+def test_a_rolling_update_from_a_new_path_distrusts_nothing() -> None:
+    """vLLM's prefix cache goes by the path too: no block of it is of both."""
+    versions = (AdapterVersion(1, digest_of("v1"), 1), AdapterVersion(2, digest_of("v2"), 1))
+    models = {0: ModelState(adapters=versions)}
+    old, new = LoRARequest("a", 1, "/adapters/v1"), LoRARequest("a", 2, "/adapters/v2")
+    if cache_name(old) == cache_name(new):
+        pytest.skip("this vLLM goes by the name alone")
+    distrusted: list[CacheName] = []
+    adapters = Adapters(1, lambda: models, distrusted.append)
+    for _ in range(3):
+        for request in (old, new):
+            assert adapters.use_of(request) is not None
+    assert distrusted == []
+
+
+class Shared:
+    """Requests that share blocks 0 to 7 (`first` writes them) of an engine with a block pool."""
+
+    def __init__(self, bench: Bench, **first: Any) -> None:
+        self.bench, self.side = bench, bench.side()
+        pool = [SimpleNamespace(block_id=i, ref_cnt=0, block_hash=b"h") for i in range(100)]
+        self.side.block_pool = SimpleNamespace(blocks=pool)
+        for adapter, name in enumerate("ab", 1):
+            bench.load_adapter(adapter, name)
+            known(self.side, adapter)
+        assert saved_chunks(run_new(self.side, make_request(40, "first", **first), 40)) == 2
+        self.run(20, lora_request=lora("a", 1))
+        self.run(30, lora_request=lora("b", 2))
+
+    def run(self, block: int, **more: Any) -> int:
+        """Run a request in blocks of its own from `block` on; return how much is saved."""
+        request = make_request(range(7 * block, 7 * block + 40), f"own{block}", **more)
+        return saved_chunks(run_new(self.side, request, 40, blocks=range(block, block + 10)))
+
+    def reload(self) -> None:
+        """Have other content loaded under the name of adapter a, and be noticed."""
+        self.bench.load_adapter(1, "other", generation=2)
+        known(self.side, generation=2)
+        assert self.run(40, lora_request=lora("a", 1)) == 0
+
+    def share(self, **more: Any) -> int:
+        """Run a request that shares the blocks; return how many chunks of it are saved."""
+        request = make_request(56, "sharing", **more)
+        blocks = [*range(8), *range(50, 56)]
+        return saved_chunks(run_new(self.side, request, 24, blocks=blocks, computed=32))
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_request": lora("b", 2)}], ids=["base", "adapter-b"])
+def test_what_is_not_of_a_reloaded_adapter_is_saved_on(bench: Bench, more: dict[str, Any]) -> None:
+    """A prompt that all requests share stays in the engine's cache for as long as it is used."""
+    shared = Shared(bench, **more)
+    running = make_request(range(900, 940), "running", **more)
+    assert saved_chunks(run_new(shared.side, running, 20, blocks=range(60, 70))) == 1
+    shared.reload()
+    assert shared.share(**more) == 1
+    plan = shared.side.plan_step(scheduled(cached=[(running, None, 20, 20)]))
+    assert saved_chunks(plan) == 1
+
+
+def test_blocks_of_a_reloaded_adapter_are_not_trusted(bench: Bench) -> None:
+    shared = Shared(bench, lora_request=lora("a", 1))
+    shared.reload()
+    assert shared.share(lora_request=lora("a", 1)) == 0
+
+
+def test_blocks_of_which_nobody_knows_the_adapter_are_not_trusted(bench: Bench) -> None:
+    """After an error in a hook: the engine may have given them to others."""
+    shared = Shared(bench)
+    shared.side.doubt()
+    shared.side.plan_step(scheduled())
+    shared.reload()
+    assert shared.share() == 0
+
+
+def test_ranks_that_loaded_different_contents_leave_an_adapter_unknown(node: Node) -> None:
+    bench = Bench(node, world=2)
+    side = bench.side()
+    bench.load_adapter(1, "v1")
+    known(side)
+    known(side, rank=1)
+    assert len(keys_of(side, "same", lora_request=lora())) == 2
+    both = bench.ranks
+    bench.ranks = both[:1]
+    bench.load_adapter(1, "v2", generation=2)
+    bench.ranks = both
+    known(side, generation=2)
+    assert keys_of(side, "half", lora_request=lora()) == ()
+    bench.close()
+    node.clear()
+
+
+def test_what_a_model_holds_is_known_again_after_a_service_restart(short_dir: Any) -> None:
+    with running_node(short_dir) as node:
+        bench = Bench(node)
+        side = bench.side()
+        bench.load_adapter(1, "v1")
+        known(side)
+        node.kill()
+        wait_until(lambda: not side._client.responsive)
+        bench.load_adapter(1, "v2", generation=2)
+        node.start()
+        known(side, generation=2)
+        wait_until(lambda: side._client.responsive)
+        bench.close()
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+def test_nothing_of_before_is_found_after_the_weights_were_changed(bench: Bench) -> None:
+    side, request = bench.side(), make_request(40)
+    bench.fill(request)
+    assert ask(side, request) == (32, False)
+    bench.change_weights(1)
+    wait_until(lambda: side._client.models.get(0) == ModelState(weights=1))
+    assert ask(side, make_request(40, "after")) == (0, False)
+    plan = side.plan_step(scheduled())
+    assert plan.weights == {0: 1}
+    saved = keys_of(side, "saved")
+    assert saved
+    assert not set(saved) & set(bench.keys(request))
+
+
+def test_a_load_that_was_promised_before_the_weights_changed_fails(bench: Bench) -> None:
+    request = make_request(40)
+    bench.fill(request)
+    side = bench.side(asynchronous=True)
+    tokens, _ = ask(side, request)
+    side.allocated(request, (list(range(10)),), tokens)
+    bench.change_weights(1)
+    wait_until(lambda: side._client.models.get(0) == ModelState(weights=1))
+    (job,) = side.plan_step(scheduled()).loads
+    assert job.places == ()
+    assert job.ticket > 0, "the ranks end its lease"
+
+
+# --- roles and tags -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "offered", "saved"),
+    [
+        (Permissions(load=False, save=True), 0, 2),
+        (Permissions(load=True, save=False), 16, 0),
+        (Permissions(load=True, save=True), 16, 1),
+    ],
+    ids=["producer", "consumer", "both"],
+)
+def test_a_producer_saves_and_does_not_load_and_a_consumer_the_other_way_round(
+    bench: Bench, role: Permissions, offered: int, saved: int
+) -> None:
+    request = make_request(40)
+    bench.fill(request, 1)
+    side = bench.side(role=role)
+    assert ask(side, request) == (offered, False)
+    admit(side, request, offered, range(10))
+    plan = side.plan_step(scheduled(new=[(request, range(10), offered, 40 - offered)]))
+    assert saved_chunks(plan) == saved
+
+
+def test_tags_are_few_short_and_fit_for_a_line_of_a_log(bench: Bench) -> None:
+    side = bench.side()
+    tags = ["a\nERROR forged", "\x1b[31mred", "x" * 1000, *(f"t{n}" for n in range(100))]
+    ask(side, make_request(40, params={"kvhaven.tags": tags}))
+    taken = side.stats.take()
+    assert taken is not None
+    named = {name for name in taken.data if name.startswith("tag:")}
+    assert len(named) == 2 * MOST_TAGS
+    assert all(name.isprintable() for name in named)
+    assert "tag:a\\nERROR forged:hit_tokens" in named
+    assert max(map(len, named)) < MOST_TAG_LENGTH + 40
+    for number in range(2000):
+        ask(side, make_request(1, f"r{number}", params={"kvhaven.tags": f"client {number}"}))
+    taken = side.stats.take()
+    assert taken is not None
+    assert len(taken.data) < 300
+
+
+@pytest.mark.parametrize("tags", [7, {"a": 1}, object(), [["nested"]], None])
+def test_tags_of_any_shape_do_no_harm(bench: Bench, tags: Any) -> None:
+    side = bench.side()
+    assert len(keys_of(side, "tagged", params={"kvhaven.tags": tags})) == 2

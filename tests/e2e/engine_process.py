@@ -12,18 +12,29 @@ import sys
 from typing import Any
 
 
-def main() -> None:
+def main(commands: type["Commands"]) -> None:
     """Start the engine that the second argument describes, then answer commands."""
     answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     arguments = json.loads(sys.argv[2])
     from vllm import LLM
 
+    inspect_models_here()
     llm = LLM(**arguments)
     print(json.dumps({"ready": True, "pid": os.getpid()}), file=answers)
     for line in sys.stdin:
         command = json.loads(line)
-        result = getattr(Commands, command.pop("do"))(llm, **command)
+        result = getattr(commands, command.pop("do"))(llm, **command)
         print(json.dumps(result), file=answers)
+
+
+def inspect_models_here() -> None:
+    """Have vLLM ask a model's class here what it can do, which is safe on a CPU.
+
+    Else it starts another Python for that, which imports torch and vLLM: half of a start.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 class Commands:
@@ -99,4 +110,4 @@ class Commands:
 
 
 if __name__ == "__main__":
-    main()
+    main(Commands)

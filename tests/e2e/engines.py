@@ -74,12 +74,16 @@ def engine(
     settings: dict[str, Any] | None,
     *,
     in_process: bool = False,
+    program: str = "engine_process.py",
+    threads: int | None = None,
     **arguments: Any,
 ) -> Iterator[Engine]:
     """Start an engine; `settings` are KVHaven's (None: off), `arguments` vLLM's.
 
     With `in_process` vLLM's engine core and worker are one process, as on CUDA with one rank.
     That starts in a quarter of the time: each of vLLM's processes imports everything anew.
+    `program` is a file beside this one that answers commands. `threads` is how many compute
+    (None: one for each core).
     """
     options: dict[str, Any] = {
         "model": str(model),
@@ -106,16 +110,19 @@ def engine(
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(log.parent / "cache")),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
     }
     if options.get("tensor_parallel_size", 1) > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    if threads is not None:
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     read, write = os.pipe()
     with log.open("w") as output:
         process = subprocess.Popen(
             [
                 sys.executable,
-                str(Path(__file__).with_name("engine_process.py")),
+                str(Path(__file__).with_name(program)),
                 str(write),
                 json.dumps(options),
             ],

@@ -47,6 +47,7 @@ def test_vllm_serve_with_nothing_but_the_connector_hits_and_shows_it(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.125",
         "LMCACHE_CACHE_POLICY": "LFU",
         "LMCACHE_REMOTE_URL": "lm://127.0.0.1:65432",

@@ -19,19 +19,22 @@ from examples.demo.processes import ProcessError
 _SUBJECTS = {
     "hash": "hashing",
     "policies": "policies",
+    "plan": "plans",
     "copy": "copies",
     "disk": "disks",
     "compression": "compressions",
     "acquire": "acquires",
+    "stall": "stalls",
     "ttft": "first_token",
     "nohit": "no_hits",
     "outage": "outages",
     "gpu": "gpus",
+    "identity": "identities",
     "tiers": "tiers",
 }
 """Each subject's module, which has `measure(say)` and returns results; quick ones first."""
 
-_OF_THEIR_OWN = {"tiers": "bench-tiers.json"}
+_OF_THEIR_OWN = {"tiers": "bench-tiers.json", "identity": "bench.json"}
 """Subjects that are measured when they are named only, and the files of their results."""
 
 

@@ -111,6 +111,8 @@ def _engine(address: str, name: str) -> Iterator[tuple[RankClient, SchedulerClie
         promote_deadline_s=_WAIT_S,
     )
     rank.start(10)
+    if not rank.wait_ready(10):
+        raise ProcessError("a rank was not ready for the arena within 10 s")
     scheduler.start(10)
     try:
         yield rank, scheduler

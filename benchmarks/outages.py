@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.rates import empty_folder
 from benchmarks.results import BENCH, Result, plain
 from benchmarks.servers import credentials
-from benchmarks.turns import Turns, ask, warm_up
+from benchmarks.turns import Baseline, Turns, ask, warm_up
 from examples.demo.model import make_model
 from examples.demo.processes import (
     Engine,
@@ -65,8 +65,8 @@ def measure(say: Callable[[str], None]) -> list[Result]:
             ) as on,
         ):
             warm_up(off, on)
-            turns = Turns(off, on, say)
-            results = [turns.measure("outage.absent", _ROUNDS, _ALLOWED, seed=11)]
+            turns = Turns([Baseline(off, "", "without KVHaven", _ALLOWED)], on, say)
+            results = turns.measure("outage.absent", _ROUNDS, seed=11)
             log = BENCH / "outage-service.log"
             with node_service(
                 address, log, max_local_cpu_size="1GiB", runtime_dir=runtime
@@ -74,11 +74,11 @@ def measure(say: Callable[[str], None]) -> list[Result]:
                 known = make_document(_KNOWN_TOKENS, seed=1)
                 _seconds_until_hit(on, known)
                 proxy.delay_s = _DELAY_S
-                results.append(turns.measure("outage.slow", _ROUNDS, _ALLOWED, seed=12))
+                results += turns.measure("outage.slow", _ROUNDS, seed=12)
                 proxy.delay_s = 0
                 say(f"slow no more: a hit after {_seconds_until_hit(on, known):.1f} s")
                 service.pause()
-                results.append(turns.measure("outage.stuck", _ROUNDS, _ALLOWED, seed=13))
+                results += turns.measure("outage.stuck", _ROUNDS, seed=13)
                 service.resume()
                 results.append(plain("outage.recovery", _seconds_until_hit(on, known), "s", 1))
             for stalled in (_stalled_s3, _stalled_directory):
@@ -125,12 +125,12 @@ def _stalled(
         _seconds_until_hit(on, known, lambda: service.clear("memory"))
         with server.stopped():
             seed = _STALLED_SEEDS[tier]
-            result = turns.measure(name, 1, _ALLOWED, seed=seed, prompts=_STALLED_PROMPTS)
+            results = turns.measure(name, 1, seed=seed, prompts=_STALLED_PROMPTS)
             turns.say(f"{name}: {_seconds_until(service, tier, online=False)}")
         began = time.monotonic()
         turns.say(f"{name}: {_seconds_until(service, tier, online=True)}")
         _seconds_until_hit(on, known, lambda: service.clear("memory"))
-        return [result, plain(f"{name}.recovery", time.monotonic() - began, "s", 1)]
+        return [*results, plain(f"{name}.recovery", time.monotonic() - began, "s", 1)]
 
 
 def _seconds_until(service: NodeService, tier: str, *, online: bool) -> str:

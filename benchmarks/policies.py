@@ -185,11 +185,13 @@ def _hit_rate(chains: list[Chain], policy: str, chunks: int) -> float:
     """Play a workload; return the percentage of hits in its second half."""
     table = ShardTable((Shard(ShardId(0, (0, 1), (0, 1)), PAGE_BYTES),))
     namespace = Namespace(NamespaceDigest(bytes(32)), {}, table)
-    catalog = Catalog(SlabAllocator({0: chunks * PAGE_BYTES}), POLICIES[policy]())
+    arena_bytes = chunks * PAGE_BYTES
+    catalog = Catalog(SlabAllocator({0: arena_bytes}), POLICIES[policy]())
     session, rank, digest = SessionId("s"), MemberId("s/0"), namespace.digest
     catalog.add_namespace(namespace)
     catalog.attach(session, MemberId("s"), None, digest, 1, 0)
     catalog.attach(session, rank, 0, digest, 1, 1)
+    catalog.ready(rank, 0, arena_bytes)
     checksum = [Checksum(bytes(16))]
     hits = looked_up = 0
     for number, chain in enumerate(chains):

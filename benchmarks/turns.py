@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two vLLM engines, with KVHaven and without, that take turns at prompts nobody has seen.
+"""vLLM engines, with KVHaven and without, that take turns at prompts nobody has seen.
 
 A figure is what the same prompts cost with KVHaven, as a multiple of what they cost without.
 Every prompt is replaced by another of the same length in each round, and the median over the
@@ -10,7 +10,7 @@ is not stands still (SIGSTOP), since an idle one polls and takes a core's time.
 import random
 import statistics
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.results import Result, at_most
@@ -39,48 +39,57 @@ def ask(engine: Engine, prompt: str, tokens: int = _OUTPUT_TOKENS) -> Answer:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Two engines with the same model, on the same cores."""
+class Baseline:
+    """An engine without KVHaven, and what KVHaven may cost against it."""
 
-    without: Engine
+    engine: Engine
+    name: str
+    """Of the figure, after that of the measurement."""
+    what: str
+    """In words, for people."""
+    allowed: float
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Engines with the same model, on the same cores."""
+
+    baselines: Sequence[Baseline]
     with_kvhaven: Engine
     say: Callable[[str], None]
 
-    def measure(
-        self, name: str, rounds: int, allowed: float, *, seed: int, prompts: int = PROMPTS
-    ) -> Result:
-        """Return the time of all prompts with KVHaven in times without; `allowed` is its limit.
+    def measure(self, name: str, rounds: int, *, seed: int, prompts: int = PROMPTS) -> list[Result]:
+        """Return the time of all prompts with KVHaven, in times of each baseline's.
 
         `seed` makes the prompts; other figures of the same engines need another one. Raises
         `ProcessError` when outputs differ, or when a token came from a cache.
         """
-        without: list[list[float]] = [[] for _ in range(prompts)]
-        with_kvhaven: list[list[float]] = [[] for _ in range(prompts)]
+        engines = [*(baseline.engine for baseline in self.baselines), self.with_kvhaven]
+        times: list[list[list[float]]] = [[[] for _ in range(prompts)] for _ in engines]
         for turn in range(rounds * prompts):
             chance = random.Random(seed * 10_000 + turn)
             prompt = "".join(chance.choices(string.ascii_lowercase, k=_PROMPT_TOKENS))
-            if turn % 2:
-                other = self._ask(self.with_kvhaven, prompt)
-                control = self._ask(self.without, prompt)
-            else:
-                control = self._ask(self.without, prompt)
-                other = self._ask(self.with_kvhaven, prompt)
-            if other.tokens != control.tokens:
+            outputs = set()
+            first = turn // prompts + turn  # each is first, second, ... at each prompt by turns
+            for which in [(first + step) % len(engines) for step in range(len(engines))]:
+                answer = self._ask(engines[which], prompt)
+                outputs.add(tuple(answer.tokens))
+                times[which][turn % prompts].append(answer.total)
+            if len(outputs) > 1:
                 raise ProcessError(f"{name}: the output with KVHaven is another one")
-            without[turn % prompts].append(control.total)
-            with_kvhaven[turn % prompts].append(other.total)
-        limit, value = _total(without), _total(with_kvhaven)
-        single = [
-            ours / theirs
-            for all_ours, all_theirs in zip(with_kvhaven, without, strict=True)
-            for ours, theirs in zip(all_ours, all_theirs, strict=True)
-        ]
-        self.say(
-            f"{name}: {prompts} prompts take {limit:.1f} s without, {value:.1f} s with KVHaven "
-            f"(single ones {min(single):.2f} to {max(single):.2f} times as long)"
-        )
-        what = f"{allowed:.2f} times as long as without KVHaven"
-        return at_most(name, value / limit, "x", allowed, rounds, what)
+        *without, with_kvhaven = map(_total, times)
+        results = []
+        for baseline, limit in zip(self.baselines, without, strict=True):
+            self.say(
+                f"{name}{baseline.name}: {prompts} prompts take {limit:.2f} s {baseline.what}, "
+                f"{with_kvhaven:.2f} s with KVHaven"
+            )
+            what = f"{baseline.allowed:.2f} times as long as {baseline.what}"
+            value = with_kvhaven / limit
+            results.append(
+                at_most(f"{name}{baseline.name}", value, "x", baseline.allowed, rounds, what)
+            )
+        return results
 
     @staticmethod
     def _ask(engine: Engine, prompt: str) -> Answer:

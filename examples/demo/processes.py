@@ -21,6 +21,7 @@ from typing import IO, Any
 from kvhaven.client.control import connect
 from kvhaven.errors import KVHavenError
 
+_ROOT = Path(__file__).resolve().parents[2]
 _START_S = 180.0
 _SERVICE_START_S = 30.0
 _STOP_S = 20.0
@@ -60,6 +61,7 @@ class Engine:
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(_ROOT),  # for connectors of the benchmarks
         }
         script = Path(__file__).with_name("engine.py")
         read, write = os.pipe()

@@ -2,6 +2,7 @@
 """What all tests share: their order, their time limits, a clean environment."""
 
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -80,6 +81,15 @@ def _rank(item: pytest.Item) -> int:
     """0 for what is quick; sorting by it keeps the order within each rank."""
     ranks = [len(_ORDER) - i for i, marker in enumerate(_ORDER) if item.get_closest_marker(marker)]
     return max(ranks, default=0)
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Give the log level back: an engine that starts in a test sets that of the whole process."""
+    logger = logging.getLogger("kvhaven")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

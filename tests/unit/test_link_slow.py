@@ -14,19 +14,6 @@ from tests.crash.proxy import Proxy
 
 
 @pytest.fixture
-def node(short_dir: Path) -> Iterator[NodeThread]:
-    with NodeThread(short_dir / "s.sock") as node:
-        yield node
-        node.check()
-
-
-@pytest.fixture
-def proxy(node: NodeThread, short_dir: Path) -> Iterator[Proxy]:
-    with Proxy(short_dir / "p.sock", node.address) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 def engine(proxy: Proxy) -> Iterator[Engine]:
     with Engine(proxy.address) as engine:
         yield engine

@@ -43,13 +43,6 @@ class Registration:
 
 
 @pytest.fixture
-def node(short_dir: Path) -> Iterator[NodeThread]:
-    with NodeThread(short_dir / "s.sock") as node:
-        yield node
-        node.check()
-
-
-@pytest.fixture
 def first(node: NodeThread) -> Iterator[Engine]:
     """An engine that is ready, and has saved."""
     with Engine(node.address, 2, engine="first") as engine:

@@ -4,8 +4,6 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,14 +23,6 @@ from kvhaven.types import Shard, ShardId
 from tests.crash.engine import EXTENT_BYTES, Engine, Rank, Scheduler, prompt
 from tests.crash.node import NodeThread, eventually, settled
 from tests.crash.raw import Raw
-
-
-@pytest.fixture
-def node(short_dir: Path) -> Iterator[NodeThread]:
-    with NodeThread(short_dir / "s.sock") as node:
-        yield node
-        node.check()
-
 
 # --- engines ----------------------------------------------------------------------------------
 

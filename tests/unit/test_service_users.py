@@ -5,7 +5,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from kvhaven.client.control import connect
 from kvhaven.client.unix import prepare_directory
 from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from tests.crash.node import NodeThread
-
-
-@pytest.fixture
-def node(short_dir: Path) -> Iterator[NodeThread]:
-    with NodeThread(short_dir / "s.sock") as node:
-        yield node
-        node.check()
 
 
 def test_the_socket_is_for_its_user_alone(node: NodeThread, short_dir: Path) -> None:

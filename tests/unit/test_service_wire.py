@@ -6,8 +6,6 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -35,13 +33,6 @@ from kvhaven.protocol import (
 from tests.crash.engine import Engine, Rank, prompt
 from tests.crash.node import NodeThread, eventually, settled
 from tests.crash.raw import Raw
-
-
-@pytest.fixture
-def node(short_dir: Path) -> Iterator[NodeThread]:
-    with NodeThread(short_dir / "s.sock") as node:
-        yield node
-        node.check()
 
 
 def test_another_wire_version_is_refused_with_the_reason(node: NodeThread) -> None:

@@ -18,15 +18,16 @@ from xdist.scheduler import LoadScopeScheduling
 from kvhaven.config_sources import NOT_SETTINGS, NOT_SETTINGS_PREFIXES
 from tests import servers
 
-_SECONDS_BY_MARKER = {"vllm": 600, "crash": 300, "slow": 300}
+_SECONDS_BY_MARKER = {"vllm": 1200, "crash": 600, "slow": 600}
 _ORDER = ("vllm", "crash", "slow")
 """What takes longest comes last, so that a mistake is seen early."""
 
-_IN_LINE = ("tests/crash/", "tests/e2e/")
-"""They take all cores, or tell when things happen: one worker runs all of a folder.
+_IN_LINE = "tests/crash/"
+"""Tells when things happen: one worker runs all of the folder, beside the quick tests."""
 
-Kills go on beside all the quick tests; real vLLM comes last, and has the machine to itself.
-"""
+_BY_MODULE = "tests/e2e/"
+"""Real vLLM comes last. A module's tests share engines, so one worker runs them; two modules
+go on side by side, since an engine that starts leaves the other cores idle."""
 
 # No deadline for an example: the machine may be busy with other work, and pytest has a limit.
 hypothesis.settings.register_profile("kvhaven", deadline=None, print_blob=True)
@@ -51,17 +52,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(max(limits)))
     items.sort(key=_rank)
     if hasattr(config, "workerinput"):  # there are others, which begin with what is quick
-        items.sort(key=lambda item: not item.nodeid.startswith(_IN_LINE[0]))
+        items.sort(key=lambda item: not item.nodeid.startswith(_IN_LINE))
 
 
 class _Scheduler(LoadScopeScheduling):
-    """Hands out single tests, but all of such a folder to one worker, when it is their turn.
+    """Hands out single tests, but all of such a folder or module to one worker.
 
     xdist's own groups (xdist_group, 3.8) have no effect with pytest 9.2.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return next(filter(nodeid.startswith, _IN_LINE), nodeid)
+        if nodeid.startswith(_IN_LINE):
+            return _IN_LINE
+        return nodeid.partition("::")[0] if nodeid.startswith(_BY_MODULE) else nodeid
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduler:

@@ -145,7 +145,7 @@ def engine(
             with contextlib.suppress(OSError):
                 process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=30)
+                process.wait(timeout=120)
             started.kill()
 
 
@@ -184,7 +184,7 @@ class NodeService:
         """Signal it and wait for its end."""
         if self.process is not None:
             self.process.send_signal(number)
-            self.process.wait(timeout=30)
+            self.process.wait(timeout=120)
             self.process = None
 
     def status(self) -> ServiceStatus:

@@ -74,7 +74,7 @@ def test_vllm_serve_with_nothing_but_the_connector_hits_and_shows_it(
     finally:
         server.send_signal(signal.SIGTERM)
         try:
-            server.wait(timeout=30)
+            server.wait(timeout=120)
         finally:
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGKILL)
@@ -145,13 +145,11 @@ def test_pooling_gives_the_same_embeddings(model: Path, tmp_path: Path, short_di
 
 
 def wait_for(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Wait until the server answers."""
-    for _ in range(240):
-        if server.poll() is not None:
-            raise AssertionError(log.read_text()[-4000:])
+    """Wait until the server answers, however long its start takes."""
+    while server.poll() is None:
         try:
             get(url)
-        except (urllib.error.URLError, ConnectionError):
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)
         else:
             return
@@ -160,7 +158,7 @@ def wait_for(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
 
 def wait_until_empty(directory: Path) -> None:
     """Wait until an embedded service has cleaned up after itself."""
-    for _ in range(200):
+    for _ in range(1200):
         if not list(directory.iterdir()):
             return
         time.sleep(0.05)
@@ -171,14 +169,14 @@ def post(url: str, body: dict[str, Any] | None) -> Any:
     """Post JSON; return the answer, if there is one."""
     data = json.dumps(body).encode() if body is not None else b""
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         text = answer.read()
     return json.loads(text) if text else None
 
 
 def get(url: str) -> str:
     """Return what is there, as text."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return str(answer.read().decode())
 
 

@@ -358,9 +358,10 @@ class Catalog:
         writes.pump()
 
     def tier_scanned(self, tier: TierName, *, ended: bool) -> None:
-        """Note that a scan of a tier of our own begins, or has ended.
+        """Note that a scan of a tier of our own begins, or has come to its end.
 
-        What is cleared in between is deleted when the scan finds it. Raises KVHavenError for an
+        What is cleared, also while the tier is offline, is deleted when it is found until a scan
+        that begins afterwards has ended; one that fails never does. Raises KVHavenError for an
         unknown tier, and for a shared one.
         """
         self._tiers.own_index(tier).scan(begins=not ended)

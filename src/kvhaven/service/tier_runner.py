@@ -186,8 +186,8 @@ class TierRunner:
         except TierError as error:
             self._scanned.pop(name, None)
             logger.warning("tier %s: the scan ended early: %s", name, error)
-        finally:
-            self._catalog.tier_scanned(name, ended=True)
+            return
+        self._catalog.tier_scanned(name, ended=True)
         logger.info("tier %s: found %d shards from before", name, found)
 
     def _found(

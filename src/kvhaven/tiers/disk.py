@@ -140,6 +140,8 @@ class DiskTier:
                     namespace,
                     {shard: size for shard, size in kept.items() if tenant in {None, shard.tenant}},
                 )
+        if opened is not self._opened:
+            raise TierError(f"{self._title} was closed while it was scanned")
         opened.scanned = True
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:

@@ -87,7 +87,7 @@ class Attaching:
             reason = f"wire version {message.version} was offered; this service speaks {VERSION}"
             connection.send(Refused(0, f"{reason}: install the same KVHaven on both sides"))
             raise ProtocolError(reason)
-        connection.greeted = True
+        connection.greet()
         connection.send(Welcome(self._service, os.getpid(), features=FEATURES))
 
     def attach(self, connection: Connection, message: AttachRank | AttachScheduler) -> None:

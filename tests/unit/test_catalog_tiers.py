@@ -39,7 +39,11 @@ def test_a_clear_counts_until_a_scan_that_began_afterwards_has_ended() -> None:
     node.catalog.tier_online(DISK, True)
     node.catalog.tier_scanned(DISK, ended=False)
     assert found() == (0, [key])
-    node.catalog.tier_scanned(DISK, ended=False)  # again, as the first scan failed
+    node.catalog.tier_scanned(DISK, ended=True, complete=False)
+    assert found() == (0, [key])
+    node.catalog.tier_scanned(DISK, ended=False)
+    node.catalog.tier_scanned(DISK, ended=False)  # of a tier that was opened anew meanwhile
+    node.catalog.tier_scanned(DISK, ended=True)
     assert found() == (0, [key])
     node.catalog.tier_scanned(DISK, ended=True)
     assert found() == (1, [])

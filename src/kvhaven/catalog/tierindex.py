@@ -73,9 +73,10 @@ class TierIndex(Moves):
         self._work = work
         self._trimming = False
         self._sweeping = False
+        self._scans = 0  # that are under way: one may begin before an older one has ended
+        self._begun = 0
         self._scanned = False
-        self._scans = 0  # begun
-        self._cleared: dict[Scope, int] = {}  # by the scans that had begun before
+        self._cleared: dict[Scope, int] = {}  # with how many scans had begun before
 
     def resize(self, capacity_bytes: int) -> None:
         """Take another capacity, and evict what no longer fits."""
@@ -112,16 +113,17 @@ class TierIndex(Moves):
         if self.shares:
             self._touch_own(keys)
 
-    def scan(self, *, begins: bool) -> None:
-        """Note that a scan begins, or has come to its end.
+    def scan(self, *, begins: bool, complete: bool = True) -> None:
+        """Note that a scan begins, or has ended, and whether it came upon everything.
 
         The tier may be offline when something is cleared, and bring it back when it is online
-        again. So a clear counts for what is found until a scan that began after it has ended.
+        again. So a clear counts for what is found until a scan that began after it is complete.
         """
-        self._scanned = not begins
-        self._scans += begins
-        if not begins:
-            self._cleared = {s: begun for s, begun in self._cleared.items() if begun == self._scans}
+        self._begun += begins
+        self._scans = max(0, self._scans + (1 if begins else -1))
+        self._scanned = complete and not self._scans
+        if self._scanned:
+            self._cleared = {s: begun for s, begun in self._cleared.items() if begun == self._begun}
 
     def found(self, namespace: NamespaceState, key: ChunkKey, bit: int, bytes_: int) -> None:
         """Count a shard that the scan found and that takes `bytes_`.
@@ -224,9 +226,9 @@ class TierIndex(Moves):
     def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
         """Delete what a scope names, piece by piece; return how many chunks, and their bytes."""
         cleared = self.place.clear(scope, parts)
-        self._cleared[scope] = self._scans
+        self._cleared[scope] = self._begun
         if len(self._cleared) > _MOST_CLEARED:
-            self._cleared = {Scope(None, None): self._scans}
+            self._cleared = {Scope(None, None): self._begun}
         if not self._sweeping:
             self._sweeping = True
             self._work.start_if_small(self._sweep(), self.place.leftover)

@@ -175,7 +175,7 @@ class TierRunner:
 
     async def _scan(self, name: TierName, tier: Tier) -> None:
         """Tell the catalog what a tier holds from earlier lives, in the background."""
-        found = 0
+        found, complete = 0, False
         self._catalog.tier_scanned(name, ended=False)
         try:
             async for namespace, shards in tier.scan():
@@ -183,11 +183,12 @@ class TierRunner:
                     found += self._found(name, namespace, part)
                     self._changed()
                     await asyncio.sleep(0)
+            complete = True
         except TierError as error:
             self._scanned.pop(name, None)
             logger.warning("tier %s: the scan ended early: %s", name, error)
-            return
-        self._catalog.tier_scanned(name, ended=True)
+        finally:
+            self._catalog.tier_scanned(name, ended=True, complete=complete)
         logger.info("tier %s: found %d shards from before", name, found)
 
     def _found(

@@ -34,6 +34,14 @@ MOST_KEYS: Final = 1 << 15
 """Chunks that an `Acquire` or a `Prefetch` may ask for."""
 MOST_ITEMS: Final = 1 << 12
 """Chunks, or leases, that any other message may name."""
+MOST_HELD: Final = 1 << 15
+"""Grants that a rank may hold; the catalog gives half as many (`reservations.MOST_OPEN`)."""
+MOST_SHARDS: Final = 1 << 10
+"""Shards of a rank: in the format portable, its KV heads times the groups of a hybrid model."""
+MOST_FIELDS: Final = 1 << 12
+"""Fields of a namespace; our connector has 1024 settings at most (130 of vLLM), and files."""
+MOST_ADAPTERS: Final = 1 << 12
+"""LoRA adapters of a rank; our connector remembers as many, vLLM has hundreds."""
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -42,11 +50,14 @@ Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
 FewKeys = Annotated[bytes, msgspec.Meta(max_length=MOST_ITEMS * KEY_BYTES)]
 _FEW: Final = msgspec.Meta(max_length=MOST_ITEMS)
 Sum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+Sums = Annotated[Sequence[Sum], msgspec.Meta(max_length=MOST_SHARDS)]
 Tenant = Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)]
 """`TENANT_BYTES` bytes, or none."""
 NO_LIMIT: Final = -1
 MOST_QUOTA: Final = 1 << 50
 Quota = Annotated[int, msgspec.Meta(ge=NO_LIMIT, le=MOST_QUOTA)]
+_Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]  # as long as a path
+Fields = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MOST_FIELDS)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
 
 
@@ -94,7 +105,7 @@ class ModelState(msgspec.Struct, frozen=True):
     """
 
     weights: int = 0
-    adapters: tuple[AdapterVersion, ...] = ()
+    adapters: Annotated[tuple[AdapterVersion, ...], msgspec.Meta(max_length=MOST_ADAPTERS)] = ()
 
 
 class AttachRank(Message, frozen=True, tag=True):
@@ -114,9 +125,9 @@ class AttachRank(Message, frozen=True, tag=True):
     rank: int
     world: int
     namespace: Key
-    fields: dict[str, str]
-    shards: tuple[Shard, ...]
-    holding: tuple[int, ...] = ()
+    fields: Fields
+    shards: Annotated[tuple[Shard, ...], msgspec.Meta(max_length=MOST_SHARDS)]
+    holding: Annotated[tuple[int, ...], msgspec.Meta(max_length=MOST_HELD)] = ()
     shared: bool = False
     model: ModelState = ModelState()
 
@@ -281,7 +292,7 @@ class Commit(Message, frozen=True, tag=True):
     """
 
     seq: int
-    chunks: Annotated[Sequence[tuple[Key, int, Sequence[Sum]]], _FEW]
+    chunks: Annotated[Sequence[tuple[Key, int, Sums]], _FEW]
 
 
 class Abort(Message, frozen=True, tag=True):

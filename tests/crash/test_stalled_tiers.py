@@ -19,7 +19,7 @@ from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
 from tests import servers
 from tests.crash.engine import Engine, prompt
-from tests.crash.node import NodeThread, eventually, flush, seconds
+from tests.crash.node import NodeProcess, NodeThread, eventually, flush, seconds, status_of
 from tests.servers import Stoppable
 
 pytestmark = pytest.mark.crash
@@ -84,6 +84,23 @@ def test_a_stalled_store_costs_one_deadline_and_comes_back(
                 eventually(lambda: node.status().tiers["remote"].online, 30)
                 eventually(lambda: engine.load(KEYS) == len(KEYS), 30)
             node.check()
+
+
+def test_a_disk_that_hangs_at_the_start_keeps_a_service_from_nothing(short_dir: Path) -> None:
+    """It serves without, ends when it is told to, and takes the disk when that answers."""
+    (short_dir / "store").mkdir()
+    settings = {"local_disk": short_dir / "mount" / "disk", "stop_deadline_s": "1"}
+    node = NodeProcess(short_dir / "s.sock", short_dir / "log", **settings)
+    with servers.fuse_mount(short_dir / "store", short_dir / "mount") as server:
+        with server.stopped(), node:
+            assert "still being asked" in status_of(node.address).tiers["disk"].last_error
+            with Engine(node.address) as engine:
+                assert engine.save(KEYS) == len(KEYS)
+            node.stop()
+        with contextlib.ExitStack() as stack:
+            with server.stopped():
+                stack.enter_context(node)
+            eventually(lambda: status_of(node.address).tiers["disk"].online)
 
 
 def is_off(node: NodeThread, engine: Engine) -> bool:

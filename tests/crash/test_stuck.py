@@ -3,6 +3,7 @@
 
 import contextlib
 import random
+import resource
 import socket
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def test_an_engine_starts_without_a_service_that_is_stopped(short_dir: Path) -> 
         assert rank.save(KEYS) == 8
         with node.frozen():
             rank.close()
+
+
+def test_a_service_takes_all_descriptors_that_it_may_have(short_dir: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    node = NodeProcess(short_dir / "s.sock", short_dir / "log")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        with node:
+            assert resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def anonymous_kib(pid: int) -> int:

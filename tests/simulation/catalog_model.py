@@ -294,8 +294,6 @@ class World:
         self.now = 0.0
         self.grown = False
         self.heard = Heard()
-        self.on_disk: dict[TierName, set[ChunkKey]] = {}
-        """What the catalog knew of our own tiers before the last clear."""
         self.online = {spec.name: True for spec in TIERS}
         for namespace in BY_DIGEST.values():
             self.catalog.add_namespace(namespace)
@@ -331,7 +329,6 @@ class World:
         """Clear, and assert that what is cleared from memory is out of sight at this moment."""
         space = self.catalog._space
         before = {key: entry.extent.generation for key, entry in space.entries.items()}
-        self.on_disk = {name: set(own.stored) for name, own in self.catalog._tiers.own.items()}
         self.catalog.clear(namespace, tier, tenant)
         if tier not in {None, MEMORY}:
             return

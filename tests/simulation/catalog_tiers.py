@@ -189,10 +189,11 @@ class FakeTiers:
         """A scan begins, or ends."""
         tier = self._world.pick(OWN)
         self._scanning ^= {tier}
-        self._world.catalog.tier_scanned(tier, ended=tier not in self._scanning)
+        ended = tier not in self._scanning
+        self._world.catalog.tier_scanned(tier, ended=ended)
         for key, stored in self._stores[tier].items():
-            if key not in self._world.catalog._tiers.own[tier].stored:
-                stored.cleared = False  # a scan that ended early never came upon it
+            if ended and key not in self._world.catalog._tiers.own[tier].stored:
+                stored.cleared = False  # it never came upon it
 
     def find(self) -> None:
         """A scan comes upon a chunk, or upon a part of one."""
@@ -257,15 +258,10 @@ class FakeTiers:
     def cleared(
         self, namespace: NamespaceDigest | None, tier: TierName | None, tenant: TenantId | None
     ) -> None:
-        """Note that what our own tiers have of something is to go, as far as that is known.
-
-        Or will be: what a scan has still to find.
-        """
+        """Note that what our own tiers have of something is to go: known, or found by a scan."""
         for name in OWN:
-            before = self._world.on_disk[name]
             for key, stored in self._stores[name].items():
-                known = key in before or name in self._scanning
-                if known and tier in {None, name} and namespace in {None, stored.namespace}:
+                if tier in {None, name} and namespace in {None, stored.namespace}:
                     stored.cleared |= tenant in {None, TENANT_OF[key]}
 
     def _see(self, action: TierLookup) -> Found:

@@ -5,7 +5,7 @@ import pytest
 
 from kvhaven.catalog.actions import TierDelete, TierName, Update
 from kvhaven.errors import KVHavenError
-from kvhaven.types import ChunkKey, NamespaceDigest
+from kvhaven.types import NO_TENANT, TENANT_BYTES, ChunkKey, NamespaceDigest, TenantId
 from tests.unit.catalog_kit import DISK, PAGE, STORED, Node, keys_of, namespace_of, spec
 
 
@@ -24,6 +24,51 @@ def test_a_scan_is_counted_once() -> None:
     node.catalog.check()
     usage = node.catalog.stats().namespaces[node.namespace.digest].tiers[DISK]
     assert (usage.chunks, usage.bytes) == (2, 4 * STORED)
+
+
+def test_a_clear_counts_until_a_scan_that_began_afterwards_has_ended() -> None:
+    """A tier that is offline keeps what was cleared, and brings it back."""
+    node, (key, after) = Node(tiers=[spec()]), keys_of("a", 2)
+
+    def found() -> tuple[int, list[ChunkKey]]:
+        node.store([key])
+        return held(node), deleted(node)
+
+    node.catalog.tier_online(DISK, False)
+    node.catalog.clear()  # before it was ever open
+    node.catalog.tier_online(DISK, True)
+    node.catalog.tier_scanned(DISK, ended=False)
+    assert found() == (0, [key])
+    node.catalog.tier_scanned(DISK, ended=True, complete=False)
+    assert found() == (0, [key])
+    node.catalog.tier_scanned(DISK, ended=False)
+    node.catalog.tier_scanned(DISK, ended=False)  # of a tier that was opened anew meanwhile
+    node.catalog.tier_scanned(DISK, ended=True)
+    assert found() == (0, [key])
+    node.catalog.tier_scanned(DISK, ended=True)
+    assert found() == (1, [])
+    for tenant, namespace in ((NO_TENANT, None), (None, node.namespace.digest)):
+        node.catalog.tier_online(DISK, False)
+        node.catalog.clear(namespace, tenant=tenant)
+        assert deleted(node) == [key]  # in vain
+        node.catalog.tier_online(DISK, True)
+        node.catalog.tier_scanned(DISK, ended=False)
+        assert found() == (0, [key])
+        node.catalog.clear(tenant=TenantId(b"another."))
+        node.catalog.tier_scanned(DISK, ended=True)
+        assert found() == (1, [])
+    node.store([after])
+    assert held(node) == 2
+    node.catalog.check()
+
+
+def test_after_more_clears_than_are_remembered_all_that_is_found_goes() -> None:
+    node, (key,) = Node(tiers=[spec()]), keys_of("a", 1)
+    for number in range(1100):
+        node.catalog.clear(tenant=TenantId(number.to_bytes(TENANT_BYTES)))
+    node.catalog.tier_scanned(DISK, ended=False)
+    node.store([key])
+    assert (held(node), deleted(node)) == (0, [key])
 
 
 def test_above_its_capacity_a_tier_is_emptied_to_the_watermark() -> None:

@@ -3,7 +3,8 @@
 
 import contextlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,9 +14,14 @@ from hypothesis import strategies as st
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import (
     FRAME_LIMIT,
+    MOST_ADAPTERS,
+    MOST_FIELDS,
+    MOST_HELD,
+    MOST_SHARDS,
     Abort,
     Acquire,
     Acquired,
+    AdapterVersion,
     Attached,
     AttachRank,
     Clear,
@@ -27,6 +33,8 @@ from kvhaven.protocol import (
     Hello,
     KeyList,
     Message,
+    ModelChanged,
+    ModelState,
     Ready,
     Release,
     Reserve,
@@ -139,3 +147,36 @@ def test_keys_are_whole() -> None:
     assert list(KeyList(KEY + KEY[::-1])) == [KEY, KEY[::-1]]
     with pytest.raises(ProtocolError, match="whole number"):
         KeyList(KEY + b"x")
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize(
+    ("most", "message"),
+    [
+        (MOST_FIELDS, lambda n: attach(fields={str(number): "" for number in range(n)})),
+        (4096, lambda n: attach(fields={"model": "m" * n})),
+        (4096, lambda n: attach(fields={"m" * n: "model"})),
+        (MOST_SHARDS, lambda n: attach(shards=(SHARD,) * n)),
+        (MOST_HELD, lambda n: attach(holding=(1,) * n)),
+        (MOST_ADAPTERS, lambda n: attach(model=with_adapters(n))),
+        (MOST_ADAPTERS, lambda n: ModelChanged(1, with_adapters(n))),
+        (MOST_SHARDS, lambda n: Commit(1, [(KEY, 1, [SUM] * n)])),
+    ],
+    ids=["fields", "value", "name", "shards", "holding", "adapters", "changed", "sums"],
+)
+def test_a_message_says_a_bounded_number_of_things(
+    most: int, message: Callable[[int], Message], beyond: int
+) -> None:
+    """Else one frame of 4 MiB would hold the service's loop for a second and more."""
+    said = message(most + beyond)
+    refused = pytest.raises(ProtocolError) if beyond else contextlib.nullcontext()
+    with refused:
+        assert decode_client(encode(said)[4:]) == said
+
+
+def attach(**fields: Any) -> Message:
+    return msgspec.structs.replace(FROM_CLIENTS[1], **fields)
+
+
+def with_adapters(count: int) -> ModelState:
+    return ModelState(1, (AdapterVersion(1, KEY, 1),) * count)

@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import re
 import threading
 from typing import Any
 
@@ -19,10 +20,12 @@ from kvhaven.protocol import (
     Welcome,
     encode,
 )
+from kvhaven.service.status import describe
 from kvhaven.types import Shard, ShardId
 from tests.crash.engine import EXTENT_BYTES, Engine, Rank, Scheduler, prompt
 from tests.crash.node import NodeThread, eventually, settled
 from tests.crash.raw import Raw
+from tests.unit.catalog_kit import namespace_of
 
 # --- engines ----------------------------------------------------------------------------------
 
@@ -163,6 +166,55 @@ def test_in_what_an_engine_differs_from_the_namespaces_of_its_model_is_logged(
         "they differ in cache.block_size (32, 16)"
     )  # not b, which is less alike
     assert said[2].endswith("they differ in rules (9, none)")
+
+
+def test_an_engine_is_compared_with_the_newest_namespaces_of_its_model(
+    node: NodeThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are never forgotten: a service sees one for each change of an engine's settings."""
+    caplog.set_level(logging.INFO, logger="kvhaven.service.attaching")
+    common = {"model": "tiny", "cache.block_size": "16", "weights": "w"}
+    fields = [common, *[{"model": "tiny", "weights": str(number)} for number in range(20)]]
+    fields += [{"model": "other"}, common | {"weights": "v"}]
+    for number, each in enumerate(fields):
+        rank = Rank(node.address, engine=str(number))
+        rank.client.identify(each)
+        rank.start().close()
+    said = [line for line in caplog.messages if "shares nothing" in line]
+    assert re.search(r"differ in cache.block_size \(16, none\), weights \(v, 1[2-9]\)$", said[-1])
+
+
+def test_fields_that_are_too_long_together_are_refused(node: NodeThread) -> None:
+    rank = Rank(node.address)
+    rank.client.identify({str(number): "x" * 4000 for number in range(140)})
+    with pytest.raises(KVHavenError, match="rank 0's namespace have 560310 characters; 524288 are"):
+        rank.start()
+    rank.close()
+
+
+def test_a_status_says_the_fields_of_the_newest_namespaces(node: NodeThread) -> None:
+    """All of them would not fit into a frame."""
+    for number in range(12):
+        rank = Rank(node.address, engine=str(number))
+        fields = {str(name): "x" * 4000 for name in range(100)}
+        rank.client.identify(fields | {"model": f"model {number}"})
+        rank.start().close()
+    shown = node.status().namespaces
+    assert [each.model for each in shown] == [f"model {number}" for number in range(12)]
+    assert [bool(each.fields) for each in shown] == 10 * [False] + 2 * [True]
+
+
+def test_a_status_of_many_namespaces_is_made_in_pieces(node: NodeThread) -> None:
+    def pieces() -> int:
+        return sum(1 for _ in describe(node.service))
+
+    def add() -> None:
+        for number in range(256):
+            node.service.catalog.add_namespace(namespace_of(str(number)))
+
+    before = node.call(pieces)
+    node.call(add)
+    assert node.call(pieces) - before >= 256 // 64 + 256 // 16
 
 
 def test_a_shard_without_bytes_is_refused(node: NodeThread) -> None:

@@ -2,6 +2,8 @@
 """A service with shared tiers that are slow, stuck, wrong, or gone."""
 
 import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -13,12 +15,14 @@ from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.config import Settings, load_settings
 from kvhaven.errors import ConfigError, KVHavenError, TierError
+from kvhaven.protocol import Clear, Cleared, Flush, Flushed, Hello, Refused, Welcome
 from kvhaven.service.ladder import make_tiers
 from kvhaven.tiers.base import StoredShard, Tier
 from kvhaven.tiers.memory import MemoryStore, memory_tier
 from kvhaven.types import Checksum
 from tests.crash.engine import EXTENT_BYTES, Engine, prompt
 from tests.crash.node import NodeThread, eventually, flush, seconds, settled
+from tests.crash.raw import Raw
 
 T = TypeVar("T")
 KEYS = prompt("p", 8)
@@ -32,6 +36,8 @@ class SlowStore(MemoryStore):
         super().__init__()
         self.before: dict[str, Callable[[], Awaitable[object]]] = {}
         self.asked: list[int] = []
+        self.scans: list[str] = []
+        """`begins` and `ends`, in their order."""
 
     async def _first(self, name: str) -> None:
         if name in self.before:
@@ -41,6 +47,12 @@ class SlowStore(MemoryStore):
         self.asked.append(len(shards))
         await self._first("contains")
         return await super().contains(shards)
+
+    async def folders(self) -> Sequence[str]:
+        self.scans.append("begins")
+        await self._first("folders")
+        self.scans.append("ends")
+        return await super().folders()
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         await self._first("read")
@@ -258,6 +270,56 @@ def test_a_shared_tier_is_shown_and_cleared_by_its_name(short_dir: Path, filled:
                 control.clear(tier=MEMORY_TIER)
         assert not [name for name in filled.blobs if name.endswith(".kv")]
         assert node.status().tiers[MEMORY_TIER].capacity_bytes is None
+
+
+def test_clears_of_a_shared_tier_follow_each_other(short_dir: Path, filled: SlowStore) -> None:
+    filled.before["folders"] = slow(0.02)
+    with Node(short_dir / "s.sock", filled) as node, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Raw(node)) for _ in range(5)]
+        for client in clients:
+            client.say(Hello(), Clear(1, b"", MEMORY_TIER))
+        for client in clients:
+            assert isinstance(client.hear(), Welcome)
+        cleared = [client.hear() for client in clients]
+        assert [answer.chunks for answer in cleared if isinstance(answer, Cleared)] == [
+            8,
+            0,
+            0,
+            0,
+            0,
+        ]
+    assert filled.scans == ["begins", "ends"] * 5
+
+
+def test_a_flush_is_one_of_its_connection_and_ends_with_it(short_dir: Path) -> None:
+    store, writing = SlowStore(), threading.Event()
+
+    async def until_told() -> None:
+        while not writing.is_set():  # noqa: ASYNC110  a thread sets it
+            await asyncio.sleep(0.005)
+
+    store.before["write"] = until_told
+    with Node(short_dir / "s.sock", store) as node, Engine(node.address) as engine:
+        tasks = node.call(lambda: len(node.service._tasks))
+        engine.save(KEYS)
+        with Raw(node) as gone, Raw(node) as patient, Raw(node) as hasty:
+            gone.say(Hello(), *[Flush(id_, 600_000) for id_ in range(1, 101)])
+            patient.say(Hello(), Flush(1, 600_000))
+            hasty.say(Hello(), Flush(1, 20))
+            for client in (gone, patient, hasty):
+                assert isinstance(client.hear(), Welcome)
+            refused = [gone.hear() for _ in range(99)]
+            assert [answer.id for answer in refused if isinstance(answer, Refused)] == [
+                *range(2, 101)
+            ]
+            assert hasty.hear() == Flushed(1, len(KEYS))
+            assert node.call(lambda: len(node.service._tasks)) == tasks + 2
+            gone.socket.close()
+            eventually(lambda: node.call(lambda: len(node.service._tasks)) == tasks + 1)
+            writing.set()
+            assert patient.hear() == Flushed(1, 0)
+            assert patient.say(Flush(2, 600_000)).hear() == Flushed(2, 0)
+        eventually(lambda: node.call(lambda: len(node.service._tasks)) == tasks)
 
 
 def test_tiers_are_made_in_the_order_of_the_settings(tmp_path: Path) -> None:

@@ -13,14 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.errors import KVHavenError
 from kvhaven.tiers.base import StoredShard
+from kvhaven.tiers.disk_lock import Directory
 from kvhaven.types import Checksum, ChunkKey
 from tests.crash.engine import MODEL, SHARD_BYTES, Engine, Rank, prompt
 from tests.crash.node import MIB, NodeThread, audit_disk, eventually, flush, settled
 
 KEYS = prompt("p", 6)
+DISK = TierName("disk")
 
 
 @contextlib.contextmanager
@@ -331,6 +334,39 @@ def test_the_second_service_on_a_disk_says_who_holds_it_and_serves(short_dir: Pa
                 assert eventually(lambda: other.load(KEYS) == 6)
             second.check()
         assert engine.load(KEYS) == 6
+
+
+def test_what_is_cleared_while_another_holds_the_disk_does_not_come_back(short_dir: Path) -> None:
+    with serving(short_dir, breaker_pause_s=0.05) as (node, engine):
+        engine.save(KEYS)
+        flush(node.address)
+        (short_dir / "disk" / "lock").unlink()
+        with contextlib.closing(Directory(short_dir / "disk")):
+            eventually(lambda: not node.status().tiers["disk"].online)
+            with connect(node.address) as control:
+                assert control.clear().chunks > 0
+            assert len(stored_files(short_dir)) == 2 * len(KEYS)
+        eventually(lambda: not stored_files(short_dir))
+        eventually(lambda: node.status().catalog.tiers[DISK].scanned)
+        assert engine.load(KEYS) == 0
+        assert engine.save(KEYS) == 6
+        flush(node.address)
+        assert len(stored_files(short_dir)) == 2 * len(KEYS)
+
+
+def test_what_is_cleared_before_the_disk_was_ever_open_is_not_found(short_dir: Path) -> None:
+    with serving(short_dir) as (node, engine):
+        engine.save(KEYS)
+        flush(node.address)
+    with contextlib.ExitStack() as held:
+        held.enter_context(contextlib.closing(Directory(short_dir / "disk")))
+        with serving(short_dir, breaker_pause_s=0.05) as (node, engine):
+            with connect(node.address) as control:
+                control.clear()
+            held.close()
+            eventually(lambda: node.status().catalog.tiers[DISK].scanned)
+            eventually(lambda: not stored_files(short_dir))
+            assert engine.load(KEYS) == 0
 
 
 def test_a_disk_that_is_removed_while_running_is_opened_and_scanned_anew(short_dir: Path) -> None:

@@ -99,3 +99,10 @@ def test_equal_shards_are_refused_unless_they_are_said_to_be_equal() -> None:
         united(held, shared=False)
     assert len(united(held, shared=True).shards) == 2
     assert united({0: heads(0, 2), 1: heads(0, 2, 1)}, shared=False).extent_bytes == 4 * 8192
+
+
+def test_a_chunk_of_more_shards_than_can_be_counted_is_refused() -> None:
+    held = {rank: heads(1000 * rank, 1000 * (rank + 1)) for rank in range(5)}
+    assert len(united({rank: held[rank] for rank in range(4)}, shared=False).shards) == 4000
+    with pytest.raises(KVHavenError, match="hold 5000 shards; a chunk has 4096 at most"):
+        united(held, shared=False)

@@ -27,9 +27,11 @@ from kvhaven.protocol import (
     Release,
     Reserve,
     Status,
+    StatusReply,
     Welcome,
     encode,
 )
+from kvhaven.service import connection
 from tests.crash.engine import Engine, Rank, prompt
 from tests.crash.node import NodeThread, eventually, settled
 from tests.crash.raw import Raw
@@ -49,6 +51,20 @@ def test_another_wire_version_is_refused_with_the_reason(node: NodeThread) -> No
 def test_the_first_message_is_hello(node: NodeThread, first: Message) -> None:
     with Raw(node) as raw:
         assert raw.say(first).is_closed()
+
+
+def test_who_does_not_say_hello_is_disconnected(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a thousand of them would use up the descriptors, and keep engines out."""
+    monkeypatch.setattr(connection, "_HELLO_S", 1.0)
+    with Raw(node) as silent, Raw(node) as slow, Raw(node) as greeted:
+        assert isinstance(greeted.say(Hello()).hear(), Welcome)
+        slow.raw(encode(Hello())[:-1])
+        assert silent.is_closed()
+        assert slow.is_closed()
+        assert isinstance(greeted.say(Status(1)).hear(), StatusReply)
+    eventually(lambda: not node.call(lambda: len(node.service._connections)))
 
 
 @pytest.mark.parametrize(

@@ -357,13 +357,14 @@ class Catalog:
         self._space.free_if_idle(entry)
         writes.pump()
 
-    def tier_scanned(self, tier: TierName, *, ended: bool) -> None:
-        """Note that a scan of a tier of our own begins, or has ended.
+    def tier_scanned(self, tier: TierName, *, ended: bool, complete: bool = True) -> None:
+        """Note that a scan of a tier of our own begins, or has ended; `complete`: not by an error.
 
-        What is cleared in between is deleted when the scan finds it. Raises KVHavenError for an
-        unknown tier, and for a shared one.
+        What is cleared, also while the tier is offline, is deleted when it is found until a scan
+        that begins afterwards is complete. Raises KVHavenError for an unknown tier, and for a
+        shared one.
         """
-        self._tiers.own_index(tier).scan(begins=not ended)
+        self._tiers.own_index(tier).scan(begins=not ended, complete=complete)
 
     def tier_found(
         self,

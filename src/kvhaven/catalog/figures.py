@@ -25,10 +25,10 @@ from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.tierspec import TierState
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.maps import StripedDict
-from kvhaven.types import NO_TENANT, TenantId
+from kvhaven.types import NO_TENANT, NamespaceDigest, TenantId
 
 _PIECE = 64
-"""Tenants, or chunks in quarantine, that are looked at in one go."""
+"""Namespaces, tenants, or chunks in quarantine, that are looked at in one go."""
 
 _Seen = StripedDict[bytes, None]
 """Chunks by their generation."""
@@ -56,15 +56,9 @@ def collect(
         quarantined += more
     tenants, more_tenants = yield from _tenants(owners, space.place, places)
     yield
+    namespaces = yield from _namespaces(owners, space.place, places)
     return CatalogStats(
-        namespaces={
-            part.namespace.digest: NamespaceStats(
-                fields=part.namespace.fields,
-                memory=_on_shelf(space.place, part),
-                tiers={name: _on_shelf(place, part) for name, place in places.items()},
-            )
-            for part in owners.namespaces()
-        },
+        namespaces=namespaces,
         tiers={name: _tier(tiers.indexes[name], w) for name, w in tiers.writes.items()},
         sessions=len(sessions.sessions),
         members=len(sessions.members),
@@ -128,6 +122,22 @@ def _quarantined(
             if looked % _PIECE == 0:
                 yield
     return own_bytes, more_bytes
+
+
+def _namespaces(
+    owners: Owners, arena: Place, tiers: _Places
+) -> Generator[None, None, dict[NamespaceDigest, NamespaceStats]]:
+    """Return the figures of every namespace."""
+    figures: dict[NamespaceDigest, NamespaceStats] = {}
+    for part in tuple(owners.namespaces()):
+        figures[part.namespace.digest] = NamespaceStats(
+            fields=part.namespace.fields,
+            memory=_on_shelf(arena, part),
+            tiers={name: _on_shelf(place, part) for name, place in tiers.items()},
+        )
+        if len(figures) % _PIECE == 0:
+            yield
+    return figures
 
 
 def _tenants(

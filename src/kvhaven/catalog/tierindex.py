@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import msgspec
 
@@ -14,6 +15,9 @@ from kvhaven.catalog.work import Job, Work
 from kvhaven.errors import KVHavenError
 from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
+
+_MOST_CLEARED = 1024
+"""Clears that are remembered for what a scan may still find; beyond, all that it finds goes."""
 
 
 class Share:
@@ -69,8 +73,10 @@ class TierIndex(Moves):
         self._work = work
         self._trimming = False
         self._sweeping = False
-        self._scanning = self._scanned = False
-        self._cleared: list[Scope] = []  # since the scan began
+        self._scans = 0  # that are under way: one may begin before an older one has ended
+        self._begun = 0
+        self._scanned = False
+        self._cleared: dict[Scope, int] = {}  # with how many scans had begun before
 
     def resize(self, capacity_bytes: int) -> None:
         """Take another capacity, and evict what no longer fits."""
@@ -107,17 +113,23 @@ class TierIndex(Moves):
         if self.shares:
             self._touch_own(keys)
 
-    def scan(self, *, begins: bool) -> None:
-        """Note that a scan begins, or ends: what is cleared meanwhile counts when it is found."""
-        self._scanning, self._scanned = begins, not begins
-        self._cleared.clear()
+    def scan(self, *, begins: bool, complete: bool = True) -> None:
+        """Note that a scan begins, or has ended, and whether it came upon everything.
+
+        The tier may be offline when something is cleared, and bring it back when it is online
+        again. So a clear counts for what is found until a scan that began after it is complete.
+        """
+        self._begun += begins
+        self._scans = max(0, self._scans + (1 if begins else -1))
+        self._scanned = complete and not self._scans
+        if self._scanned:
+            self._cleared = {s: begun for s, begun in self._cleared.items() if begun == self._begun}
 
     def found(self, namespace: NamespaceState, key: ChunkKey, bit: int, bytes_: int) -> None:
         """Count a shard that the scan found and that takes `bytes_`.
 
-        It is older than anything used since start. What was cleared and is still there, or was
-        cleared since the scan began and not written anew, is deleted. Raises KVHavenError for a
-        shard that the namespace does not have.
+        It is older than anything used since start. What was cleared (see `scan`) and not written
+        anew is deleted. Raises KVHavenError for a shard that the namespace does not have.
         """
         if not 0 <= bit < namespace.shards:
             raise KVHavenError(
@@ -125,7 +137,7 @@ class TierIndex(Moves):
                 f"there are {namespace.shards}"
             )
         stored = self.stored.get(key)
-        if stored is None and any(scope.covers(namespace) for scope in self._cleared):
+        if stored is None and self._was_cleared(namespace):
             self._delete_files(key, namespace)
             return
         if stored is None:
@@ -214,8 +226,9 @@ class TierIndex(Moves):
     def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
         """Delete what a scope names, piece by piece; return how many chunks, and their bytes."""
         cleared = self.place.clear(scope, parts)
-        if self._scanning and scope not in self._cleared:
-            self._cleared.append(scope)
+        self._cleared[scope] = self._begun
+        if len(self._cleared) > _MOST_CLEARED:
+            self._cleared = {Scope(None, None): self._begun}
         if not self._sweeping:
             self._sweeping = True
             self._work.start_if_small(self._sweep(), self.place.leftover)
@@ -343,6 +356,13 @@ class TierIndex(Moves):
         if not share.order:
             del self.shares[tenant]
         self._trim_tenant(tenant)
+
+    def _was_cleared(self, namespace: NamespaceState) -> bool:
+        """Whether a tenant's part of a namespace was cleared, of which files may still be there."""
+        digest, tenant = namespace.namespace.digest, namespace.tenant.id
+        return bool(self._cleared) and any(
+            Scope(*names) in self._cleared for names in product((None, digest), (None, tenant))
+        )
 
     def _insert(self, namespace: NamespaceState, key: ChunkKey, *, oldest: bool = False) -> Stored:
         holding = self.place.holding(namespace)

@@ -124,7 +124,7 @@ def _print_differences(console: "Console", status: "ServiceStatus") -> None:
     """Say in what namespaces of one model differ, each and the one that is most like it."""
     from kvhaven.keys import difference, differing_fields  # noqa: PLC0415
 
-    compared = status.namespaces[:_MOST_COMPARED]
+    compared = [one for one in status.namespaces if one.fields][-_MOST_COMPARED:]
     pairs = set()
     for one in compared:
         alike = [

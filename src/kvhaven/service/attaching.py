@@ -4,6 +4,8 @@
 import asyncio
 import logging
 import os
+from itertools import islice
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from kvhaven.catalog import Catalog
@@ -34,6 +36,8 @@ from kvhaven.service.turns import Job
 from kvhaven.tiers.base import Namespace
 
 FEATURES: Final = TENANTS
+_COMPARED: Final = 8
+"""Namespaces of a model that a new one is compared with."""
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +87,7 @@ class Attaching:
             reason = f"wire version {message.version} was offered; this service speaks {VERSION}"
             connection.send(Refused(0, f"{reason}: install the same KVHaven on both sides"))
             raise ProtocolError(reason)
-        connection.greeted = True
+        connection.greet()
         connection.send(Welcome(self._service, os.getpid(), features=FEATURES))
 
     def attach(self, connection: Connection, message: AttachRank | AttachScheduler) -> None:
@@ -187,20 +191,23 @@ class Attaching:
                 self._catalog.lost(rank.id)
 
     def _tell_difference(self, engine: SessionId, new: Namespace) -> None:
-        """Log in what a namespace that was not here yet differs from that which is most like it."""
-        known = {found.digest: found.fields for found in self._catalog.namespaces()}
-        alike = [
-            (len(differing_fields(new.fields, fields)), digest)
-            for digest, fields in known.items()
-            if fields.get("model") == new.fields.get("model")
-        ]
-        if alike and new.digest not in known:
-            _, digest = min(alike)
+        """Log in what a namespace that was not here yet differs from the newest ones of its model.
+
+        From the one among these that is most like it.
+        """
+        known = self._catalog.namespaces()
+        if any(found.digest == new.digest for found in known):
+            return
+        model = new.fields.get("model")
+        newest = islice((n for n in reversed(known) if n.fields.get("model") == model), _COMPARED)
+        alike = [(len(differing_fields(new.fields, n.fields)), n.digest, n.fields) for n in newest]
+        if alike:
+            _, digest, fields = min(alike, key=itemgetter(0, 1))
             logger.info(
                 "engine %s shares nothing with namespace %s of the same model: they differ in %s",
                 engine,
                 digest.hex()[:16],
-                difference(new.fields, known[digest]),
+                difference(new.fields, fields),
             )
 
     # --- schedulers -------------------------------------------------------------------------

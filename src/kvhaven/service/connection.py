@@ -22,6 +22,8 @@ _RECEIVE_BYTES = 32 << 10
 """Messages may be small: cutting a larger piece into frames would take milliseconds."""
 _UNSENT_LIMIT = 64 << 20
 """A client that lets this much pile up is not reading; it is disconnected."""
+_HELLO_S = 10.0
+"""Who has not said Hello by then is disconnected: descriptors are few."""
 _BACKLOG = 512
 _ACCEPT_PAUSE_S = 0.5
 
@@ -33,7 +35,7 @@ class Connection:
     it is done; nothing more is read meanwhile. Whatever handling raises closes this connection and
     changes nothing else; when it is closed, what is left of a job is dropped. After the
     messages of one readable event were handled, `on_batch` is called, so that
-    acknowledgements can be sent once for many.
+    acknowledgements can be sent once for many. Who does not `greet` in time is disconnected.
 
     `send` never calls back: a connection that fails in it is closed by the loop a moment
     later, so that nobody's tables change under their hands.
@@ -64,12 +66,18 @@ class Connection:
         self._waits_to_write = False
         self._closed = False
         self.greeted = False
+        self._silent = self._loop.call_later(_HELLO_S, self._give_up)
         self._loop.add_reader(sock, self._readable)
 
     @property
     def closed(self) -> bool:
         """Whether it is closed, or will be in a moment: nothing can be said any more."""
         return self._closed or self._failed
+
+    def greet(self) -> None:
+        """Note that the client has said Hello."""
+        self.greeted = True
+        self._silent.cancel()
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message, now or when the socket takes it; descriptors go with its first byte."""
@@ -95,6 +103,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        self._silent.cancel()
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         with contextlib.suppress(OSError):
@@ -102,6 +111,9 @@ class Connection:
         self._socket.close()
         self._unsent.clear()
         self._on_closed(self)
+
+    def _give_up(self) -> None:
+        self._fail(ProtocolError(f"no Hello came within {_HELLO_S:g} s"))
 
     def _readable(self) -> None:
         try:

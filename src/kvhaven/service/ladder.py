@@ -3,6 +3,8 @@
 
 import contextlib
 import math
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,8 +13,10 @@ from kvhaven.catalog import StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.tierspec import MEMORY
 from kvhaven.config import Settings
+from kvhaven.errors import ConfigError
 from kvhaven.tenants import quotas_of
 from kvhaven.tiers.base import Tier
+from kvhaven.tiers.condition import START_WAIT_S
 from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.disk_lock import check_place
 from kvhaven.tiers.executor import TierExecutor
@@ -32,8 +36,7 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
     tiers: dict[TierName, Tier] = {}
     if settings.local_disk is not None:
         path = Path(settings.local_disk)
-        with contextlib.suppress(OSError):  # what cannot be looked at now is the tier's matter
-            check_place(path)
+        _check_in_time(path)
         disk = DiskTier(
             path,
             settings.max_local_disk_size,
@@ -71,6 +74,26 @@ def store_at(url: str, settings: Settings) -> SharedStore:
     """
     of_tools = {"limits": None, "known": True} if _kind(url) in _DIRECTORIES else {}
     return open_tier(url, **(_settings_of(url, settings) | of_tools)).store
+
+
+def _check_in_time(path: Path) -> None:
+    """Check the disk tier's directory, unless it cannot be looked at or its disk hangs.
+
+    The tier checks it again when it opens it. Raises `ConfigError`.
+    """
+    checked = Future[None]()
+
+    def check() -> None:
+        try:
+            check_place(path)
+            checked.set_result(None)
+        except (ConfigError, OSError) as error:
+            checked.set_exception(error)
+
+    # Not a thread of a pool: the interpreter would wait for it at its end.
+    threading.Thread(target=check, name="kvhaven-check-place", daemon=True).start()
+    with contextlib.suppress(OSError):  # a TimeoutError is one
+        checked.result(START_WAIT_S)
 
 
 def _open(url: str, settings: Settings) -> Tier:

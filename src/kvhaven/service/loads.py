@@ -34,7 +34,7 @@ class Loads:
         verifier: Verifier,
         turns: Turns,
         *,
-        spawn: Callable[[Coroutine[None, None, None]], None],
+        spawn: Callable[[Coroutine[None, None, None]], object],
         changed: Callable[[], None],
     ) -> None:
         self._catalog = catalog

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -65,6 +66,7 @@ def serve(
     Raises `KVHavenError` when it cannot: another service is there, or there is no memory.
     """
     prepare_directory(socket_path)
+    allow_descriptors()
     # One that is being stopped still stores what it has, and holds the disk tier.
     wait_s = _LOCK_WAIT_S + (settings.stop_deadline_s if embedded else 0)
     with lock_file(f"{socket_path}.lock", wait_s) as held:
@@ -105,6 +107,16 @@ async def _run(
         for task in background:
             task.cancel()
     logger.info("node service %s: ended", service.id[:8])
+
+
+def allow_descriptors() -> None:
+    """Take as many file descriptors as we may have.
+
+    The usual 1024 are for programs that call `select`, which can take no others.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # some containers forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def favour_the_loop() -> None:

@@ -2,10 +2,12 @@
 """What people ask: status, clear, limit, flush."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping
 
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
+from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.tierspec import MEMORY
 from kvhaven.errors import KVHavenError
 from kvhaven.protocol import (
@@ -24,11 +26,14 @@ from kvhaven.service.tier_runner import TierRunner
 from kvhaven.tiers.base import Tier
 from kvhaven.types import NO_TENANT, NamespaceDigest
 
-_FLUSH_POLL_S = 0.005
+Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
 
 
 class People:
-    """Answers requests that need no session. `act` does what the catalog wants done."""
+    """Answers requests that need no session. `act` does what the catalog wants done.
+
+    What takes long is a task, one at a time for each connection, that ends with its connection.
+    """
 
     def __init__(
         self,
@@ -36,14 +41,30 @@ class People:
         tiers: Mapping[TierName, Tier],
         runner: TierRunner,
         act: Callable[[], None],
+        spawn: Spawn,
     ) -> None:
         self._catalog = catalog
         self._places = (MEMORY, *tiers)
         self._shared = {name for name, tier in tiers.items() if tier.shared}
         self._runner = runner
         self._act = act
+        self._spawn = spawn
+        self._under_way: dict[Connection, asyncio.Task[None]] = {}
+        self._stored = asyncio.Event()
+        self._stored.set()
 
-    async def clear(self, connection: Connection, message: Clear) -> None:
+    def closed(self, connection: Connection) -> None:
+        """End what a connection that is gone has asked for."""
+        task = self._under_way.pop(connection, None)
+        if task is not None:
+            task.cancel()
+
+    def acted(self) -> None:
+        """Wake whoever waits for writes if none is left; called when anything has happened."""
+        if not self._stored.is_set() and not self._catalog.unwritten():
+            self._stored.set()
+
+    def clear(self, connection: Connection, message: Clear) -> None:
         """Drop a namespace (or all), or a tenant, from a tier, or from memory and our own tiers.
 
         A shared tier, which must be named, is cleared for everybody; that may take minutes.
@@ -59,12 +80,14 @@ class People:
             # First: so that nothing is written there, or believed to be there, that was before.
             chunks, bytes_ = self._catalog.clear(namespace, tier, tenant)
             self._act()
-            if tier is not None and tier in self._shared:
-                chunks, bytes_ = await self._runner.clear(tier, namespace, tenant)
         except KVHavenError as error:
             connection.send(Refused(message.id, str(error)))
             return
-        connection.send(Cleared(message.id, chunks, bytes_))
+        if tier is not None and tier in self._shared:
+            store = self._clear_store(connection, message.id, tier, Scope(namespace, tenant))
+            self._begin(connection, message.id, store)
+        else:
+            connection.send(Cleared(message.id, chunks, bytes_))
 
     def limit(self, connection: Connection, message: Limit) -> None:
         """Change a tenant's quotas until the service ends, and say what counts now."""
@@ -83,24 +106,43 @@ class People:
         answer = Limited(message.id, now.memory_quota, now.disk_quota, now.memory.bytes, disk)
         connection.send(answer)
 
-    async def answer_flush(self, connection: Connection, message: Flush) -> None:
+    def answer_flush(self, connection: Connection, message: Flush) -> None:
         """Answer when everything is stored, or at the deadline."""
-        left = await self.flush(message.wait_ms / 1000)
-        connection.send(Flushed(message.id, left))
+        self._begin(connection, message.id, self._answer_flush(connection, message))
 
     async def flush(self, deadline_s: float) -> int:
         """Wait until nothing is queued for a tier; return what is left at the deadline."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
-        while True:
-            left = self._writes_left()
-            if not left or loop.time() >= end:
-                return left
-            await asyncio.sleep(_FLUSH_POLL_S)
-
-    def _writes_left(self) -> int:
         self._act()
-        return self._catalog.unwritten()
+        if self._catalog.unwritten():
+            self._stored.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await self._stored.wait()
+        return 0 if self._stored.is_set() else self._catalog.unwritten()
+
+    def _begin(self, connection: Connection, id_: int, work: Coroutine[None, None, None]) -> None:
+        """Begin what may take long, unless the connection has something under way."""
+        if connection in self._under_way:
+            work.close()
+            reason = "this connection has a flush, or a clear of a shared tier, under way"
+            connection.send(Refused(id_, f"{reason}: ask again after its answer"))
+            return
+        task = self._under_way[connection] = self._spawn(work)
+        task.add_done_callback(lambda _: self._under_way.pop(connection, None))
+
+    async def _answer_flush(self, connection: Connection, message: Flush) -> None:
+        left = await self.flush(message.wait_ms / 1000)
+        connection.send(Flushed(message.id, left))
+
+    async def _clear_store(
+        self, connection: Connection, id_: int, tier: TierName, scope: Scope
+    ) -> None:
+        try:
+            chunks, bytes_ = await self._runner.clear(tier, scope.namespace, scope.tenant)
+        except KVHavenError as error:
+            connection.send(Refused(id_, str(error)))
+        else:
+            connection.send(Cleared(id_, chunks, bytes_))
 
 
 def _quota(given: int) -> int | None:

@@ -100,7 +100,7 @@ class Service:
             changed=self._act,
         )
         self._saves = Saves(self.catalog, self._turns)
-        self._people = People(self.catalog, tiers, self._runner, self._act)
+        self._people = People(self.catalog, tiers, self._runner, self._act, self._spawn)
         self._attaching = Attaching(
             self.id, self.catalog, self.sessions, arena, self._runner, self._saves
         )
@@ -163,6 +163,7 @@ class Service:
     def _on_closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
         self._attaching.closed(connection)
+        self._people.closed(connection)
         self._act()
 
     def _on_batch(self, connection: Connection) -> None:
@@ -182,11 +183,11 @@ class Service:
         elif isinstance(message, Status):
             return self._status(connection, message)
         elif isinstance(message, Clear):
-            self._spawn(self._people.clear(connection, message))
+            self._people.clear(connection, message)
         elif isinstance(message, Limit):
             self._people.limit(connection, message)
         elif isinstance(message, Flush):
-            self._spawn(self._people.answer_flush(connection, message))
+            self._people.answer_flush(connection, message)
         elif member is None:
             raise ProtocolError(f"{type(message).__name__} before attaching")
         else:
@@ -247,6 +248,7 @@ class Service:
         if self.catalog.busy and not self._working:
             self._working = True
             self._turns.add(self._do_work())
+        self._people.acted()
 
     def _do_actions(self) -> Job:
         while self._actions:
@@ -276,10 +278,11 @@ class Service:
             except Exception:  # nobody else would look after the service any more
                 logger.exception("looking after the service failed")
 
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -3,6 +3,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Final
 
 from kvhaven.catalog.actions import MemberId, SessionId
 from kvhaven.errors import IncompleteEngineError, KVHavenError
@@ -12,6 +13,9 @@ from kvhaven.service.connection import Connection
 from kvhaven.service.shards import Holdings, holdings, require_shards, united
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import ChunkKey, NamespaceDigest, Shard, ShardTable
+
+_MOST_TEXT: Final = 1 << 19
+"""Characters of a namespace's fields, which are remembered for as long as the service runs."""
 
 
 class Member:
@@ -134,12 +138,18 @@ class Sessions:
         """Register a rank that is not known.
 
         Raises `KVHavenError` when it disagrees with the session's other ranks
-        (`IncompleteEngineError`: only in what files contain), or when somebody else is that rank
-        already.
+        (`IncompleteEngineError`: only in what files contain), when somebody else is that rank
+        already, or when it says too much.
         """
         if not 0 <= message.rank < message.world:
             raise KVHavenError(f"rank {message.rank} is not in 0..{message.world - 1}")
         require_shards(message.rank, message.shards)
+        text = sum(len(name) + len(value) for name, value in message.fields.items())
+        if text > _MOST_TEXT:
+            raise KVHavenError(
+                f"the fields of rank {message.rank}'s namespace have {text} characters; "
+                f"{_MOST_TEXT} are allowed"
+            )
         session = self._session_for(message)
         if message.rank in session.ranks:
             raise KVHavenError(

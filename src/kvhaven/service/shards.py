@@ -3,10 +3,13 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvhaven.errors import KVHavenError
 from kvhaven.types import Shard, ShardId, ShardTable
+
+_MOST: Final = 1 << 12
+"""Shards of a chunk: each is a file, and a bit wherever it is counted."""
 
 
 class Holdings(NamedTuple):
@@ -46,9 +49,9 @@ def united(held: Mapping[int, Sequence[Shard]], *, shared: bool) -> ShardTable:
     """Return the table of all shards of these ranks, in the order of their ids.
 
     `held` are valid (`require_shards`) shards by rank, perhaps not of all ranks yet; `shared`
-    says whether ranks may hold the same ones. Raises `KVHavenError` when sizes of a shard
-    disagree, when shards overlap without being equal, when two ranks hold some shards together
-    and others not, or when a rank's shards do not follow each other in the table.
+    says whether ranks may hold the same ones. Raises `KVHavenError` when there are too many, when
+    sizes of a shard disagree, when shards overlap without being equal, when two ranks hold some
+    shards together and others not, or when a rank's shards do not follow each other in the table.
     """
     holders: dict[ShardId, tuple[int, Shard]] = {}
     for rank, shards in held.items():
@@ -56,6 +59,8 @@ def united(held: Mapping[int, Sequence[Shard]], *, shared: bool) -> ShardTable:
             other, same = holders.setdefault(shard.id, (rank, shard))
             if other != rank:
                 _require_same(shard, rank, shards, same, other, held[other], shared=shared)
+    if len(holders) > _MOST:
+        raise KVHavenError(f"the ranks hold {len(holders)} shards; a chunk has {_MOST} at most")
     ids = sorted(holders)
     _refuse_overlaps(ids)
     bits = {id_: bit for bit, id_ in enumerate(ids)}

@@ -3,25 +3,30 @@
 
 import os
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
 from kvhaven import __version__
-from kvhaven.catalog.stats import CatalogStats, TenantStats
+from kvhaven.catalog.stats import CatalogStats, NamespaceStats, TenantStats
 from kvhaven.tiers.base import TierHealth
-from kvhaven.types import TenantId
+from kvhaven.types import NamespaceDigest, TenantId
 
 if TYPE_CHECKING:
     from kvhaven.service.server import Service
 
 
-_PIECE: Final = 64
-"""Tenants that are described in one go."""
+_PIECE: Final = 16
+"""Namespaces, or tenants, that are described in one go."""
+_FIELDS_BYTES: Final = 1 << 19
+"""JSON of namespaces with their fields, of a few KB each: a status is one frame."""
 
 
 class NamespaceStatus(msgspec.Struct, frozen=True):
-    """A namespace's chunks and bytes in memory and in each tier."""
+    """A namespace's chunks and bytes in memory and in each tier.
+
+    `fields` are those of the newest namespaces alone; of others there is none.
+    """
 
     digest: str
     model: str
@@ -91,6 +96,8 @@ def describe(service: "Service") -> Generator[None, None, bytes]:
         if len(tenants) % _PIECE == 0:
             yield
     yield
+    namespaces = yield from _namespaces(stats.namespaces)
+    yield
     hits = stats.hit_chunks + stats.promoted_chunks
     asked = stats.hit_chunks + stats.promoted_chunks + stats.missed_chunks
     status = ServiceStatus(
@@ -105,18 +112,7 @@ def describe(service: "Service") -> Generator[None, None, bytes]:
         hit_rate=hits / asked if asked else 0.0,
         verified_chunks=service.verifier.checked,
         damaged_chunks=service.verifier.damaged,
-        namespaces=[
-            NamespaceStatus(
-                digest=digest.hex(),
-                model=namespace.fields.get("model", ""),
-                fields=namespace.fields,
-                chunks={"memory": namespace.memory.chunks}
-                | {str(name): usage.chunks for name, usage in namespace.tiers.items()},
-                bytes={"memory": namespace.memory.bytes}
-                | {str(name): usage.bytes for name, usage in namespace.tiers.items()},
-            )
-            for digest, namespace in stats.namespaces.items()
-        ],
+        namespaces=namespaces,
         members=[
             MemberStatus(
                 session=session.id,
@@ -133,6 +129,28 @@ def describe(service: "Service") -> Generator[None, None, bytes]:
         tenants=tenants,
     )
     return msgspec.json.encode(status)
+
+
+def _namespaces(
+    namespaces: dict[NamespaceDigest, NamespaceStats],
+) -> Generator[None, None, list[NamespaceStatus]]:
+    """Describe namespaces, the oldest first. They are JSON already: all at once would take long."""
+    described: list[msgspec.Raw] = []
+    left = _FIELDS_BYTES
+    for digest, known in reversed(namespaces.items()):
+        usage = {"memory": known.memory} | {str(name): used for name, used in known.tiers.items()}
+        status = NamespaceStatus(
+            digest=digest.hex(),
+            model=known.fields.get("model", ""),
+            fields=known.fields if left > 0 else {},
+            chunks={name: used.chunks for name, used in usage.items()},
+            bytes={name: used.bytes for name, used in usage.items()},
+        )
+        described.append(msgspec.Raw(msgspec.json.encode(status)))
+        left -= len(described[-1])
+        if len(described) % _PIECE == 0:
+            yield
+    return cast(list[NamespaceStatus], described[::-1])
 
 
 def _tenant(tenant: TenantId, stats: TenantStats) -> TenantStatus:

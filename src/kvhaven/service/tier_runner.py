@@ -108,6 +108,7 @@ class TierRunner:
         self._reads = {name: _Lane[TierRead](self._read, self._spawn) for name in tiers}
         self._writes = {name: _Lane[TierWrite](self._write, self._spawn) for name in tiers}
         self._deletes = {name: _Deletes() for name in tiers}
+        self._clearing = {name: asyncio.Lock() for name in tiers}
 
     def add_namespace(self, namespace: Namespace) -> None:
         """Remember a namespace's shard table; its tiers are told before the first write."""
@@ -148,18 +149,19 @@ class TierRunner:
     ) -> tuple[int, int]:
         """Delete a namespace's chunks (all, for None) from a shared tier's store, for everybody.
 
-        With `tenant`, only that tenant's. Returns chunks and bytes found. Raises `TierError`; what
-        was deleted then stays deleted.
+        With `tenant`, only that tenant's. One clear of a tier at a time: others wait for it.
+        Returns chunks and bytes found. Raises `TierError`; what was deleted then stays deleted.
         """
         tier = self._tiers[name]
         chunks = bytes_ = 0
-        async for found, shards in tier.scan(tenant):
-            if not shards or namespace not in {None, found.digest}:
-                continue
-            await tier.delete(list(shards))
-            first = found.table.shards[0].id
-            chunks += sum(shard.shard == first for shard in shards)
-            bytes_ += sum(shards.values())
+        async with self._clearing[name]:
+            async for found, shards in tier.scan(tenant):
+                if not shards or namespace not in {None, found.digest}:
+                    continue
+                await tier.delete(list(shards))
+                first = found.table.shards[0].id
+                chunks += sum(shard.shard == first for shard in shards)
+                bytes_ += sum(shards.values())
         return chunks, bytes_
 
     async def close(self, deadline_s: float) -> None:
@@ -173,7 +175,7 @@ class TierRunner:
 
     async def _scan(self, name: TierName, tier: Tier) -> None:
         """Tell the catalog what a tier holds from earlier lives, in the background."""
-        found = 0
+        found, complete = 0, False
         self._catalog.tier_scanned(name, ended=False)
         try:
             async for namespace, shards in tier.scan():
@@ -181,11 +183,12 @@ class TierRunner:
                     found += self._found(name, namespace, part)
                     self._changed()
                     await asyncio.sleep(0)
+            complete = True
         except TierError as error:
             self._scanned.pop(name, None)
             logger.warning("tier %s: the scan ended early: %s", name, error)
         finally:
-            self._catalog.tier_scanned(name, ended=True)
+            self._catalog.tier_scanned(name, ended=True, complete=complete)
         logger.info("tier %s: found %d shards from before", name, found)
 
     def _found(

@@ -161,8 +161,8 @@ class Tier(Protocol):
         `tenant`, only what that tenant has; a shared tier does not even look at the rest.
         Removes debris on its way (shared: what is surely nobody's any more, and nothing
         else). A namespace without shards yields one empty batch; its `add_namespace` is not
-        needed any more. A shard written or deleted meanwhile may be missing or present. Ends
-        early when the tier goes offline. Raises `TierError`.
+        needed any more. A shard written or deleted meanwhile may be missing or present. Raises
+        `TierError`, also when the tier goes offline meanwhile.
 
         For a shared tier this takes minutes and, in an object store, money; what it tells is
         old at once. It has no deadline but the caller's.

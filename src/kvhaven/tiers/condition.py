@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a tier works: what failed, what is switched off for it, one log line a change."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -12,6 +13,9 @@ from kvhaven.tiers.executor import Lane
 _log = logging.getLogger(__name__)
 
 NOT_STARTED: Final = "not started"
+START_WAIT_S: Final = 2.0
+"""A tier's `start` waits no longer than this for a store that does not answer."""
+
 _LONGEST_PAUSE_S: Final = 60.0
 
 
@@ -51,6 +55,15 @@ class Condition:
         self.holder = ""
         self.errors = 0
         self.last_error = ""
+
+    async def started(self, tried: asyncio.Event) -> None:
+        """Wait until the store was `tried` for the first time, but not for ever."""
+        try:
+            async with asyncio.timeout(START_WAIT_S):
+                await tried.wait()
+        except TimeoutError:
+            if not tried.is_set():
+                self.closed(f"no answer in {START_WAIT_S} s; it is still being asked")
 
     def serves(self, lane: Lane) -> bool:
         """Return whether this kind of work is to be tried."""

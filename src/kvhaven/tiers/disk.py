@@ -92,8 +92,9 @@ class DiskTier:
 
     async def start(self) -> None:
         """Open the directory and watch over it from now on. See `Tier.start`."""
-        await self._open(self._lock_wait_s)
-        self._keeper = asyncio.create_task(self._keep(), name="kvhaven-disk-keeper")
+        tried = asyncio.Event()
+        self._keeper = asyncio.create_task(self._keep(tried), name="kvhaven-disk-keeper")
+        await self._condition.started(tried)
 
     async def close(self, deadline_s: float) -> None:
         """Finish within `deadline_s` seconds and give the directory up."""
@@ -139,6 +140,8 @@ class DiskTier:
                     namespace,
                     {shard: size for shard, size in kept.items() if tenant in {None, shard.tenant}},
                 )
+        if opened is not self._opened:
+            raise TierError(f"{self._title} was closed while it was scanned")
         opened.scanned = True
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
@@ -334,18 +337,21 @@ class DiskTier:
             return self._capacity_bytes
         return min(self._capacity_bytes, opened.index.used_bytes + opened.room_bytes)
 
-    async def _keep(self) -> None:
-        """Open the directory again when it is not ours any more; probe what is off."""
+    async def _keep(self, tried: asyncio.Event) -> None:
+        """Open the directory, again when it is not ours any more; probe what is off."""
+        lock_wait_s = self._lock_wait_s
         while True:
-            await asyncio.sleep(self._retry_s)
             try:
-                await self._look_after()
+                await self._look_after(lock_wait_s)
             except TierError as error:
                 _log.debug("%s: %s", self._title, error)
             except Exception:  # noqa: BLE001 - nobody else would look after the tier any more
                 _log.exception("%s: looking after it failed", self._title)
+            tried.set()
+            lock_wait_s = 0.0
+            await asyncio.sleep(self._retry_s)
 
-    async def _look_after(self) -> None:
+    async def _look_after(self, lock_wait_s: float) -> None:
         opened = self._opened
         if opened is not None:
             if await self._run(opened, Lane.BACKGROUND, opened.files.directory.ours):
@@ -359,7 +365,7 @@ class DiskTier:
             opened.retire()
             self._opened = None
             self._condition.closed("the directory or its lock was removed")
-        await self._open(0)
+        await self._open(lock_wait_s)
 
     async def _probe(self, opened: OpenStore, lane: Lane) -> None:
         if not self._condition.take_probe(lane):

@@ -34,9 +34,6 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-START_WAIT_S: Final = 2.0
-"""`start` waits no longer than this for a store that does not answer."""
-
 _MOST_MANIFESTS: Final = 100_000
 _MOST_OWED: Final = 100_000
 _MANIFEST_S: Final = 60.0
@@ -95,11 +92,7 @@ class SharedTier:
         """Open the store, and watch over it from now on. See `Tier.start`."""
         tried = asyncio.Event()
         self._keeper = asyncio.create_task(self._keep(tried), name=f"kvhaven-{self.name}-keeper")
-        try:
-            async with asyncio.timeout(START_WAIT_S):
-                await tried.wait()
-        except TimeoutError:
-            self._condition.closed(f"no answer in {START_WAIT_S} s; it is still being asked")
+        await self._condition.started(tried)
 
     async def close(self, deadline_s: float) -> None:
         """Finish within `deadline_s` seconds and give the store up."""

@@ -15,17 +15,17 @@ from kvhaven.errors import KVHavenError
 from kvhaven.integrations.vllm.adapters import Adapters, CacheName, cache_name
 from kvhaven.integrations.vllm.epoch import Epoch
 from kvhaven.integrations.vllm.events import StoredEvents
-from kvhaven.integrations.vllm.extras import ExtrasSource
+from kvhaven.integrations.vllm.extras import ExtrasSource, turn_of
 from kvhaven.integrations.vllm.lookups import Lookups
 from kvhaven.integrations.vllm.metadata import LoadJob, SaveJob, StepPlan, StepReport
 from kvhaven.integrations.vllm.saves import Saves
 from kvhaven.integrations.vllm.stats import SchedulerStats
 from kvhaven.integrations.vllm.tracker import (
     EVERYTHING,
+    NOTHING,
     Offer,
     Permissions,
     Tracker,
-    Turn,
     permissions_of,
     printable,
 )
@@ -74,6 +74,7 @@ class SchedulerSide:
         self._epoch = Epoch()
         adapters = Adapters(world, lambda: client.models, self._distrust)
         self._extras = ExtrasSource(adapters)
+        self._requests: dict[str, Request] = {}
         self._trackers: dict[str, Tracker] = {}
         self._loads: list[LoadJob] = []
         self._first_steps: list[LoadJob] = []
@@ -188,6 +189,7 @@ class SchedulerSide:
         """Return what the workers do in the step that was just scheduled."""
         self._lookups.new_step()
         self._follow_weights()
+        self._note(output)
         saves: list[SaveJob] = []
         for new in output.scheduled_new_reqs:
             self._admitted(new.req_id, new.block_ids, new.num_computed_tokens)
@@ -246,6 +248,8 @@ class SchedulerSide:
             self._lookups.drop(tracker)
         self._lookups.load_ended(request.request_id)
         self._epoch.finished(request.request_id)
+        self._extras.finished(request.request_id)
+        self._requests.pop(request.request_id, None)
         self._left_alone.discard(request.request_id)
 
     def reset(self) -> None:
@@ -283,11 +287,12 @@ class SchedulerSide:
         Its permissions are given when its extras are known (`_follow`), and not before: whatever
         is raised on the way, nothing is permitted.
         """
+        self._requests[request.request_id] = request
         self._epoch.began(request.request_id, cache_name(request.lora_request))
         self._follow_weights()
         namespace = self._client.namespace
         if not namespace or not self._epoch.known:
-            self._extras.seen(request)
+            self._extras.note(request)
             return None
         tracker = Tracker(request, self._epoch.root(namespace), self._settings.chunk_size)
         self._trackers[request.request_id] = tracker
@@ -295,16 +300,28 @@ class SchedulerSide:
             self._follow(tracker)
         return tracker
 
+    def _note(self, output: "SchedulerOutput") -> None:
+        """Note the requests that a step starts or resumes, before any save of it is planned.
+
+        Also those that are not cached, and sessions with new input, of which vLLM asks nothing.
+        """
+        started = [new.req_id for new in output.scheduled_new_reqs]
+        for request_id in (*started, *output.scheduled_cached_reqs.resumed_req_ids):
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._extras.note(request)
+
     def _follow(self, tracker: Tracker) -> None:
         """Key a request when its extras are known, and anew when its session got more input.
 
         Raises `KeyInputError`, and whatever else is wrong with a request.
         """
         request = tracker.request
-        turn = _turn_of(request)
+        turn = turn_of(request)
         if tracker.turn != turn and (tracker.turn is None or getattr(request, "resumable", False)):
             tracker.forbid()
             tracker.turn = turn
+            self._extras.note(request)
             if request.request_id in self._left_alone:
                 return
             wanted = permissions_of(request, self._settings, self._role)
@@ -314,6 +331,8 @@ class SchedulerSide:
             known = tracker.pending.poll()
             if known is not None:
                 tracker.key(known)
+        elif tracker.media is not None and tracker.permissions != NOTHING:
+            tracker.media.check()
 
     def _waits_for_media(self, tracker: Tracker) -> bool:
         """Whether to ask again, as a request's media are being hashed; not for long."""
@@ -400,7 +419,9 @@ class SchedulerSide:
             return []
         with self._keying(tracker):
             self._follow(tracker)
-            if tracker.permissions.save:
+            # Its blocks may be those of a request that came with other media under the same
+            # identifiers: until it is known that it did not, nothing is saved.
+            if tracker.permissions.save and (tracker.media is None or tracker.media.settled):
                 return self._saves.plan(tracker, computed + scheduled)
         return []
 
@@ -444,10 +465,3 @@ class SchedulerSide:
             asynchronous=self._asynchronous,
             adapter=tracker.adapter,
         )
-
-
-def _turn_of(request: "Request") -> Turn:
-    """Return what changes when a session gets more input. Its clients may choose the times."""
-    features = getattr(request, "mm_features", None) or ()
-    parameters = id(request.sampling_params)
-    return request.arrival_time, request.num_prompt_tokens, len(features), parameters

@@ -283,6 +283,17 @@ def keys_of(side: SchedulerSide, name: str, **more: Any) -> tuple[ChunkKey, ...]
     return tuple(key for job in plan.saves for key in job.keys)
 
 
+def known(side: SchedulerSide, adapter: int = 1, generation: int = 1, rank: int = 0) -> None:
+    """Wait until the scheduler's side has heard what a rank has loaded."""
+    models = side._client
+
+    def heard() -> bool:
+        loaded = models.models.get(rank, ModelState()).adapters
+        return any((v.adapter, v.generation) == (adapter, generation) for v in loaded)
+
+    wait_until(heard, 20)
+
+
 def report(side: SchedulerSide, plan: StepPlan, ranks: int = 1, *finished: str) -> None:
     """Report all saves of a plan as ended and written by so many ranks."""
     side.reported(StepReport({job.id: ranks for job in plan.saves}), finished)

@@ -24,6 +24,7 @@ from tests.simulation.connector_kit import (
     ask,
     digest_of,
     keys_of,
+    known,
     lora,
     make_request,
     run_new,
@@ -34,17 +35,6 @@ from tests.simulation.connector_kit import (
 from tests.simulation.node import Node, running_node
 
 pytestmark = pytest.mark.slow
-
-
-def known(side: SchedulerSide, adapter: int = 1, generation: int = 1, rank: int = 0) -> None:
-    """Wait until the scheduler's side has heard what a rank has loaded."""
-    models = side._client
-
-    def heard() -> bool:
-        loaded = models.models.get(rank, ModelState()).adapters
-        return any((v.adapter, v.generation) == (adapter, generation) for v in loaded)
-
-    wait_until(heard, 20)
 
 
 # --- nothing is permitted before all extras are known -------------------------------------------

@@ -3,20 +3,28 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
+from vllm.v1.core.sched.scheduler import Scheduler
+
 from kvhaven.integrations.vllm import media
+from kvhaven.integrations.vllm.connector import KVHavenConnector
+from kvhaven.integrations.vllm.encoder_cache import watch_encoder_cache
 from kvhaven.integrations.vllm.scheduler import SchedulerSide
+from kvhaven.protocol import ModelState
 from tests.simulation.connector_kit import (
     Bench,
     BrokenFeature,
     ask,
     image,
     keys_of,
+    known,
+    lora,
     make_request,
     run_new,
     saved_chunks,
@@ -33,7 +41,7 @@ class Held:
 
     def __init__(self, side: SchedulerSide) -> None:
         self.go_on = threading.Event()
-        side._extras._names._hasher.submit(self.go_on.wait, 30)
+        side._extras.media._hasher.submit(self.go_on.wait, 30)
 
 
 def run_on(side: SchedulerSide, name: str, content: float, identifier: str = "mine") -> int:
@@ -76,9 +84,9 @@ def test_a_request_waits_for_its_medias_digests_and_no_longer_than_for_an_answer
 ) -> None:
     side = bench.side(lookup_deadline_ms=100)
     go_on = threading.Event()
-    original = side._extras._names._hash
+    original = side._extras.media._hash
     monkeypatch.setattr(
-        side._extras._names, "_hash", lambda features: go_on.wait(30) and original(features)
+        side._extras.media, "_hash", lambda features: go_on.wait(30) and original(features)
     )
     request = make_request(40, mm_features=[image(1.0)])
     side.on_new_request(request)
@@ -234,3 +242,62 @@ def test_with_too_many_ambiguous_identifiers_new_ones_are_refused(
     assert keys_of(side, "new", mm_features=[image(1.0, "new")]) == ()
     keys_of(side, "known again", mm_features=[image(9.0, "known")])
     assert side._trackers["known again"].permissions.save
+
+
+# --- encodings that vLLM keeps --------------------------------------------------------------------
+
+
+def make_connector(side: SchedulerSide) -> KVHavenConnector:
+    """Return a connector around a scheduler's side, without what vLLM makes it of."""
+    connector = object.__new__(KVHavenConnector)
+    connector._scheduler = side
+    return connector
+
+
+def change_weights(bench: Bench, side: SchedulerSide) -> None:
+    bench.change_weights(1)
+    wait_until(lambda: side._client.models.get(0) == ModelState(weights=1))
+
+
+def test_after_a_change_of_weights_known_media_are_refused_until_vllm_drops_its_encodings(
+    bench: Bench,
+) -> None:
+    """VLLM's encoder cache goes by the identifier, and is not reset by `update_weights`."""
+    side = bench.side()
+    assert len(keys_of(side, "before", mm_features=[image(1.0, "cat")])) == 2
+    change_weights(bench, side)
+    assert keys_of(side, "after", mm_features=[image(1.0, "cat")]) == ()
+    assert len(keys_of(side, "new", mm_features=[image(2.0, "dog")])) == 2
+    assert len(keys_of(side, "without media")) == 2
+    connector = make_connector(side)
+    watch_encoder_cache()
+    cache = SimpleNamespace(reset=lambda: None)
+    scheduler = SimpleNamespace(connector=connector, encoder_cache_manager=cache)
+    Scheduler.reset_encoder_cache(cast("Scheduler", scheduler))
+    assert len(keys_of(side, "reset", mm_features=[image(1.0, "cat")])) == 2
+
+
+def test_a_reset_of_the_encoder_cache_before_the_weights_changed_proves_nothing(
+    bench: Bench,
+) -> None:
+    side = bench.side()
+    keys_of(side, "before", mm_features=[image(1.0, "cat")])
+    side.encodings_dropped()
+    change_weights(bench, side)
+    assert keys_of(side, "after", mm_features=[image(1.0, "cat")]) == ()
+
+
+@pytest.mark.parametrize(("identifier", "saved"), [("a:cat", 0), ("cat", 2)])
+def test_after_an_adapter_was_loaded_anew_what_its_tower_encoded_is_refused(
+    bench: Bench, identifier: str, saved: int
+) -> None:
+    """VLLM marks such encodings by the adapter's name."""
+    side = bench.side()
+    bench.load_adapter(1, "v1")
+    known(side)
+    features = [image(1.0, identifier)]
+    assert len(keys_of(side, "before", mm_features=features, lora_request=lora())) == 2
+    bench.load_adapter(1, "v2", generation=2)
+    known(side, generation=2)
+    assert keys_of(side, "first", lora_request=lora()) == ()
+    assert len(keys_of(side, "after", mm_features=features, lora_request=lora())) == saved

@@ -20,6 +20,7 @@ from kvhaven.integrations.vllm.compat import (
     require_supported_model,
     require_supported_vllm,
 )
+from kvhaven.integrations.vllm.encoder_cache import watch_encoder_cache
 from kvhaven.integrations.vllm.hits import hit_sources
 from kvhaven.integrations.vllm.metadata import StepPlan, StepReport
 from kvhaven.integrations.vllm.platforms import require_supported_platform
@@ -76,6 +77,7 @@ class KVHavenConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            watch_encoder_cache()
             self._scheduler = start_scheduler(vllm_config, kv_cache_config, self._member)
 
     @property
@@ -263,6 +265,12 @@ class KVHavenConnector(KVConnectorBase_V1):
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
+
+    @never_raises(lambda: None)
+    def encodings_dropped(self) -> None:
+        """Take in that vLLM has reset its encoder cache (see `encoder_cache`)."""
+        if self._scheduler is not None:
+            self._scheduler.encodings_dropped()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Nothing to do: ranks meet in the service."""

@@ -61,7 +61,7 @@ class ExtrasSource:
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
-        self._names = MediaNames()
+        self.media = MediaNames()
         self._media: dict[str, tuple[Turn, Media]] = {}
 
     def note(self, request: "Request") -> None:
@@ -75,7 +75,9 @@ class ExtrasSource:
         finally:
             noted, turn = self._media.get(request.request_id), turn_of(request)
             if request.mm_features and (noted is None or noted[0] != turn):
-                self._media[request.request_id] = turn, self._names.note(request.mm_features)
+                adapter = getattr(request.lora_request, "lora_name", None)
+                media = self.media.note(request.mm_features, adapter)
+                self._media[request.request_id] = turn, media
 
     def begin(self, request: "Request") -> PendingExtras:
         """Begin to find out a request's extras. Raises `KeyInputError` for what cannot be named."""
@@ -96,7 +98,7 @@ class ExtrasSource:
 
     def close(self) -> None:
         """End the thread."""
-        self._names.close()
+        self.media.close()
 
 
 def turn_of(request: "Request") -> Turn:

@@ -5,7 +5,6 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from weakref import ref
 
@@ -45,12 +44,12 @@ class _Feature(NamedTuple):
         )
 
 
-@dataclass
-class _Known:
-    """An identifier's content, and since when vLLM's encoder cache may have it."""
+class _Known(NamedTuple):
+    """An identifier's content, and what its encoding may be of: when it came first, and a LoRA."""
 
     content: bytes
     since: int
+    tower: bool
 
 
 class Media:
@@ -62,11 +61,13 @@ class Media:
         features: Sequence[_Feature],
         digests: "Future[list[bytes | Exception]]",
         now: int,
+        adapter: str | None,
         error: Exception | None,
     ) -> None:
         self.features = features
         self.digests = digests
         self.now = now
+        self.adapter = adapter
         self._names = names
         self._error = error
 
@@ -124,11 +125,14 @@ class MediaNames:
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._refused: set[str] = set()
         self._full = False
-        self._now = 0
-        self._encoder_since = 0
+        self._now = 0  # counts changes of encoders
+        self._encoder_since = self._towers_since = 0
 
-    def note(self, features: Sequence[Any]) -> Media:
-        """Have the media of a request hashed, which vLLM's caches may hold from now on."""
+    def note(self, features: Sequence[Any], adapter: str | None = None) -> Media:
+        """Have the media of a request hashed, which vLLM's caches may hold from now on.
+
+        `adapter` is the name of the request's LoRA adapter.
+        """
         self.take_in()
         readable: list[_Feature] = []
         error: Exception | None = None
@@ -138,7 +142,8 @@ class MediaNames:
             except Exception as raised:  # noqa: BLE001 - whatever it is, the content is not known
                 error = error or raised
                 self._refuse(str(getattr(feature, "identifier", None)))
-        media = Media(self, readable, self._hasher.submit(self._hash, readable), self._now, error)
+        digests = self._hasher.submit(self._hash, readable)
+        media = Media(self, readable, digests, self._now, adapter, error)
         self._queue.append(media)
         self._queued.update(feature.identifier for feature in readable)
         return media
@@ -152,7 +157,11 @@ class MediaNames:
             except CancelledError:  # the connector is closing
                 digests = [KeyInputError("media: not hashed")] * len(media.features)
             for feature, digest in zip(media.features, digests, strict=True):
-                self._take_in(feature.identifier, digest, media.now)
+                # So vLLM marks encodings that an adapter has a part in.
+                tower = media.adapter is not None and feature.identifier.startswith(
+                    f"{media.adapter}:"
+                )
+                self._take_in(feature.identifier, digest, media.now, tower=tower)
 
     def settled(self, identifiers: Any) -> bool:
         """Whether nothing that came with one of these identifiers is still being hashed."""
@@ -172,12 +181,33 @@ class MediaNames:
                 f"media item {identifier!r}: too many identifiers came with two contents, so a "
                 f"new one is not accepted; {_ADVICE}, and start the engine anew"
             )
+        if known.since < max(self._encoder_since, known.tower * self._towers_since):
+            raise KeyInputError(
+                f"media item {identifier!r}: it came before the encoder was changed, and vLLM may "
+                "have kept its encoding; reset vLLM's encoder cache after such a change"
+            )
+
+    def encoder_changed(self) -> None:
+        """Refuse what came before: the encoder is another, and vLLM keeps what it encoded."""
+        self._now += 1
+        self._encoder_since = self._now
+
+    def adapter_changed(self) -> None:
+        """Refuse what came before with an adapter that has a part in encoding it."""
+        self._now += 1
+        self._towers_since = self._now
+
+    def encodings_dropped(self) -> None:
+        """Accept what came before a change: vLLM has dropped what it had encoded."""
+        self._encoder_since = self._towers_since = 0
 
     def close(self) -> None:
         """End the thread."""
         self._hasher.shutdown(wait=False, cancel_futures=True)
 
-    def _take_in(self, identifier: str, digest: bytes | Exception, since: int) -> None:
+    def _take_in(
+        self, identifier: str, digest: bytes | Exception, since: int, *, tower: bool
+    ) -> None:
         self._queued[identifier] -= 1
         if not self._queued[identifier]:
             del self._queued[identifier]
@@ -187,7 +217,7 @@ class MediaNames:
         elif known is not None:
             self._known.move_to_end(identifier)
         elif identifier not in self._refused and not self._full:
-            self._known[identifier] = _Known(digest, since)
+            self._known[identifier] = _Known(digest, since, tower)
             if len(self._known) > _KNOWN_MOST:
                 self._known.popitem(last=False)
 

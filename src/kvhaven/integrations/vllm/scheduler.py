@@ -265,6 +265,11 @@ class SchedulerSide:
             self._lookups.load_ended(request_id)
         self._epoch.reset(trackers, self.block_pool)
 
+    def encodings_dropped(self) -> None:
+        """VLLM has dropped what it encoded of media, after a change of weights as a rule."""
+        self._follow_weights()
+        self._extras.media.encodings_dropped()
+
     def loaded_offer(self, request: "Request") -> Offer | None:
         """Return what was loaded for a request last."""
         tracker = self._trackers.get(request.request_id)
@@ -369,12 +374,14 @@ class SchedulerSide:
                 "found by this engine any more"
             )
             self.reset()
+            self._extras.media.encoder_changed()
             self._weights = weights
             # What was promised and not handed out yet is of the old weights: it has to fail.
             self._loads = [replace(job, places=()) for job in self._loads]
 
     def _distrust(self, adapter: CacheName) -> None:
         """Save nothing that the engine holds of an adapter: its content has changed."""
+        self._extras.media.adapter_changed()
         self._leave_alone(self._epoch.distrust(self._trackers, self.block_pool, adapter))
 
     def _leave_alone(self, requests: Iterable[str]) -> None:

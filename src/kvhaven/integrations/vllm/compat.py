@@ -213,6 +213,13 @@ def shard_id(config: "VllmConfig", rank: int) -> ShardId:
     return ShardId(0, (first, end), (first_head, first_head + per_rank), tp_rank % replicas)
 
 
+def is_last_stage(config: "VllmConfig") -> bool:
+    """Return whether a worker's rank is of the last pipeline stage, which samples and drafts."""
+    parallel = config.parallel_config
+    stage = int(parallel.rank) // int(parallel.tensor_parallel_size)
+    return stage == int(parallel.pipeline_parallel_size) - 1
+
+
 def attention_backend(config: "VllmConfig", layers: Iterable[str]) -> type[Any] | None:
     """Return the attention backend's class of these layers, None where vLLM does not say.
 

@@ -217,11 +217,11 @@ class SchedulerSide:
         """Leave nothing half done after one of these methods raised.
 
         Requests whose blocks or keys may not be known rightly any more are neither loaded nor
-        saved, and the next step waits for all running saves.
+        saved, nor is what the engine's own cache has by now, and the next step waits for all
+        running saves.
         """
         self._in_doubt = True
-        self._epoch.doubt()
-        self._leave_alone(self._trackers)
+        self._leave_alone(self._epoch.doubt(self._trackers, self.block_pool))
 
     def reported(self, report: StepReport, finished_loads: Iterable[str]) -> None:
         """Take the ranks' report of a step."""
@@ -234,11 +234,13 @@ class SchedulerSide:
             if count > self._failed_loads.get(rank, 0)
         }
         if news:
-            # What runs now may have been computed from blocks that hold nothing. Nor is it
-            # offered loads again: vLLM keeps a request whose load failed ahead of those whose
-            # loads have ended, and a new load of it could wait for their blocks for good.
+            # What runs now may have been computed from blocks that hold nothing, and what ran
+            # before may have left such blocks in vLLM's cache, which drops those of running
+            # requests only. Nor is a load offered again: vLLM keeps a request whose load failed
+            # ahead of those whose loads have ended, and a new load of it could wait for their
+            # blocks for good.
             self._failed_loads |= news
-            self._leave_alone(self._trackers)
+            self._leave_alone(self._epoch.distrust(self._trackers, self.block_pool))
 
     def finished(self, request: "Request") -> None:
         """The request is over (or was aborted); its blocks are fenced, not kept."""

@@ -85,6 +85,17 @@ def require_supported_model(config: "VllmConfig") -> None:
             f"{model.rswa_window}), so the KV of such a token is not decided by the tokens before "
             f"it, and vLLM turns prefix caching off. {_WITHOUT}"
         )
+    scheduler = config.scheduler_config
+    if (
+        getattr(model, "is_mm_prefix_lm", False)
+        and scheduler.is_multimodal_model
+        and not scheduler.disable_chunked_mm_input
+    ):
+        raise IncompatibleEngineError(
+            f"{model.model}: the tokens of an image attend to each other in both directions, and "
+            "this platform's vLLM may compute an image in several steps, so that its KV depends on "
+            f"where it was cut. Set --disable-chunked-mm-input. {_WITHOUT}"
+        )
     if device == "cpu" and platform.machine().startswith("riscv"):
         raise IncompatibleEngineError(
             f"{model.model}: runs on a RISC-V CPU (got {platform.machine()}), where vLLM does not "

@@ -2,6 +2,7 @@
 """The worker's side: what a rank does when copies are late, fail, or cannot be started."""
 
 import contextlib
+import ctypes
 import dataclasses
 import threading
 import time
@@ -788,3 +789,22 @@ def test_memory_is_not_given_back_while_a_copy_has_no_end(
             rank.model.memory_goes()
     rank.device.synchronize()
     rank.model.memory_goes()
+
+
+def test_an_arena_that_a_copy_may_still_touch_is_not_unmapped(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not while the process lives: its lock keeps the service from giving the memory away."""
+    rank = Rank(node, LateDevice(Random(0)))
+    monkeypatch.setattr("kvhaven.integrations.vllm.worker.COPY_DEADLINE_S", 0.01)
+    rank.step(StepPlan(saves=[save_job()]))
+    arena = rank.client.arena(rank.client.service)
+    assert arena is not None
+    with monkeypatch.context() as stuck:
+        stuck.setattr(LateCopy, "wait", lambda copy, _: copy.done())
+        rank.worker.close()
+    assert "copies have not ended, so the arena stays mapped" in caplog.text
+    wait_until(lambda: node.status().catalog.quarantined_bytes > 0)
+    rank.device.synchronize()
+    assert bytes(memoryview((ctypes.c_char * 1).from_address(arena.address_of(0, 0, 1))))
+    assert node.status().catalog.quarantined_bytes > 0

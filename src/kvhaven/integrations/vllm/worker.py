@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector's worker side: one rank's copies, in the order of the engine's step."""
 
+import logging
 import time
 
 from kvhaven.client.rank import RankClient
@@ -14,6 +15,11 @@ from kvhaven.integrations.vllm.stats import KVHavenStats
 from kvhaven.integrations.vllm.worker_loads import RankLoads
 from kvhaven.integrations.vllm.worker_saves import RankSaves
 from kvhaven.layouts import Layout
+
+logger = logging.getLogger(__name__)
+
+_abandoned: list["WorkerSide"] = []
+"""Those that were closed while a copy ran: kept with their devices until the process ends."""
 
 
 class WorkerSide:
@@ -158,8 +164,19 @@ class WorkerSide:
             )
 
     def close(self) -> None:
-        """Wait for running copies, report them, and let the service and the device go."""
-        self._finish()
+        """Wait for running copies, report them, and let the service and the device go.
+
+        A copy that has no end may still touch the arena and staging memory: then both stay as
+        they are until the process ends.
+        """
+        if not self._finish():
+            logger.warning(
+                "rank %d: copies have not ended, so the arena stays mapped until this process ends",
+                self._rank,
+            )
+            _abandoned.append(self)
+            self._client.abandon()
+            return
         self._watch.close()
         self.device.close()
         self._client.close()

@@ -72,6 +72,7 @@ class Bench:
         start: bool = True,
         role: Permissions = EVERYTHING,
         hears_workers: bool = True,
+        drops_last_block: bool = False,
         **settings: Any,
     ) -> SchedulerSide:
         """Return an attached scheduler's side; `settings` are the settings that differ."""
@@ -95,6 +96,7 @@ class Bench:
             events=events,
             role=role,
             hears_workers=hears_workers,
+            drops_last_block=drops_last_block,
         )
 
     def load_adapter(self, adapter: int, content: str, generation: int = 1) -> None:

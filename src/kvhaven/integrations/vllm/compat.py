@@ -224,6 +224,22 @@ def shard_id(config: "VllmConfig", rank: int) -> ShardId:
     return ShardId(0, (first, end), (first_head, first_head + per_rank), tp_rank % replicas)
 
 
+def drops_last_block(config: "VllmConfig") -> bool:
+    """Return whether vLLM computes the last block of each hit in its prefix cache again.
+
+    Drafters that take the target's hidden states (EAGLE, MTP, ...) shift their input by one, so
+    that the KV of a token is computed from the token after it. That of a block's last token is
+    not decided by what names the block, and vLLM leaves the last block out of what it found; of
+    those before it, the token that follows is in the next block, which was found too.
+    """
+    speculative = config.speculative_config
+    if speculative is None:
+        return False
+    if hasattr(speculative, "use_eagle_block_drop"):  # not in vLLM 0.29: it always does
+        return bool(speculative.use_eagle_block_drop())
+    return bool(speculative.use_eagle())
+
+
 def is_last_stage(config: "VllmConfig") -> bool:
     """Return whether a worker's rank is of the last pipeline stage, which samples and drafts."""
     parallel = config.parallel_config

@@ -45,9 +45,10 @@ class SchedulerSide:
     `block_sizes` are the tokens per block of each KV group, `world` the number of ranks. Loads
     are asynchronous (between steps) or synchronous (before the forward) as `asynchronous`
     says. `shared` says that the engine has a prefix cache of its own, `events` that KV events
-    are wanted, `hears_workers` that the ranks' reports come here, `role` what the engine's role
-    permits. Everything here runs in the engine's loop. A method that raised leaves things in
-    doubt: `doubt` must follow.
+    are wanted, `hears_workers` that the ranks' reports come here, `drops_last_block` that the
+    engine computes the last block of a hit again, `role` what the engine's role permits.
+    Everything here runs in the engine's loop. A method that raised leaves things in doubt: `doubt`
+    must follow.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SchedulerSide:
         events: bool,
         role: Permissions = EVERYTHING,
         hears_workers: bool = True,
+        drops_last_block: bool = False,
     ) -> None:
         self._settings = settings
         self._client = client
@@ -69,7 +71,13 @@ class SchedulerSide:
         self._asynchronous = asynchronous
         self._role = role
         self._events = StoredEvents(settings.chunk_size) if events else None
-        self._lookups = Lookups(settings, client, asynchronous=asynchronous, shared=shared)
+        self._lookups = Lookups(
+            settings,
+            client,
+            asynchronous=asynchronous,
+            shared=shared,
+            spare_tokens=block_sizes[0] if drops_last_block else 0,
+        )
         self._saves = Saves(settings, block_sizes, world, self._events, hears_workers=hears_workers)
         self._epoch = Epoch()
         adapters = Adapters(world, lambda: client.models, self._distrust)

@@ -5,11 +5,16 @@ import ctypes
 import itertools
 import time
 import uuid
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import xxhash
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -29,6 +34,17 @@ from tests.simulation.node import Node
 BLOCK = 4
 CHUNK = 16
 BYTES = 512
+
+
+class BrokenFeature:
+    """A feature whose place cannot be read: as it is when vLLM's class changes."""
+
+    identifier = modality = "image"
+    data = None
+
+    @property
+    def mm_position(self) -> Any:
+        raise OSError(116, "Stale file handle")
 
 
 class Bench:
@@ -56,6 +72,7 @@ class Bench:
         start: bool = True,
         role: Permissions = EVERYTHING,
         hears_workers: bool = True,
+        drops_last_block: bool = False,
         **settings: Any,
     ) -> SchedulerSide:
         """Return an attached scheduler's side; `settings` are the settings that differ."""
@@ -79,6 +96,7 @@ class Bench:
             events=events,
             role=role,
             hears_workers=hears_workers,
+            drops_last_block=drops_last_block,
         )
 
     def load_adapter(self, adapter: int, content: str, generation: int = 1) -> None:
@@ -180,6 +198,24 @@ def make_request(
     )
 
 
+def lora(name: str = "a", adapter: int = 1) -> LoRARequest:
+    """Return what a request says of its adapter."""
+    return LoRARequest(name, adapter, f"/adapters/{name}")
+
+
+def image(
+    content: float | None, identifier: str = "image", offset: int = 2, length: int = 4
+) -> MultiModalFeatureSpec:
+    """Return an item as the scheduler's process has it; None: its tensors are elsewhere."""
+    data: Any = None
+    if content is not None:
+        data = UserDict({"pixel_values": SimpleNamespace(data=torch.full((3, 4), content))})
+    place = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(
+        data=data, modality="image", identifier=identifier, mm_position=place
+    )
+
+
 def scheduled(
     new: Sequence[tuple[Request, Sequence[int], int, int]] = (),
     cached: Sequence[tuple[Request, Sequence[int] | None, int, int]] = (),
@@ -241,6 +277,23 @@ def run_new(
 def saved_chunks(plan: StepPlan) -> int:
     """Return how many chunks a plan saves."""
     return sum(len(job.keys) for job in plan.saves)
+
+
+def keys_of(side: SchedulerSide, name: str, **more: Any) -> tuple[ChunkKey, ...]:
+    """Return the keys under which a request of 40 tokens is saved; none if it is not."""
+    plan = run_new(side, make_request(40, name, **more), 40)
+    return tuple(key for job in plan.saves for key in job.keys)
+
+
+def known(side: SchedulerSide, adapter: int = 1, generation: int = 1, rank: int = 0) -> None:
+    """Wait until the scheduler's side has heard what a rank has loaded."""
+    models = side._client
+
+    def heard() -> bool:
+        loaded = models.models.get(rank, ModelState()).adapters
+        return any((v.adapter, v.generation) == (adapter, generation) for v in loaded)
+
+    wait_until(heard, 20)
 
 
 def report(side: SchedulerSide, plan: StepPlan, ranks: int = 1, *finished: str) -> None:

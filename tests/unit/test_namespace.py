@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -309,6 +310,12 @@ def test_a_setting_that_cannot_be_named_is_of_this_run_alone(
         ("VLLM_LOGGING_LEVEL", False, False),
         ("VLLM_HOST_IP", False, False),
         ("VLLM_OF_A_SERVICE_IN_KUBERNETES", False, False),
+        ("VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB", True, True),
+        ("VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB", True, True),
+        ("NVIDIA_TF32_OVERRIDE", True, True),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", True, True),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", True, True),
+        ("ONEDNN_MAX_CPU_ISA", True, False),
     ],
 )
 def test_environment_variables_that_change_what_is_computed_count(
@@ -334,6 +341,79 @@ def test_a_variable_of_a_later_version_counts_and_is_not_shown(
     after = fields(config, "portable")
     assert differing_fields(before, after) == ["env.VLLM_BRAND_NEW"]
     assert "secret" not in after["env.VLLM_BRAND_NEW"]
+
+
+class Plugin:
+    """An entry point of an installed distribution."""
+
+    def __init__(self, name: str, distribution: str, version: str) -> None:
+        self.name = name
+        self.module = distribution
+        self.dist = SimpleNamespace(name=distribution, version=version)
+
+
+def test_plugins_that_vllm_loads_count_and_a_platforms_only_in_paged(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`VLLM_PLUGINS` says which of them it loads; one may compute another KV for any model."""
+    installed = {
+        "vllm.platform_plugins": [Plugin("hpu", "vllm_gaudi", "1.0")],
+        "vllm.general_plugins": [
+            Plugin("hpu_custom_ops", "vllm_gaudi", "1.0"),
+            Plugin("other_llama", "evil", "2.0"),
+            Plugin("kvhaven", "kvhaven", "1.0"),
+        ],
+    }
+    monkeypatch.setattr(
+        "kvhaven.integrations.vllm.namespace.importlib.metadata.entry_points",
+        lambda group: installed[group],
+    )
+    monkeypatch.setenv("VLLM_PLUGINS", "none")
+    none = {kv_format: fields(config, kv_format) for kv_format in FORMATS}
+    assert "plugins" not in none["paged"]
+    monkeypatch.setenv("VLLM_PLUGINS", "hpu,hpu_custom_ops")
+    assert differing_fields(none["paged"], fields(config, "paged")) == ["engine"]
+    assert differing_fields(none["portable"], fields(config, "portable")) == []
+    monkeypatch.delenv("VLLM_PLUGINS")
+    loaded = fields(config, "paged")
+    assert loaded["engine"].endswith(", evil 2.0, vllm_gaudi 1.0")
+    assert loaded["plugins"] == fields(config, "portable")["plugins"] == "evil:other_llama"
+
+
+def test_a_custom_all_reduce_counts_in_paged(config: Any) -> None:
+    """Its kernels may quantize what ranks send each other."""
+    without = copy.deepcopy(config)
+    config.parallel_config.disable_custom_all_reduce = False
+    without.parallel_config.disable_custom_all_reduce = True
+    assert differing(config, without, "paged") == ["parallel.disable_custom_all_reduce"]
+    assert differing(config, without, "portable") == []
+
+
+# --- code that is not vLLM's --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "vLLM has no such model"])
+def test_with_the_transformers_backend_its_version_counts(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, chosen: bool
+) -> None:
+    for kv_format in FORMATS:
+        assert "transformers" not in fields(config, kv_format)
+    if chosen:
+        config = engine_config(write_model(tmp_path / "model"), model_impl="transformers")
+    else:
+        architecture = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+        config = engine_config(write_model(tmp_path / "model", **architecture))
+    for kv_format in FORMATS:
+        assert fields(config, kv_format)["transformers"] == importlib.metadata.version(
+            "transformers"
+        )
+
+
+def test_pytorchs_version_counts_in_paged(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {kv_format: fields(config, kv_format) for kv_format in FORMATS}
+    monkeypatch.setattr("torch.__version__", "99.0")
+    assert differing_fields(before["paged"], fields(config, "paged")) == ["engine"]
+    assert differing_fields(before["portable"], fields(config, "portable")) == []
 
 
 # --- files that settings name -----------------------------------------------------------------

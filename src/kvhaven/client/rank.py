@@ -75,6 +75,10 @@ class Reservation:
         self.given_up = False
 
 
+_abandoned: list[MappedArena] = []
+"""Arenas that a device may still touch: kept until the process ends."""
+
+
 class RankClient:
     """One rank's side of the service. Only `grants` waits, with a deadline.
 
@@ -133,6 +137,16 @@ class RankClient:
     def start(self, timeout_s: float) -> None:
         """Attach and map the arena. Raises as `Link.start` does."""
         self._link.start(timeout_s)
+
+    def abandon(self) -> None:
+        """Disconnect, and leave the memory mapped and registered: a copy may still be running.
+
+        The lock that shows the mapping to the service stays with it, so that the service gives
+        the memory to nobody else before this process has ended.
+        """
+        self._link.close()
+        with self._lock:
+            _abandoned.extend([*self._arenas.values(), *self._replaced])
 
     def close(self) -> None:
         """Disconnect and unmap; no copy may be running."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What determines a request's KV besides tokens, and what happens while it is not known."""
 
-import threading
-from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,6 @@ pytest.importorskip("vllm", reason="the connector is vLLM's")
 
 import torch
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvhaven.integrations.vllm.adapters import Adapters, CacheName, cache_name
 from kvhaven.integrations.vllm.digests import content_digest
@@ -20,12 +17,15 @@ from kvhaven.integrations.vllm.scheduler import SchedulerSide
 from kvhaven.integrations.vllm.tracker import MOST_TAG_LENGTH, MOST_TAGS, Permissions
 from kvhaven.keys import Extras, KeyInputError
 from kvhaven.protocol import AdapterVersion, ModelState
-from kvhaven.types import ChunkKey
 from tests.simulation.connector_kit import (
     Bench,
+    BrokenFeature,
     admit,
     ask,
     digest_of,
+    keys_of,
+    known,
+    lora,
     make_request,
     run_new,
     saved_chunks,
@@ -37,51 +37,6 @@ from tests.simulation.node import Node, running_node
 pytestmark = pytest.mark.slow
 
 
-class Broken:
-    """A feature whose place cannot be read: as it is when vLLM's class changes."""
-
-    identifier = modality = "image"
-    data = None
-
-    @property
-    def mm_position(self) -> Any:
-        raise OSError(116, "Stale file handle")
-
-
-def lora(name: str = "a", adapter: int = 1) -> LoRARequest:
-    return LoRARequest(name, adapter, f"/adapters/{name}")
-
-
-def image(
-    content: float | None, identifier: str = "image", offset: int = 2, length: int = 4
-) -> MultiModalFeatureSpec:
-    """Return an item as the scheduler's process has it; None: its tensors are elsewhere."""
-    data: Any = None
-    if content is not None:
-        data = UserDict({"pixel_values": SimpleNamespace(data=torch.full((3, 4), content))})
-    place = PlaceholderRange(offset=offset, length=length)
-    return MultiModalFeatureSpec(
-        data=data, modality="image", identifier=identifier, mm_position=place
-    )
-
-
-def keys_of(side: SchedulerSide, name: str, **more: Any) -> tuple[ChunkKey, ...]:
-    """Return the keys under which a request of 40 tokens is saved; none if it is not."""
-    plan = run_new(side, make_request(40, name, **more), 40)
-    return tuple(key for job in plan.saves for key in job.keys)
-
-
-def known(side: SchedulerSide, adapter: int = 1, generation: int = 1, rank: int = 0) -> None:
-    """Wait until the scheduler's side has heard what a rank has loaded."""
-    models = side._client
-
-    def heard() -> bool:
-        loaded = models.models.get(rank, ModelState()).adapters
-        return any((v.adapter, v.generation) == (adapter, generation) for v in loaded)
-
-    wait_until(heard, 20)
-
-
 # --- nothing is permitted before all extras are known -------------------------------------------
 
 
@@ -90,7 +45,7 @@ def known(side: SchedulerSide, adapter: int = 1, generation: int = 1, rank: int 
     [
         {"cache_salt": 12345},
         {"cache_salt": b"salt"},
-        {"mm_features": [Broken()]},
+        {"mm_features": [BrokenFeature()]},
         {"params": {"kvhaven.skip_save": False, 7: 8}, "cache_salt": 0.5},
         {"lora_request": SimpleNamespace(lora_int_id=1)},
     ],
@@ -121,7 +76,7 @@ def test_a_session_whose_next_input_cannot_be_keyed_is_not_saved_any_further(
     request._all_token_ids.extend(range(200, 240))
     request.num_prompt_tokens = request.num_tokens
     request.arrival_time += later
-    request.mm_features = [Broken()]
+    request.mm_features = [BrokenFeature()]
     for computed in (30, 48):
         plan = side.plan_step(scheduled(new=[(request, range(20), computed, 16)]))
         assert saved_chunks(plan) == 0
@@ -156,57 +111,7 @@ def test_the_blocks_before_a_load_that_could_not_be_planned_are_not_named(bench:
     wait_until(lambda: bench.leases() == 0)
 
 
-# --- media --------------------------------------------------------------------------------------
-
-
-def test_media_are_named_by_their_content_and_place_and_not_by_vllms_identifier(
-    bench: Bench, node: Node
-) -> None:
-    """With vLLM's caches off an identifier is a counter: another picture has it after a restart."""
-    side, restarted = bench.side(), Bench(node, namespace=bench.namespace)
-    other = restarted.side()
-    cat = keys_of(side, "cat", mm_features=[image(1.0, "renderer0-mm-1-image-0")])
-    dog = keys_of(other, "dog", mm_features=[image(2.0, "renderer0-mm-1-image-0")])
-    assert len(cat) == len(dog) == 2
-    assert not set(cat) & set(dog)
-    assert keys_of(other, "same", mm_features=[image(1.0, "renderer0-mm-7-image-0")]) == cat
-    moved = keys_of(other, "moved", mm_features=[image(1.0, "moved", offset=3)])
-    assert not set(moved) & set(cat)
-    assert not set(keys_of(other, "none")) & {*cat, *dog, *moved}
-    restarted.close()
-
-
-def test_media_whose_content_is_not_here_leave_a_request_uncached(bench: Bench) -> None:
-    assert keys_of(bench.side(), "elsewhere", mm_features=[image(None)]) == ()
-
-
-def test_an_identifier_that_came_with_two_contents_names_neither(bench: Bench) -> None:
-    """vLLM's encoder cache goes by it: the KV of the second may be the first one's."""
-    side = bench.side()
-    assert len(keys_of(side, "first", mm_features=[image(1.0, "mine")])) == 2
-    assert keys_of(side, "second", mm_features=[image(2.0, "mine")]) == ()
-    assert keys_of(side, "third", mm_features=[image(1.0, "mine")]) == ()
-
-
-def test_a_request_waits_for_its_medias_digests_and_no_longer_than_for_an_answer(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side = bench.side(lookup_deadline_ms=100)
-    go_on = threading.Event()
-    original = side._extras._media.items_of
-    monkeypatch.setattr(
-        side._extras._media, "items_of", lambda features: go_on.wait(30) and original(features)
-    )
-    request = make_request(40, mm_features=[image(1.0)])
-    side.on_new_request(request)
-    assert side.matched_tokens(request, 0) == (None, False)
-    wait_until(lambda: side.matched_tokens(request, 0) == (0, False))
-    side.allocated(request, (list(range(10)),), 0)
-    assert saved_chunks(side.plan_step(scheduled(new=[(request, range(10), 0, 20)]))) == 0
-    go_on.set()
-    wait_until(lambda: not side._trackers["r"].pending.hashing)  # type: ignore[union-attr]
-    plan = side.plan_step(scheduled(cached=[(request, None, 20, 20)]))
-    assert saved_chunks(plan) == 2, "what it computed meanwhile can be named now"
+# --- digests --------------------------------------------------------------------------------------
 
 
 def test_a_digest_covers_dtype_shape_and_every_element() -> None:
@@ -276,11 +181,7 @@ def test_an_adapter_that_no_rank_has_loaded_yet_is_a_miss_and_saved_once_it_is_k
 def test_kv_of_an_adapter_that_was_loaded_anew_under_its_name_is_not_saved(bench: Bench) -> None:
     """The engine's own prefix cache goes by the name: its blocks may be of either content."""
     side = bench.side()
-    side.block_pool = SimpleNamespace(
-        blocks=[
-            SimpleNamespace(block_id=i, ref_cnt=int(i < 10), block_hash=None) for i in range(40)
-        ]
-    )
+    with_blocks(side, 10)
     bench.load_adapter(1, "v1")
     known(side)
     running = make_request(40, "running", lora_request=lora())
@@ -311,6 +212,62 @@ def test_another_adapter_under_a_known_name_is_not_trusted_with_the_engines_bloc
     known(side, adapter=2)
     assert keys_of(side, "two", lora_request=lora("a", 2)) == ()
     assert len(keys_of(side, "three", lora_request=lora("a", 2))) == 2
+
+
+UNCACHED: dict[str, Any] = {
+    "params": {"kvhaven.skip_save": True},
+    "sampling": {"prompt_logprobs": 1},
+}
+"""What a request has that may neither load nor save."""
+
+
+def test_an_adapter_is_noted_that_ran_only_in_requests_that_are_not_cached(bench: Bench) -> None:
+    """Its blocks stay in the engine's cache, and its successor under the name gets them."""
+    side = bench.side()
+    with_blocks(side, 10)
+    bench.load_adapter(1, "v1")
+    known(side)
+    run_new(side, make_request(40, "one", lora_request=lora("a", 1), **UNCACHED), 40)
+    bench.load_adapter(2, "v2")
+    known(side, adapter=2)
+    two = make_request(40, "two", lora_request=lora("a", 2))
+    blocks = [*range(8), 20, 21]
+    assert saved_chunks(run_new(side, two, 8, blocks=blocks, computed=32)) == 0
+
+
+@pytest.mark.parametrize("known_at_once", [True, False])
+def test_a_request_that_waits_gets_no_blocks_of_another_adapter_of_its_name(
+    bench: Bench, *, known_at_once: bool
+) -> None:
+    """It has its keys, and the other runs before it, once or again after a further request came."""
+    side = bench.side()
+    with_blocks(side, 10)
+    bench.load_adapter(1, "v1")
+    known(side)
+    first, _, second = waiting = [
+        make_request(48, name, lora_request=lora("a", 1)) for name in ("w1", "w2", "w3")
+    ]
+    other = make_request(40, "other", lora_request=lora("a", 2))
+    ask(side, first)
+    if known_at_once:
+        bench.load_adapter(2, "v2")
+        known(side, adapter=2)
+    for request in (other, *waiting[1:]):
+        ask(side, request)
+    assert side._trackers["w3"].permissions.save
+    run_new(side, other, 40)
+    side.finished(other)
+    blocks = [*range(8), 20, 21, 22, 23]
+    for request in (first, second):
+        assert saved_chunks(run_new(side, request, 16, blocks=blocks, computed=32)) == 0
+
+
+def with_blocks(side: SchedulerSide, used: int) -> None:
+    """Bind a pool of 40 blocks, the first of which are in use."""
+    blocks = (
+        SimpleNamespace(block_id=i, ref_cnt=int(i < used), block_hash=None) for i in range(40)
+    )
+    side.block_pool = SimpleNamespace(blocks=list(blocks))
 
 
 def test_a_rolling_update_from_a_new_path_distrusts_nothing() -> None:

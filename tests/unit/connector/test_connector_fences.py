@@ -186,6 +186,43 @@ def test_a_failed_load_stops_the_saves_of_all_that_ran_then(bench: Bench) -> Non
     assert saved_chunks(plan) == 2
 
 
+def test_what_a_failed_load_left_in_the_engines_cache_is_not_saved(bench: Bench) -> None:
+    """Its request is over: then vLLM does not drop the blocks."""
+    side, failed = bench.side(), make_request(40, "failed")
+    plan = run_new(side, failed, 40)
+    side.finished(failed)
+    side.block_pool = Pool(range(10))
+    (job,) = plan.saves
+    side.reported(StepReport({job.id: 1}, {job.id: {0, 1}}, failed_loads={0: 1}), ())
+    sharing = make_request(40, "sharing")
+    plan = run_new(side, sharing, 8, computed=32, blocks=[*range(8), 20, 21])
+    assert plan.failed_loads == {0: 1}
+    assert saved_chunks(plan) == 0
+
+
+def test_after_an_error_in_planning_a_step_what_it_wrote_is_not_saved(bench: Bench) -> None:
+    """A request with KV of the old epoch got new blocks in that step, which was not noted."""
+    side, old = bench.side(), make_request(40, "old")
+    run_new(side, old, 20, blocks=range(5))
+    side.block_pool = Pool(range(5))
+    side.reset()
+    side.block_pool = Pool(range(10))
+    side.doubt()  # as after an error in `plan_step`
+    side.plan_in_doubt()
+    side.finished(old)
+    sharing = make_request(40, "sharing")
+    plan = run_new(side, sharing, 8, computed=32, blocks=[20, 21, 22, 23, 5, 6, 7, 8, 24, 25])
+    assert saved_chunks(plan) == 0
+
+
+def test_where_the_engines_blocks_cannot_be_read_a_doubt_ends_caching(bench: Bench) -> None:
+    side = bench.side()
+    side.block_pool = object()
+    side.doubt()
+    side.plan_in_doubt()
+    assert saved_chunks(run_new(side, make_request(40, "later"), 40)) == 0
+
+
 # --- events -------------------------------------------------------------------------------------
 
 

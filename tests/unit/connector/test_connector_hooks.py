@@ -402,6 +402,20 @@ def test_models_that_are_not_served_are_refused_before_vllm_divides_their_kv(
         KVHavenConnector.get_required_kvcache_layout(config)
 
 
+def test_images_that_are_computed_in_several_steps_are_refused_where_that_changes_their_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM keeps them whole itself on CUDA and ROCm, where their tokens attend to later ones."""
+    config = make_config(tmp_path, Setup(service_address="/nowhere"))
+    monkeypatch.setattr(type(config.model_config), "is_mm_prefix_lm", True)
+    KVHavenConnector.get_required_kvcache_layout(config)  # it takes no images
+    config.scheduler_config.is_multimodal_model = True
+    with pytest.raises(IncompatibleEngineError, match="--disable-chunked-mm-input"):
+        KVHavenConnector.get_required_kvcache_layout(config)
+    config.scheduler_config.disable_chunked_mm_input = True
+    KVHavenConnector.get_required_kvcache_layout(config)
+
+
 def test_risc_v_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, Setup(service_address="/nowhere"))
     monkeypatch.setattr("platform.machine", lambda: "riscv64")

@@ -2,14 +2,18 @@
 """The scheduler's side: what it offers for loading, and when leases begin and end."""
 
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
+from vllm.config import SpeculativeConfig
+
 from kvhaven.devices.base import SKIP
 from kvhaven.errors import KVHavenError
+from kvhaven.integrations.vllm.compat import drops_last_block
 from kvhaven.integrations.vllm.hits import hit_sources
 from kvhaven.integrations.vllm.metadata import StepReport
 from tests.simulation.connector_kit import (
@@ -21,6 +25,9 @@ from tests.simulation.connector_kit import (
     wait_until,
 )
 from tests.simulation.node import Node, running_node
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 pytestmark = pytest.mark.slow
 
@@ -317,3 +324,37 @@ def test_a_side_that_starts_without_a_service_begins_when_there_is_one(
         assert ask(side, make_request(40, "later")) == (32, False)
         bench.close()
     assert node.address == started.address
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_with_a_drafter_that_looks_ahead_the_last_block_of_a_hit_is_left_to_the_engine(
+    bench: Bench, *, asynchronous: bool
+) -> None:
+    """The drafter's KV of its last token comes from the token behind it, as in vLLM's own hits."""
+    request = make_request(40)
+    bench.fill(request)
+    side = bench.side(drops_last_block=True, asynchronous=asynchronous)
+    assert ask(side, request) == (28, asynchronous)
+    job = admit(side, request, 28, range(10))
+    assert job is not None
+    assert job.written == set(range(7))
+    assert ask(side, make_request(40, "whole"), computed=28) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("method", "off", "drops"),
+    [
+        ("eagle3", False, True),
+        ("mtp", False, True),
+        ("eagle", True, False),
+        ("ngram", False, False),
+    ],
+)
+def test_the_last_block_of_a_hit_is_left_where_vllm_leaves_it(
+    method: str, *, off: bool, drops: bool
+) -> None:
+    speculative = object.__new__(SpeculativeConfig)
+    speculative.method, speculative.disable_eagle_block_drop = cast("Any", method), off
+    config = cast("VllmConfig", SimpleNamespace(speculative_config=speculative))
+    assert drops_last_block(config) is drops
+    assert not drops_last_block(cast("VllmConfig", SimpleNamespace(speculative_config=None)))

@@ -2,19 +2,22 @@
 """The worker's side: what a rank does when copies are late, fail, or cannot be started."""
 
 import contextlib
+import ctypes
 import dataclasses
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
 import torch
+import vllm.v1.worker.kv_connector_model_runner_mixin as mixin
 import xxhash
 
 from kvhaven.client.rank import RankClient
@@ -26,6 +29,7 @@ from kvhaven.devices.streams import StreamDevice
 from kvhaven.errors import DeviceCopyError, LayoutError, UnreportedLoadError
 from kvhaven.integrations.vllm import loaded_model
 from kvhaven.integrations.vllm.adapters import AdapterUse
+from kvhaven.integrations.vllm.connector import KVHavenConnector
 from kvhaven.integrations.vllm.loaded_model import LoadedModel
 from kvhaven.integrations.vllm.metadata import LoadJob, SaveJob, StepPlan, StepReport
 from kvhaven.integrations.vllm.worker import WorkerSide
@@ -36,6 +40,11 @@ from tests.devices import opened
 from tests.simulation.connector_kit import BLOCK, BYTES, CHUNK, wait_until
 from tests.simulation.engine_device import LateCopy, LateDevice
 from tests.simulation.node import Node, running_node
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
 
 pytestmark = pytest.mark.slow
 
@@ -600,6 +609,77 @@ def test_a_load_whose_adapter_changed_before_its_request_computes_is_reported(ra
     assert rank.step(StepPlan(first_steps=[load]))[:2] == (set(), set(range(4)))
 
 
+class Speculating:
+    """A rank's connector in vLLM's V1 runner with speculation, which ends a step's saves later."""
+
+    def __init__(self, rank: Rank, patch: pytest.MonkeyPatch, *, stages: int = 1) -> None:
+        self.connector = connector = object.__new__(KVHavenConnector)
+        connector._worker, connector._scheduler = rank.worker, None
+        connector.reported_errors, connector._errors = set(), 0
+        parallel = SimpleNamespace(rank=0, tensor_parallel_size=1, pipeline_parallel_size=stages)
+        config = SimpleNamespace(speculative_config=SimpleNamespace(), parallel_config=parallel)
+        connector._vllm_config = cast("VllmConfig", config)
+        self.drafts = stages == 1
+        patch.setattr(mixin, "get_kv_transfer_group", lambda: connector)
+        patch.setattr(mixin, "has_kv_transfer_group", lambda: True)
+        patch.setattr(mixin, "get_forward_context", lambda: None)
+
+    def step(self, plan: StepPlan, error: Exception | None = None) -> "KVConnectorOutput":
+        """Do a step as the runner does; return what vLLM is told in it."""
+        output = SimpleNamespace(
+            kv_connector_metadata=plan,
+            has_sync_kv_loads=any(not job.asynchronous for job in plan.loads),
+            finished_req_ids=set(),
+        )
+        runner = mixin.KVConnectorModelRunnerMixin
+        with runner._get_kv_connector_output(
+            cast("SchedulerOutput", output), defer_finalize=True
+        ) as told:
+            if error is not None:
+                raise error
+        if self.drafts:
+            runner.finalize_kv_connector()
+        return told
+
+
+def test_with_speculation_a_load_that_fails_late_is_known_in_its_step(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM asks for failures before it has drafted, and ends the step's saves after that."""
+    rank.device.fail_loads = 1
+    told = Speculating(rank, monkeypatch).step(StepPlan(loads=[rank.load(asynchronous=False)]))
+    assert told.invalid_block_ids == set(range(4))
+
+
+def test_with_speculation_a_change_of_an_adapter_is_known_in_the_first_step(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.model.adapter_loaded(adapter_model(1.0))
+    load = rank.load(adapter=use_of(rank))
+    rank.step(StepPlan(loads=[load]))
+    assert rank.settle()[:2] == ({"r"}, set())
+    rank.model.adapter_loaded(adapter_model(2.0))
+    engine = Speculating(rank, monkeypatch)
+    assert engine.step(StepPlan(first_steps=[load])).invalid_block_ids == set(range(4))
+    assert engine.step(StepPlan()).invalid_block_ids == set()
+
+
+@pytest.mark.parametrize("stages", [1, 2], ids=["drafts", "does not draft"])
+def test_with_speculation_every_stage_saves(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    """Of a stage that is not the last, which has no drafter, vLLM's V1 runner ends no step."""
+    engine = Speculating(rank, monkeypatch, stages=stages)
+    engine.step(StepPlan(saves=[save_job(1)]))
+    rank.settle()
+    wait_until(lambda: rank.resident == 1)
+    with pytest.raises(ValueError, match="forward"):
+        engine.step(StepPlan(saves=[save_job(2)]), ValueError("forward"))
+    rank.settle()
+    wait_until(lambda: rank.reserved == 0)
+    assert rank.resident == 1
+
+
 def test_after_a_change_of_weights_nothing_is_loaded_or_saved_until_the_scheduler_knows(
     rank: Rank,
 ) -> None:
@@ -709,3 +789,22 @@ def test_memory_is_not_given_back_while_a_copy_has_no_end(
             rank.model.memory_goes()
     rank.device.synchronize()
     rank.model.memory_goes()
+
+
+def test_an_arena_that_a_copy_may_still_touch_is_not_unmapped(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not while the process lives: its lock keeps the service from giving the memory away."""
+    rank = Rank(node, LateDevice(Random(0)))
+    monkeypatch.setattr("kvhaven.integrations.vllm.worker.COPY_DEADLINE_S", 0.01)
+    rank.step(StepPlan(saves=[save_job()]))
+    arena = rank.client.arena(rank.client.service)
+    assert arena is not None
+    with monkeypatch.context() as stuck:
+        stuck.setattr(LateCopy, "wait", lambda copy, _: copy.done())
+        rank.worker.close()
+    assert "copies have not ended, so the arena stays mapped" in caplog.text
+    wait_until(lambda: node.status().catalog.quarantined_bytes > 0)
+    rank.device.synchronize()
+    assert bytes(memoryview((ctypes.c_char * 1).from_address(arena.address_of(0, 0, 1))))
+    assert node.status().catalog.quarantined_bytes > 0

@@ -66,12 +66,20 @@ class Adapters:
         self._unknown: dict[CacheName, set[int]] = {}  # adapters that ran before being known
 
     def use_of(self, lora_request: Any) -> AdapterUse | None:
-        """Return what vLLM's `LoRARequest` stands for now, None while that is not known."""
+        """Return what vLLM's `LoRARequest` stands for now, None while that is not known.
+
+        To be asked for every request, cached or not, when it comes and whenever it starts to run:
+        it may compute with it.
+        """
         self._follow()
         name, adapter = cache_name(lora_request), int(lora_request.lora_int_id)
         use = self._uses.get(adapter)
         if use is None:
-            self._unknown.setdefault(name, set()).add(adapter)
+            unknown = self._unknown.setdefault(name, set())
+            if adapter not in unknown:
+                unknown.add(adapter)
+                if self._computed.get(name, (adapter, 1))[0] != adapter:
+                    self._changed(name)  # what runs now will be of another content
             return None
         now, unknown = (adapter, use.generation), self._unknown.pop(name, set())
         same = self._computed.get(name, (adapter, 1)) == now

@@ -85,6 +85,17 @@ def require_supported_model(config: "VllmConfig") -> None:
             f"{model.rswa_window}), so the KV of such a token is not decided by the tokens before "
             f"it, and vLLM turns prefix caching off. {_WITHOUT}"
         )
+    scheduler = config.scheduler_config
+    if (
+        getattr(model, "is_mm_prefix_lm", False)
+        and scheduler.is_multimodal_model
+        and not scheduler.disable_chunked_mm_input
+    ):
+        raise IncompatibleEngineError(
+            f"{model.model}: the tokens of an image attend to each other in both directions, and "
+            "this platform's vLLM may compute an image in several steps, so that its KV depends on "
+            f"where it was cut. Set --disable-chunked-mm-input. {_WITHOUT}"
+        )
     if device == "cpu" and platform.machine().startswith("riscv"):
         raise IncompatibleEngineError(
             f"{model.model}: runs on a RISC-V CPU (got {platform.machine()}), where vLLM does not "
@@ -211,6 +222,29 @@ def shard_id(config: "VllmConfig", rank: int) -> ShardId:
     replicas = max(1, tp // heads)
     first_head = tp_rank // replicas * per_rank
     return ShardId(0, (first, end), (first_head, first_head + per_rank), tp_rank % replicas)
+
+
+def drops_last_block(config: "VllmConfig") -> bool:
+    """Return whether vLLM computes the last block of each hit in its prefix cache again.
+
+    Drafters that take the target's hidden states (EAGLE, MTP, ...) shift their input by one, so
+    that the KV of a token is computed from the token after it. That of a block's last token is
+    not decided by what names the block, and vLLM leaves the last block out of what it found; of
+    those before it, the token that follows is in the next block, which was found too.
+    """
+    speculative = config.speculative_config
+    if speculative is None:
+        return False
+    if hasattr(speculative, "use_eagle_block_drop"):  # not in vLLM 0.29: it always does
+        return bool(speculative.use_eagle_block_drop())
+    return bool(speculative.use_eagle())
+
+
+def is_last_stage(config: "VllmConfig") -> bool:
+    """Return whether a worker's rank is of the last pipeline stage, which samples and drafts."""
+    parallel = config.parallel_config
+    stage = int(parallel.rank) // int(parallel.tensor_parallel_size)
+    return stage == int(parallel.pipeline_parallel_size) - 1
 
 
 def attention_backend(config: "VllmConfig", layers: Iterable[str]) -> type[Any] | None:

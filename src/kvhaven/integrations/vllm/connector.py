@@ -14,12 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvhaven.integrations.vllm.compat import (
+    is_last_stage,
     never_raises,
     report_error,
     require_supported_engine,
     require_supported_model,
     require_supported_vllm,
 )
+from kvhaven.integrations.vllm.encoder_cache import watch_encoder_cache
 from kvhaven.integrations.vllm.hits import hit_sources
 from kvhaven.integrations.vllm.metadata import StepPlan, StepReport
 from kvhaven.integrations.vllm.platforms import require_supported_platform
@@ -76,6 +78,7 @@ class KVHavenConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            watch_encoder_cache()
             self._scheduler = start_scheduler(vllm_config, kv_cache_config, self._member)
 
     @property
@@ -158,8 +161,21 @@ class KVHavenConnector(KVConnectorBase_V1):
 
     @never_raises(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
-        """Return the requests whose asynchronous loads have ended."""
-        return None, (self._worker.finished_loads() or None) if self._worker else None
+        """Return the requests whose asynchronous loads have ended.
+
+        With speculation vLLM's V1 runner calls it before `wait_for_save`, which follows when the
+        drafter has run, and never on a pipeline stage without one: there all is computed by now.
+        """
+        if self._worker is None:
+            return None, None
+        if self._vllm_config.speculative_config is not None:
+            if sys.exception() is not self._handled_before:
+                self._worker.forward_failed()
+            elif is_last_stage(self._vllm_config):
+                self._worker.end_forward()
+            else:
+                self._worker.save()
+        return None, self._worker.finished_loads() or None
 
     @never_raises(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -263,6 +279,12 @@ class KVHavenConnector(KVConnectorBase_V1):
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
+
+    @never_raises(lambda: None)
+    def encodings_dropped(self) -> None:
+        """Take in that vLLM has reset its encoder cache (see `encoder_cache`)."""
+        if self._scheduler is not None:
+            self._scheduler.encodings_dropped()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Nothing to do: ranks meet in the service."""

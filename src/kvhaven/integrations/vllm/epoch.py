@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `reset_cache` means: from where keys start, and which of the engine's KV is older."""
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from kvhaven.integrations.vllm.adapters import CacheName
 from kvhaven.keys import epoch_root
 from kvhaven.types import NamespaceDigest
+
+logger = logging.getLogger(__name__)
 
 
 class Epoch:
@@ -22,7 +25,7 @@ class Epoch:
 
     def __init__(self) -> None:
         self.known = True
-        """Whether it is known which KV is older: not after a reset that failed midway."""
+        """Whether it is known which KV is older: not after a reset or doubt that failed midway."""
         self._salt = b""
         self._old_blocks: set[int] = set()
         self._old_requests: set[str] = set()
@@ -77,9 +80,20 @@ class Epoch:
         adapter = self._adapter_of_request.get(request_id)
         self._adapter_of_block.update(dict.fromkeys(blocks, adapter))
 
-    def doubt(self) -> None:
-        """Forget which adapters blocks are of: the engine may have given some to others."""
-        self._adapter_of_block.clear()
+    def doubt(self, running: Iterable[str], pool: Any) -> set[str]:
+        """Distrust all that the engine holds, as a step of it may not have been noted; as above.
+
+        Never raises: where `pool` cannot be read, nothing is known any more.
+        """
+        self.known = False
+        self._adapter_of_block.clear()  # the engine may have given some to others
+        try:
+            old = self.distrust(running, pool)
+        except Exception:  # it ends what was begun with another error; requests go uncached
+            logger.exception("the engine's blocks cannot be told apart: nothing is cached any more")
+            return {*running}
+        self.known = True
+        return old
 
     def admitted(self, request_id: str, blocks: Sequence[int], computed_blocks: int) -> bool:
         """Note a request's blocks, `computed_blocks` of them with KV; False: its KV is old."""

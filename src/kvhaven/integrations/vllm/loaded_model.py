@@ -164,20 +164,20 @@ def watch_model() -> LoadedModel:
     """
     from vllm.v1.worker.worker_base import WorkerBase  # noqa: PLC0415 - workers have it
 
-    for cls in _subclasses(WorkerBase):
+    for cls in subclasses(WorkerBase):
         for name in _CHANGE_WEIGHTS:
-            _wrap(cls, name, _changes_weights)
+            wrap_method(cls, name, _changes_weights)
         for name in _TAKE_MEMORY:
-            _wrap(cls, name, _takes_memory)
+            wrap_method(cls, name, _takes_memory)
     try:
         from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415 - as above
         from vllm.model_executor.models.utils import AutoWeightsLoader  # noqa: PLC0415
     except ImportError as error:
         logger.warning("requests with LoRA adapters are not cached: %s", error)
         return LOADED
-    for cls in _subclasses(WorkerLoRAManager):
-        _wrap(cls, "_load_adapter", _loads_adapter)
-    _wrap(AutoWeightsLoader, "load_weights", _changes_weights)  # what models' own methods use
+    for cls in subclasses(WorkerLoRAManager):
+        wrap_method(cls, "_load_adapter", _loads_adapter)
+    wrap_method(AutoWeightsLoader, "load_weights", _changes_weights)  # what models' own methods use
     return LOADED
 
 
@@ -211,7 +211,7 @@ def _loads_adapter(method: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-def _wrap(
+def wrap_method(
     cls: type[Any], name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
     """Wrap the method that a class itself defines, if it does and is not wrapped yet."""
@@ -222,8 +222,8 @@ def _wrap(
         setattr(cls, name, watched)
 
 
-def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+def subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     """Yield a class and all that inherit from it."""
     yield cls
     for child in cls.__subclasses__():
-        yield from _subclasses(child)
+        yield from subclasses(child)

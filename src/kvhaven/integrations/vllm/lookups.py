@@ -17,7 +17,8 @@ class Lookups:
 
     All waiting together stays below `step_budget_ms` a step. With `asynchronous` loads and a
     prefix cache of the engine's own (`shared`), a chunk that one request is loading is not
-    loaded by a second one too: that one waits, for `promote_deadline_ms` at most.
+    loaded by a second one too: that one waits, for `promote_deadline_ms` at most. The last
+    `spare_tokens` tokens of what is there are left to the engine.
     """
 
     def __init__(
@@ -27,11 +28,13 @@ class Lookups:
         *,
         asynchronous: bool,
         shared: bool,
+        spare_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._asynchronous = asynchronous
         self._shared = shared and asynchronous
+        self._spare_tokens = spare_tokens
         self._budget_s = settings.step_budget_ms / 1000
         self._patience_s = settings.promote_deadline_ms / 1000
         self._clock = clock
@@ -70,9 +73,10 @@ class Lookups:
         """
         tokens = int(tracker.request.num_tokens)
         end = min(chunks * tracker.chunk_size, tokens)
+        spare = self._spare_tokens
         if end == tokens and not self._asynchronous:
-            end -= 1
-        return end - tracker.computed
+            spare = max(spare, 1)
+        return end - spare - tracker.computed
 
     def take(self, tracker: Tracker, offer: Offer) -> None:
         """The engine loads what it was offered: the ranks will end the lease."""

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from kvhaven.errors import IncompatibleEngineError
-from kvhaven.integrations.vllm.namespace_environment import ENVIRONMENT
+from kvhaven.integrations.vllm.namespace_environment import ENVIRONMENT, LIBRARIES
 from kvhaven.integrations.vllm.namespace_fields import (
     CONFIG_FIELDS,
     MODEL_CONFIG_PLACES,
@@ -37,7 +37,8 @@ _FLAT_DEPTH: Final = 2
 _FLAT_SIZE: Final = 64
 _LENGTH_MATTERS: Final = frozenset({"longrope", "su", "dynamic"})
 """Kinds of rotary embedding that depend on the engine's `max_model_len`."""
-_PLUGINS: Final = ("vllm.platform_plugins", "vllm.general_plugins")
+_PLATFORM_PLUGINS: Final = "vllm.platform_plugins"
+_GENERAL_PLUGINS: Final = "vllm.general_plugins"
 
 
 class _Treatment(enum.Enum):
@@ -79,6 +80,10 @@ def describe_engine(config: Any, kv_format: KvFormat) -> Description:
     if stages := _stages(config):
         fields["stages"] = stages
     walk.add_environment()
+    if plugins := _model_plugins():
+        fields["plugins"] = plugins
+    if model.using_transformers_backend():  # chosen, or because vLLM has no such model itself
+        fields["transformers"] = importlib.metadata.version("transformers")
     if kv_format == "paged":
         fields["engine"] = _engine_version()
     fields |= {"rules": RULES_VERSION, "model": _model_name(model), "format": kv_format}
@@ -128,8 +133,9 @@ class _Walk:
 
     def add_environment(self) -> None:
         """Add the environment variables that are set and count."""
-        table, _ = _table_of(ENVIRONMENT)
-        for name in sorted(_variables() & os.environ.keys()):
+        libraries, _ = _table_of(LIBRARIES)
+        table = _table_of(ENVIRONMENT)[0] | libraries
+        for name in sorted((_variables() | libraries.keys()) & os.environ.keys()):
             treatment = table.get(name, _Treatment.UNKNOWN)
             if self._takes(treatment):
                 known = treatment is not _Treatment.UNKNOWN
@@ -367,25 +373,51 @@ def _engine_id(config: Any) -> str:
 
 
 def _engine_version() -> str:
-    """Return vLLM's version and its plugins': they decide about the inside of a page."""
-    import vllm  # noqa: PLC0415 - so that the rest can be used without it
+    """Return the versions of vLLM, of PyTorch and of plugins: they decide what is in a page."""
+    import torch  # noqa: PLC0415 - so that the rest can be used without it
+    import vllm  # noqa: PLC0415 - as above
 
-    versions = {f"{name} {version}" for name, version, _ in _plugins()}
-    return ", ".join([f"vllm {vllm.__version__}", *sorted(versions)])
+    versions = {f"{plugin.distribution} {plugin.version}" for plugin in _plugins()}
+    return ", ".join([f"vllm {vllm.__version__}", f"torch {torch.__version__}", *sorted(versions)])
 
 
-def _plugins() -> Iterator[tuple[str, str, str]]:
-    """Yield the name, the version and the package of each plugin of vLLM but our own."""
-    for group in _PLUGINS:
+def _model_plugins() -> str:
+    """Return the plugins that may change any model, by name; nothing where there is none.
+
+    Not those of a platform's distribution: the portable format is for unlike platforms. Nor
+    versions, as of vLLM itself.
+    """
+    plugins = list(_plugins())
+    platforms = {plugin.distribution for plugin in plugins if plugin.group == _PLATFORM_PLUGINS}
+    others = (plugin for plugin in plugins if plugin.distribution not in platforms)
+    return ", ".join(sorted({f"{plugin.distribution}:{plugin.name}" for plugin in others}))
+
+
+class _Plugin(NamedTuple):
+    """A plugin of vLLM."""
+
+    group: str
+    name: str
+    distribution: str
+    version: str
+    package: str
+
+
+def _plugins() -> Iterator[_Plugin]:
+    """Yield each plugin that vLLM loads into engines, but our own and those of vLLM itself."""
+    admitted = os.environ.get("VLLM_PLUGINS")
+    for group in (_PLATFORM_PLUGINS, _GENERAL_PLUGINS):
         for entry in importlib.metadata.entry_points(group=group):
             package = entry.module.partition(".")[0]
+            if admitted is not None and entry.name not in admitted.split(","):
+                continue
             if entry.dist is not None and package not in {"kvhaven", "vllm"}:
-                yield entry.dist.name, entry.dist.version, package
+                yield _Plugin(group, entry.name, entry.dist.name, entry.dist.version, package)
 
 
 def _variables() -> set[str]:
     """Return the names of the environment variables that vLLM and its plugins know."""
-    packages = {"vllm", *(package for _, _, package in _plugins())}
+    packages = {"vllm", *(plugin.package for plugin in _plugins())}
     known: set[str] = set()
     for package in packages:
         module = sys.modules.get(f"{package}.envs")

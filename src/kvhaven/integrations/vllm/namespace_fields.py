@@ -200,7 +200,7 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
             _DIVIDED: """
                 tensor_parallel_size enable_expert_parallel enable_hc_sp all2all_backend
                 cp_kv_cache_interleave_size dcp_kv_cache_interleave_size dcp_comm_backend
-                dcp_q_replicate
+                dcp_q_replicate disable_custom_all_reduce
             """,
             "each platform has a worker of its own": "worker_cls sd_worker_cls",
         },
@@ -225,7 +225,7 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
             """,
             "how processes are started, and how they talk": """
                 distributed_executor_backend nnodes ray_runtime_env placement_group
-                ray_workers_use_nsight disable_custom_all_reduce enable_shm_tensor_arena
+                ray_workers_use_nsight enable_shm_tensor_arena
                 distributed_timeout_seconds cpu_distributed_timeout_seconds
                 enable_fault_tolerance fault_tolerance_config
             """,

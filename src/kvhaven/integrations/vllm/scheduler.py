@@ -15,17 +15,17 @@ from kvhaven.errors import KVHavenError
 from kvhaven.integrations.vllm.adapters import Adapters, CacheName, cache_name
 from kvhaven.integrations.vllm.epoch import Epoch
 from kvhaven.integrations.vllm.events import StoredEvents
-from kvhaven.integrations.vllm.extras import ExtrasSource
+from kvhaven.integrations.vllm.extras import ExtrasSource, turn_of
 from kvhaven.integrations.vllm.lookups import Lookups
 from kvhaven.integrations.vllm.metadata import LoadJob, SaveJob, StepPlan, StepReport
 from kvhaven.integrations.vllm.saves import Saves
 from kvhaven.integrations.vllm.stats import SchedulerStats
 from kvhaven.integrations.vllm.tracker import (
     EVERYTHING,
+    NOTHING,
     Offer,
     Permissions,
     Tracker,
-    Turn,
     permissions_of,
     printable,
 )
@@ -45,9 +45,10 @@ class SchedulerSide:
     `block_sizes` are the tokens per block of each KV group, `world` the number of ranks. Loads
     are asynchronous (between steps) or synchronous (before the forward) as `asynchronous`
     says. `shared` says that the engine has a prefix cache of its own, `events` that KV events
-    are wanted, `hears_workers` that the ranks' reports come here, `role` what the engine's role
-    permits. Everything here runs in the engine's loop. A method that raised leaves things in
-    doubt: `doubt` must follow.
+    are wanted, `hears_workers` that the ranks' reports come here, `drops_last_block` that the
+    engine computes the last block of a hit again, `role` what the engine's role permits.
+    Everything here runs in the engine's loop. A method that raised leaves things in doubt: `doubt`
+    must follow.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SchedulerSide:
         events: bool,
         role: Permissions = EVERYTHING,
         hears_workers: bool = True,
+        drops_last_block: bool = False,
     ) -> None:
         self._settings = settings
         self._client = client
@@ -69,11 +71,18 @@ class SchedulerSide:
         self._asynchronous = asynchronous
         self._role = role
         self._events = StoredEvents(settings.chunk_size) if events else None
-        self._lookups = Lookups(settings, client, asynchronous=asynchronous, shared=shared)
+        self._lookups = Lookups(
+            settings,
+            client,
+            asynchronous=asynchronous,
+            shared=shared,
+            spare_tokens=block_sizes[0] if drops_last_block else 0,
+        )
         self._saves = Saves(settings, block_sizes, world, self._events, hears_workers=hears_workers)
         self._epoch = Epoch()
         adapters = Adapters(world, lambda: client.models, self._distrust)
         self._extras = ExtrasSource(adapters)
+        self._requests: dict[str, Request] = {}
         self._trackers: dict[str, Tracker] = {}
         self._loads: list[LoadJob] = []
         self._first_steps: list[LoadJob] = []
@@ -188,6 +197,7 @@ class SchedulerSide:
         """Return what the workers do in the step that was just scheduled."""
         self._lookups.new_step()
         self._follow_weights()
+        self._note(output)
         saves: list[SaveJob] = []
         for new in output.scheduled_new_reqs:
             self._admitted(new.req_id, new.block_ids, new.num_computed_tokens)
@@ -215,11 +225,11 @@ class SchedulerSide:
         """Leave nothing half done after one of these methods raised.
 
         Requests whose blocks or keys may not be known rightly any more are neither loaded nor
-        saved, and the next step waits for all running saves.
+        saved, nor is what the engine's own cache has by now, and the next step waits for all
+        running saves.
         """
         self._in_doubt = True
-        self._epoch.doubt()
-        self._leave_alone(self._trackers)
+        self._leave_alone(self._epoch.doubt(self._trackers, self.block_pool))
 
     def reported(self, report: StepReport, finished_loads: Iterable[str]) -> None:
         """Take the ranks' report of a step."""
@@ -232,11 +242,13 @@ class SchedulerSide:
             if count > self._failed_loads.get(rank, 0)
         }
         if news:
-            # What runs now may have been computed from blocks that hold nothing. Nor is it
-            # offered loads again: vLLM keeps a request whose load failed ahead of those whose
-            # loads have ended, and a new load of it could wait for their blocks for good.
+            # What runs now may have been computed from blocks that hold nothing, and what ran
+            # before may have left such blocks in vLLM's cache, which drops those of running
+            # requests only. Nor is a load offered again: vLLM keeps a request whose load failed
+            # ahead of those whose loads have ended, and a new load of it could wait for their
+            # blocks for good.
             self._failed_loads |= news
-            self._leave_alone(self._trackers)
+            self._leave_alone(self._epoch.distrust(self._trackers, self.block_pool))
 
     def finished(self, request: "Request") -> None:
         """The request is over (or was aborted); its blocks are fenced, not kept."""
@@ -246,6 +258,8 @@ class SchedulerSide:
             self._lookups.drop(tracker)
         self._lookups.load_ended(request.request_id)
         self._epoch.finished(request.request_id)
+        self._extras.finished(request.request_id)
+        self._requests.pop(request.request_id, None)
         self._left_alone.discard(request.request_id)
 
     def reset(self) -> None:
@@ -260,6 +274,11 @@ class SchedulerSide:
             self._lookups.drop(tracker)
             self._lookups.load_ended(request_id)
         self._epoch.reset(trackers, self.block_pool)
+
+    def encodings_dropped(self) -> None:
+        """VLLM has dropped what it encoded of media, after a change of weights as a rule."""
+        self._follow_weights()
+        self._extras.media.encodings_dropped()
 
     def loaded_offer(self, request: "Request") -> Offer | None:
         """Return what was loaded for a request last."""
@@ -283,11 +302,12 @@ class SchedulerSide:
         Its permissions are given when its extras are known (`_follow`), and not before: whatever
         is raised on the way, nothing is permitted.
         """
+        self._requests[request.request_id] = request
         self._epoch.began(request.request_id, cache_name(request.lora_request))
         self._follow_weights()
         namespace = self._client.namespace
         if not namespace or not self._epoch.known:
-            self._extras.seen(request)
+            self._extras.note(request)
             return None
         tracker = Tracker(request, self._epoch.root(namespace), self._settings.chunk_size)
         self._trackers[request.request_id] = tracker
@@ -295,16 +315,28 @@ class SchedulerSide:
             self._follow(tracker)
         return tracker
 
+    def _note(self, output: "SchedulerOutput") -> None:
+        """Note the requests that a step starts or resumes, before any save of it is planned.
+
+        Also those that are not cached, and sessions with new input, of which vLLM asks nothing.
+        """
+        started = [new.req_id for new in output.scheduled_new_reqs]
+        for request_id in (*started, *output.scheduled_cached_reqs.resumed_req_ids):
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._extras.note(request)
+
     def _follow(self, tracker: Tracker) -> None:
         """Key a request when its extras are known, and anew when its session got more input.
 
         Raises `KeyInputError`, and whatever else is wrong with a request.
         """
         request = tracker.request
-        turn = _turn_of(request)
+        turn = turn_of(request)
         if tracker.turn != turn and (tracker.turn is None or getattr(request, "resumable", False)):
             tracker.forbid()
             tracker.turn = turn
+            self._extras.note(request)
             if request.request_id in self._left_alone:
                 return
             wanted = permissions_of(request, self._settings, self._role)
@@ -314,6 +346,8 @@ class SchedulerSide:
             known = tracker.pending.poll()
             if known is not None:
                 tracker.key(known)
+        elif tracker.media is not None and tracker.permissions != NOTHING:
+            tracker.media.check()
 
     def _waits_for_media(self, tracker: Tracker) -> bool:
         """Whether to ask again, as a request's media are being hashed; not for long."""
@@ -350,12 +384,14 @@ class SchedulerSide:
                 "found by this engine any more"
             )
             self.reset()
+            self._extras.media.encoder_changed()
             self._weights = weights
             # What was promised and not handed out yet is of the old weights: it has to fail.
             self._loads = [replace(job, places=()) for job in self._loads]
 
     def _distrust(self, adapter: CacheName) -> None:
         """Save nothing that the engine holds of an adapter: its content has changed."""
+        self._extras.media.adapter_changed()
         self._leave_alone(self._epoch.distrust(self._trackers, self.block_pool, adapter))
 
     def _leave_alone(self, requests: Iterable[str]) -> None:
@@ -400,7 +436,9 @@ class SchedulerSide:
             return []
         with self._keying(tracker):
             self._follow(tracker)
-            if tracker.permissions.save:
+            # Its blocks may be those of a request that came with other media under the same
+            # identifiers: until it is known that it did not, nothing is saved.
+            if tracker.permissions.save and (tracker.media is None or tracker.media.settled):
                 return self._saves.plan(tracker, computed + scheduled)
         return []
 
@@ -444,10 +482,3 @@ class SchedulerSide:
             asynchronous=self._asynchronous,
             adapter=tracker.adapter,
         )
-
-
-def _turn_of(request: "Request") -> Turn:
-    """Return what changes when a session gets more input. Its clients may choose the times."""
-    features = getattr(request, "mm_features", None) or ()
-    parameters = id(request.sampling_params)
-    return request.arrival_time, request.num_prompt_tokens, len(features), parameters

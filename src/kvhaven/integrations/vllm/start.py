@@ -20,6 +20,7 @@ from kvhaven.devices.selftest import self_test
 from kvhaven.errors import IncompleteEngineError, LayoutError, ServiceUnavailableError
 from kvhaven.integrations.vllm.compat import (
     attention_backend,
+    drops_last_block,
     kv_form,
     own_layers,
     require_chunk_size,
@@ -173,6 +174,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         events=settings.kv_events and _publishes_events(config),
         role=_role(config),
         hears_workers=platform_of(config).hears_workers,
+        drops_last_block=drops_last_block(config),
     )
 
 

@@ -9,7 +9,8 @@ from kvhaven.client.scheduler import Lease
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
 from kvhaven.integrations.vllm.adapters import AdapterUse
-from kvhaven.integrations.vllm.extras import KnownExtras, PendingExtras
+from kvhaven.integrations.vllm.extras import KnownExtras, PendingExtras, Turn
+from kvhaven.integrations.vllm.media import Media
 from kvhaven.integrations.vllm.metadata import LoadJob
 from kvhaven.keys import KeyChain
 
@@ -33,8 +34,6 @@ class Permissions:
     tags: tuple[str, ...] = ()
 
 
-Turn = tuple[float, int, int, int]
-"""Tells one input of a streaming session from the next."""
 NOTHING = Permissions(load=False, save=False)
 EVERYTHING = Permissions(load=True, save=True)
 
@@ -73,6 +72,7 @@ class Tracker:
         self.chunk_size = chunk_size
         self.permissions = NOTHING
         self.adapter: AdapterUse | None = None
+        self.media: Media | None = None
         self.pending: PendingExtras | None = None
         """What is not known yet of its extras; then `wanted` is what it may have with them."""
         self.wanted = NOTHING
@@ -108,9 +108,7 @@ class Tracker:
     def forbid(self) -> None:
         """Permit nothing from now on, and wait for nothing."""
         self.permissions = self.wanted = NOTHING
-        if self.pending is not None:
-            self.pending.cancel()
-            self.pending = None
+        self.pending = None
 
     def key(self, known: KnownExtras) -> None:
         """Begin with the keys of these extras, and permit what was wanted.
@@ -120,7 +118,7 @@ class Tracker:
         """
         before = self._chain.keys if self._chain is not None else []
         self._chain = KeyChain(self.root, self.chunk_size, known.extras)
-        self.adapter = known.adapter
+        self.adapter, self.media = known.adapter, known.media
         if before:
             self.extend_keys(self.request.num_tokens)
             pairs = enumerate(zip(before, self._chain.keys, strict=False))

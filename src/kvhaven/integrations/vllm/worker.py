@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector's worker side: one rank's copies, in the order of the engine's step."""
 
+import logging
 import time
 
 from kvhaven.client.rank import RankClient
@@ -14,6 +15,11 @@ from kvhaven.integrations.vllm.stats import KVHavenStats
 from kvhaven.integrations.vllm.worker_loads import RankLoads
 from kvhaven.integrations.vllm.worker_saves import RankSaves
 from kvhaven.layouts import Layout
+
+logger = logging.getLogger(__name__)
+
+_abandoned: list["WorkerSide"] = []
+"""Those that were closed while a copy ran: kept with their devices until the process ends."""
 
 
 class WorkerSide:
@@ -45,6 +51,7 @@ class WorkerSide:
         self._plan = StepPlan()
         self._fenced: StepPlan | None = None
         self._loads_due: list[LoadJob] = []
+        self._first_steps: list[LoadJob] = []
         self._watch = CopyWatch(synchronous=device.synchronous)
         self.stats = KVHavenStats()
         self._loads = RankLoads(
@@ -73,6 +80,7 @@ class WorkerSide:
         """Take the step's plan, before the forward, and ask for the saves' space."""
         self._plan = plan
         self._loads_due += plan.loads
+        self._first_steps = plan.first_steps
         self._loads.weights_known = self._weights_known
         self.fence(plan)
         self._saves.reserve(plan.saves, trusted=self._trusted)
@@ -83,10 +91,19 @@ class WorkerSide:
             self._loads.start(self._loads_due[0])
             del self._loads_due[0]
 
-    def save(self) -> None:
-        """Copy the step's complete chunks into the arena, after the forward."""
+    def end_forward(self) -> None:
+        """Note which loads the step computed from in vain, before vLLM asks for them.
+
+        With speculation vLLM's V1 runner asks before it has drafted, and has the step's chunks
+        saved after that: a failure that comes to light then is too late.
+        """
         self.start_loads()
-        self._loads.end_step(self._plan.first_steps)
+        first_steps, self._first_steps = self._first_steps, []
+        self._loads.end_step(first_steps)
+
+    def save(self) -> None:
+        """Copy the step's complete chunks into the arena, after all that writes KV."""
+        self.end_forward()
         deadline = time.monotonic() + self._settings.save_deadline_ms / 1000
         self._saves.start(deadline, trusted=self._trusted, loads=self._loads.copies)
         if self._loads.idle and self._saves.idle:
@@ -147,8 +164,19 @@ class WorkerSide:
             )
 
     def close(self) -> None:
-        """Wait for running copies, report them, and let the service and the device go."""
-        self._finish()
+        """Wait for running copies, report them, and let the service and the device go.
+
+        A copy that has no end may still touch the arena and staging memory: then both stay as
+        they are until the process ends.
+        """
+        if not self._finish():
+            logger.warning(
+                "rank %d: copies have not ended, so the arena stays mapped until this process ends",
+                self._rank,
+            )
+            _abandoned.append(self)
+            self._client.abandon()
+            return
         self._watch.close()
         self.device.close()
         self._client.close()

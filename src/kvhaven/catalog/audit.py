@@ -232,15 +232,15 @@ def _check_quotas(owners: Owners, space: Space[S], *, at_rest: bool) -> None:
 def _check_writers(
     space: Space[S], sessions: Sessions, reservations: Reservations, *, at_rest: bool
 ) -> None:
-    members = {**reservations.leaving, **sessions.members}
-    everyone = [*reservations.leaving.values(), *sessions.members.values()]
-    opened = {(m.id, g) for m in everyone for g in (*m.open, *m.void)}
+    everyone = [*reservations.leaving, *sessions.members.values()]
+    opened = {(m.id, g): m for m in everyone for g in (*m.open, *m.void)}
     writing = {(m, e.extent.generation) for e in space.held for m in e.writers or ()}
-    assert opened == writing, f"members and chunks disagree on who writes: {opened ^ writing}"
+    differ = opened.keys() ^ writing
+    assert not differ, f"members and chunks disagree on who writes: {differ}"
     for entry in space.held:
         taken = entry.bitmap
         for writer, shards in (entry.writers or {}).items():
-            known = members[writer]
+            known = opened[writer, entry.extent.generation]
             assert within(entry.extent, known.ready), f"{_name(entry)}: {writer} is not ready"
             assert shards in {0, known.holds}, f"{_name(entry)}: {writer} writes a part of its part"
             assert not taken & shards, f"{_name(entry)} has two writers of a shard of {writer}"

@@ -470,7 +470,8 @@ class Catalog:
         """Do so many pieces of what events have begun; return whether there are more.
 
         Each takes a millisecond or two. Call it, and do the actions that come of it, whenever
-        there is nothing else to do.
+        there is nothing else to do. An error in it is a bug, and drops only what it belongs to: go
+        on with the rest.
         """
         return self._work.run(pieces)
 

@@ -2,6 +2,7 @@
 """Leases: which chunks a ticket may load, what it waits for, and when nobody loads any more."""
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvhaven.catalog.actions import (
@@ -107,7 +108,7 @@ class Leases:
         self.waiters: dict[Entry, dict[Lease, None]] = {}  # who waits for what is promoted
         self.prefetches: set[Lease] = set()  # nobody's leases, which wait for lookups
         self.letting_go: set[LettingGo] = set()  # what leases held
-        self.leaving: set[Session] = set()  # whose leases are being looked through
+        self.leaving = Counter[Session]()  # jobs that look through a session's leases
         self.hits = 0
         self.misses = 0
         self.promoted = 0
@@ -193,7 +194,7 @@ class Leases:
 
     def gone(self, home: Session, member: Member) -> None:
         """End the leases that only waited for a member that is proven gone."""
-        self.leaving.add(home)
+        self.leaving[home] += 1
         self._work.start(self._look_through(home, scheduler=member.rank is None))
 
     def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
@@ -537,7 +538,9 @@ class Leases:
                 self._settle(home, lease)
             if not home.members or home.ended(lease):
                 self._end(home, lease)
-        self.leaving.discard(home)
+        self.leaving[home] -= 1
+        if not self.leaving[home]:
+            del self.leaving[home]
 
     def _end(self, home: Session, lease: Lease) -> None:
         if home.leases.pop(lease.ticket, None) is not None:

@@ -54,7 +54,10 @@ class Work:
             self._jobs.append(job)
 
     def run(self, pieces: int) -> bool:
-        """Do so many pieces, or all there are; return whether there is anything left to do."""
+        """Do so many pieces, or all there are; return whether there is anything left to do.
+
+        An error of a job is raised, and drops that job alone.
+        """
         for _ in range(pieces):
             if not self._jobs:
                 break

@@ -19,15 +19,17 @@ from kvhaven.types import ChunkKey
 class Share:
     """What a tenant that has, or had, a quota has in a tier: its chunks in the order of use.
 
-    Until it is `complete`, chunks that were there before its first quota are added bit by bit.
+    Until it is `complete`, chunks that were there before its first quota are added bit by bit;
+    those that a scan finds meanwhile are `passed` over, and added in another round.
     """
 
-    __slots__ = ("bytes", "complete", "order", "trimming")
+    __slots__ = ("bytes", "complete", "order", "passed", "trimming")
 
     def __init__(self) -> None:
         self.bytes = 0
         self.order = OrderedMap[ChunkKey, None]()
         self.complete = True
+        self.passed = False
         self.trimming = False
 
 
@@ -327,8 +329,8 @@ class TierIndex(Moves):
     def _gather(self, tenant: Tenant, share: Share) -> Job:
         """Find all chunks of a tenant, in the order of their last use, and keep it to its quota."""
         looked, known = 0, -1
-        while known < len(share.order):  # again: older ones may have been found meanwhile
-            known = len(share.order)
+        while share.passed or known < len(share.order):
+            known, share.passed = len(share.order), False
             for page in self.stored.walk_back():
                 looked += len(page)
                 for key, stored in page:
@@ -354,7 +356,9 @@ class TierIndex(Moves):
         share = self.shares.get(tenant)
         if share is None and tenant.disk_quota is not None:
             share = self.shares[tenant] = Share()
-        if share is not None and (share.complete or not oldest):
+        if share is not None and oldest and not share.complete:
+            share.passed = True  # it comes before those that are still to be added
+        elif share is not None:
             (share.order.prepend if oldest else share.order.append)(key, None)
         return stored
 

@@ -300,13 +300,23 @@ class Engines:
     # What others need of them
 
     def awaited(self) -> list[tuple[set[ChunkKey], ChunkKey | None]]:
-        """Return, for each lease that waits, the chunks it waits for and the one it asks for."""
-        sessions = self._world.catalog._sessions.sessions.values()
-        waiting = [lease for home in sessions for lease in home.leases.values() if not lease.final]
-        return [
-            (set(lease.waiting), lease.keys[len(lease.slots)] if lease.lookups else None)
-            for lease in waiting
-        ]
+        """Return, for each lease that waits, the chunks it waits for and the one it asks for.
+
+        While the catalog has work to do, without those of which the lease is yet to be told how
+        they ended.
+        """
+        catalog = self._world.catalog
+        homes = catalog._sessions.sessions.values()
+        leases = [lease for home in homes for lease in home.leases.values() if not lease.final]
+        tiers = [tier for tier in catalog._tiers.shared.values() if tier.online]
+        awaited: list[tuple[set[ChunkKey], ChunkKey | None]] = []
+        for lease in leases:
+            reads = {k for k, at in lease.waiting.items() if lease.slots[at].reading}
+            asked = [q for q in lease.lookups if any(t.lookups.get(q.number) is q for t in tiers)]
+            if not catalog.busy:
+                reads, asked = set(lease.waiting), list(lease.lookups)
+            awaited.append((reads, lease.keys[len(lease.slots)] if asked else None))
+        return awaited
 
     def process(self, wanted: Callable[[Process], bool]) -> Process | None:
         """Return one of these processes, if there are any."""

@@ -16,7 +16,7 @@ import pytest
 from kvhaven import maps
 from kvhaven.arena.slabs import SegmentUnits, SlabId
 from kvhaven.catalog import leases
-from kvhaven.catalog.actions import Grant, MemberId
+from kvhaven.catalog.actions import Grant, MemberId, TierName
 from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.holdings import Place, Scope
@@ -323,14 +323,15 @@ def _break_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _break_waking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wake only the first of those who wait for an answer."""
-    wake = Lookups._wake
+    answered = Lookups.answered
 
-    def drowsy(self: Lookups, lookup: Lookup) -> list[Lease]:
+    def drowsy(self: Lookups, tier: TierName, number: int, found: Found | None) -> Lookup:
+        lookup = answered(self, tier, number, found)
         for lease in tuple(lookup.waiting)[1:]:
             del lookup.waiting[lease]
-        return wake(self, lookup)
+        return lookup
 
-    monkeypatch.setattr(Lookups, "_wake", drowsy)
+    monkeypatch.setattr(Lookups, "answered", drowsy)
 
 
 def _break_cuts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,3 +314,49 @@ def test_no_event_costs_more_where_more_tickets_wait(prepare: Callable[[Node], E
         left = tickets if prepare in {read_well, read_badly} else 0
         assert node.catalog.stats().leases == left
     assert costs[1] < 1.5 * costs[0], costs
+
+
+def tenants(count: int) -> list[TenantId]:
+    return [tenant_id(f"user {number}") for number in range(count)]
+
+
+def find_after_clears(node: Node, count: int) -> Event:
+    """Find a chunk in a scan after others' were cleared."""
+    node.catalog.tier_scanned(DISK, ended=False)
+    for tenant in tenants(count):
+        node.catalog.clear(tenant=tenant)
+    return lambda: node.store(keys_of("a", 1), tenant=ANN)
+
+
+def prune_after_clears(node: Node, count: int) -> Event:
+    """Go on dropping what waits to be written, after clears of tenants that had none of it."""
+    node.save(keys_of("a", 1400))  # beyond what a tier is given at a time
+    for tenant in tenants(count):
+        node.catalog.clear(tenant=tenant)
+    return node.catalog.work
+
+
+@pytest.mark.parametrize("prepare", [find_after_clears, prune_after_clears])
+def test_no_piece_costs_more_after_more_clears(prepare: Callable[[Node, int], Event]) -> None:
+    costs = []
+    for clears in (10, 300):
+        node = Node(pages=2048, tiers=[spec()], write_queue=1024)
+        costs.append(calls_of(prepare(node, clears)))
+        settle(node)
+        node.catalog.check()
+    assert costs[1] < 1.5 * costs[0], costs
+
+
+def test_quotas_that_are_given_and_taken_leave_nothing_behind() -> None:
+    """And none copies those of all others."""
+    quotas = Quotas(dict.fromkeys(tenants(100), PAGE), others=2 * PAGE)
+    node = Node(memory_quotas=quotas)
+    limits = node.catalog._owners.memory
+    for tenant in (ANN, *tenants(100)):
+        node.catalog.limit_memory(tenant, 5 * PAGE)
+        assert limits.of(tenant) == node.catalog.tenant_stats(tenant).memory_quota == 5 * PAGE
+    for tenant in (ANN, *tenants(100)):
+        node.catalog.limit_memory(tenant, quotas.of(tenant))
+        assert limits.of(tenant) == quotas.of(tenant)
+    assert not limits._changed
+    assert limits._quotas is quotas

@@ -224,10 +224,41 @@ def test_promotions_are_cut_to_the_space_there_is() -> None:
 
 
 def test_promotions_count_against_the_pin_limit() -> None:
-    node, keys = Node(pages=16, pin_limit=2, tiers=[spec()]), keys_of("a", 4)
+    node, keys, resident = Node(pages=16, pin_limit=4, tiers=[spec()]), *map(keys_of, "ar", (4, 3))
+    node.save(resident)
     node.store(keys)
+    assert len(node.acquire(resident[:2]).chunks) == 2
     assert node.acquire(keys).promoting == 2
-    assert node.acquire(keys_of("b", 1)).promoting == 0
+    assert not node.acquire(resident[2:]).chunks
+    node.catalog.check()
+
+
+def test_a_disk_that_hangs_leaves_room_for_what_is_resident() -> None:
+    """Its reads never end; half of what may be pinned stays for memory."""
+    node, keys, resident = Node(pages=32, tiers=[spec()]), *map(keys_of, "ar", (20, 8))
+    node.save(resident)
+    node.store(keys)
+    assert node.catalog.prefetch(node.namespace.digest, keys) == 8
+    node.acquire(keys)
+    node.catalog.tier_online(DISK, False)
+    node.catalog.check()
+    assert len(node.acquire(resident).chunks) == 8
+
+
+def test_a_prompt_longer_than_the_disk_may_be_read_at_a_time_comes_whole() -> None:
+    node, keys = Node(pages=16, tiers=[spec()]), keys_of("a", 8)
+    node.store(keys)
+    assert node.acquire(keys).promoting == 4
+    while reads := node.reads():
+        for read in reads:
+            node.finish(read)
+    assert node.catalog.stats().leased_bytes == 8 * PAGE
+
+
+def test_a_chunk_larger_than_may_be_read_at_a_time_is_read_alone() -> None:
+    node, keys = Node(pages=16, pin_limit=1, tiers=[spec()]), keys_of("a", 2)
+    node.store(keys)
+    assert node.acquire(keys).promoting == 1
     node.catalog.check()
 
 

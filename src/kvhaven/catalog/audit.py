@@ -311,6 +311,8 @@ def _check_leases(space: Space[S], sessions: Sessions, leases: Leases, *, at_res
     assert leased == space.leased_bytes, f"{leased} bytes are leased, not {space.leased_bytes}"
     assert filling == space.promoting_bytes, f"{filling} bytes are promoting"
     assert leased + filling <= leases.pin_limit, f"{leased + filling} bytes exceed the pin limit"
+    few = filling <= leases.promotion_limit or sum(e.reading for e in space.held) == 1
+    assert few, f"{filling} promoting bytes leave no room for what is resident"
     assert not (at_rest and (leases.letting_go or leases.leaving)), "what was let go is still held"
 
 
@@ -368,7 +370,8 @@ def _check_writes(writes: WriteBehind, space: Space[S], *, at_rest: bool) -> Non
     stored = sum(e.namespace.stored_bytes for e in writes.writing.values())
     assert stored == writes.index.writing_bytes, f"tier {name}: bytes to come are miscounted"
     assert writes.cancelled <= writes.writing.keys(), f"tier {name} cancels what it does not write"
-    assert not (at_rest and (writes.voids or writes.dropping)), f"tier {name} still drops writes"
+    dropping = writes.voids or writes.later_voids or writes.dropping
+    assert not (at_rest and dropping), f"tier {name} still drops writes"
     for key, entry in writes.writing.items():
         assert space.held_at(entry.extent) is entry, f"{_name(entry)} is written freed"
         assert entry.key == key, f"tier {name}: {_name(entry)} is filed under another key"

@@ -27,8 +27,9 @@ def check_lookups(sessions: Sessions, tiers: Tiers, leases: Leases, *, at_rest: 
     known = {id(lease) for lease in (*everyone, *leases.prefetches)}
     for presence in tiers.shared.values():
         _check_presence(presence, known)
-        filling = presence.reading_bytes
-        assert filling <= leases.shared_limit, f"tier {presence.spec.name} fills {filling} bytes"
+    for name, tier in tiers.indexes.items():
+        few = tier.reading_bytes <= leases.tier_limit(tier) or sum(tier.reads.values()) == 1
+        assert few, f"tier {name} fills {tier.reading_bytes} bytes"
 
 
 def _check_lease(lease: Lease, tiers: Tiers, *, prefetch: bool, at_rest: bool) -> None:

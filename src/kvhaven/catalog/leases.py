@@ -71,24 +71,30 @@ def named(prefetch: Lease) -> int:
 
 
 class _Budget:
-    """How many chunks may be promoted yet, by this piece and at all; bytes from shared tiers."""
+    """How many chunks may be promoted yet, by this piece and at all; bytes, by tier and together.
 
-    def __init__(self, piece: int, most: int, shared: dict[TierName, int]) -> None:
+    One chunk always may be read, from each tier and altogether, however large it is.
+    """
+
+    def __init__(self, piece: int, most: int, reading: int, limit: int) -> None:
         self._piece = piece
         self._most = most
-        self._shared = shared
+        self._reading = reading
+        self._limit = limit
+        self._taken = Counter[TierName]()
 
-    def take(self, tier: TierState, bytes_: int) -> _End | None:
-        """Count a promotion; return why it cannot be, if so."""
-        name = tier.spec.name
-        if name in self._shared:
-            self._shared[name] -= bytes_
-        if not self._most or self._shared.get(name, 0) < 0:
+    def take(self, tier: TierState, bytes_: int, limit: int) -> _End | None:
+        """Count a promotion from a tier with this limit; return why it cannot be, if so."""
+        reading = tier.reading_bytes + self._taken[tier.spec.name]
+        much = reading and reading + bytes_ > limit
+        if not self._most or much or (self._reading and self._reading + bytes_ > self._limit):
             return _End.LIMIT
         if not self._piece:
             return _End.PIECE
         self._piece -= 1
         self._most -= 1
+        self._reading += bytes_
+        self._taken[tier.spec.name] += bytes_
         return None
 
 
@@ -97,9 +103,10 @@ class Leases:
 
     A promotion is for whoever waits when it ends. Nobody who waits holds up anyone: space for
     promotions is there before they are asked for, or the lease is cut, and leased and promoting
-    bytes together stay within `pin_limit`. Promotions from shared tiers stay within half of
-    that, however many there are: when one hangs, so do its reads, and what is resident or on our
-    own disk must still find room. A longer prompt goes on when its first chunks have come.
+    bytes together stay within `pin_limit`. Promotions stay within three quarters of that, those
+    from our own tiers within half, and those from shared ones too: when a tier hangs, so do its
+    reads, and what is resident or in another tier must still find room. A longer prompt goes on
+    when its first chunks have come.
     """
 
     def __init__(
@@ -132,9 +139,14 @@ class Leases:
         self._lookups = Lookups(space, tiers)
 
     @property
-    def shared_limit(self) -> int:
-        """Bytes that may be read at a time from each shared tier."""
-        return self.pin_limit // 2 // max(1, len(self._tiers.shared))
+    def promotion_limit(self) -> int:
+        """Bytes that may be read at a time from all tiers."""
+        return self.pin_limit * 3 // 4
+
+    def tier_limit(self, tier: TierState) -> int:
+        """Return how many bytes may be read at a time from a tier."""
+        same = self._tiers.shared if tier.spec.shared else self._tiers.own
+        return self.pin_limit // 2 // len(same)
 
     def acquire(
         self,
@@ -432,7 +444,7 @@ class Leases:
                 break
             if entry is None or (entry.state is State.RESIDENT and not entry.leases):
                 room -= size
-            end = budget.take(tier, size) if tier is not None else None
+            end = None if tier is None else budget.take(tier, size, self.tier_limit(tier))
             if end is not None:
                 return plan, end
             if room < 0:
@@ -443,8 +455,9 @@ class Leases:
 
     def _budget(self) -> "_Budget":
         """Return what a piece of work may have promoted."""
-        shared = {n: self.shared_limit - t.reading_bytes for n, t in self._tiers.shared.items()}
-        return _Budget(self._work.pace.promotions, MOST_PROMOTIONS - self._space.promoting, shared)
+        most = MOST_PROMOTIONS - self._space.promoting
+        reading = self._space.promoting_bytes
+        return _Budget(self._work.pace.promotions, most, reading, self.promotion_limit)
 
     def _give_back(self, plan: Sequence[_Slot]) -> None:
         for _, entry, _ in plan:

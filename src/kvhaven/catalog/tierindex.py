@@ -8,7 +8,7 @@ import msgspec
 
 from kvhaven.catalog.actions import Action, TierDelete
 from kvhaven.catalog.entries import NamespaceState, Tenant
-from kvhaven.catalog.holdings import Holding, Place, Scope
+from kvhaven.catalog.holdings import Holding, Place, Scope, scopes_over
 from kvhaven.catalog.tierspec import Moves, TierFigures, TierSpec
 from kvhaven.catalog.work import Job, Work
 from kvhaven.errors import KVHavenError
@@ -71,8 +71,9 @@ class TierIndex(Moves):
         self._work = work
         self._trimming = False
         self._sweeping = False
-        self._scanning = self._scanned = False
-        self._cleared: list[Scope] = []  # since the scan began
+        self._scans = 0  # that are under way: one may begin before an older one has ended
+        self._scanned = False
+        self._cleared: set[Scope] = set()  # since the first of these scans began
 
     def resize(self, capacity_bytes: int) -> None:
         """Take another capacity, and evict what no longer fits."""
@@ -111,8 +112,10 @@ class TierIndex(Moves):
 
     def scan(self, *, begins: bool) -> None:
         """Note that a scan begins, or ends: what is cleared meanwhile counts when it is found."""
-        self._scanning, self._scanned = begins, not begins
-        self._cleared.clear()
+        self._scans = max(0, self._scans + (1 if begins else -1))
+        self._scanned = not self._scans
+        if self._scanned:
+            self._cleared = set()
 
     def found(self, namespace: NamespaceState, key: ChunkKey, bit: int, bytes_: int) -> None:
         """Count a shard that the scan found and that takes `bytes_`.
@@ -127,7 +130,7 @@ class TierIndex(Moves):
                 f"there are {namespace.shards}"
             )
         stored = self.stored.get(key)
-        if stored is None and any(scope.covers(namespace) for scope in self._cleared):
+        if stored is None and self._is_cleared(namespace):
             self._delete_files(key, namespace)
             return
         if stored is None:
@@ -148,8 +151,13 @@ class TierIndex(Moves):
         return self.writing_bytes + bytes_ <= self.spec.capacity_bytes
 
     def write_begins(self, key: ChunkKey, namespace: NamespaceState) -> None:
-        """Make room for a chunk. One of its name that was cleared is deleted before."""
+        """Make room for a chunk. One of its name that was cleared is deleted before.
+
+        Or written over, where it is still being read.
+        """
         self._drop_cleared(key)
+        if self._delete_later.get(key) is namespace:
+            del self._delete_later[key]
         super().write_begins(key, namespace)
         self.writing[namespace.tenant] += namespace.stored_bytes
         self._trim_for(namespace)
@@ -216,8 +224,8 @@ class TierIndex(Moves):
     def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
         """Delete what a scope names, piece by piece; return how many chunks, and their bytes."""
         cleared = self.place.clear(scope, parts)
-        if self._scanning and scope not in self._cleared:
-            self._cleared.append(scope)
+        if self._scans:
+            self._cleared.add(scope)
         if not self._sweeping:
             self._sweeping = True
             self._work.start_if_small(self._sweep(), self.place.leftover)
@@ -394,6 +402,10 @@ class TierIndex(Moves):
             self.kept[tenant] += sign * stored.bytes
             if not self.kept[tenant]:
                 del self.kept[tenant]
+
+    def _is_cleared(self, namespace: NamespaceState) -> bool:
+        """Whether a part of a namespace was cleared since the scan began."""
+        return bool(self._cleared) and not self._cleared.isdisjoint(scopes_over(namespace))
 
     def _delete_files(self, key: ChunkKey, namespace: NamespaceState) -> None:
         digest, tenant = namespace.namespace.digest, namespace.tenant.id

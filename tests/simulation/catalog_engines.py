@@ -119,17 +119,23 @@ class Engines:
         if len(self.all) >= 3:
             return
         self._names += 1
-        name = SessionId(f"engine-{self._names}")
         namespace, splits = self._world.pick(NAMESPACES)
-        engine = Engine(name, namespace, self._world.pick(splits))
-        for rank in (*range(engine.world), None):
-            process = Process(MemberId(f"{name}/{rank}"), engine, rank)
-            engine.processes.append(process)
-            self._attach(process)
-        self.all.append(engine)
-        if self._world.one_in(2):
-            for process in engine.ranks:
-                self._prepare(process, self._world.memory.usable)
+        name = SessionId(f"engine-{self._names}")
+        self._begin(Engine(name, namespace, self._world.pick(splits)))
+
+    def restart(self) -> None:
+        """An engine is killed and starts anew by its names, once or twice, while the service works.
+
+        What it held is given back piece by piece, so that may not have ended.
+        """
+        if not self.all or not self._world.one_in(2):
+            return
+        engine = self._world.pick(self.all)
+        for _ in range(1 + self._world.choose(2)):
+            self._end(engine)
+            engine = Engine(engine.id, engine.namespace, engine.split)
+            self._begin(engine)
+        self._world.counts["restarted"] += 1
 
     def prepare(self) -> None:
         """A rank, maybe a zombie, has got ready for more of the arena."""
@@ -159,10 +165,7 @@ class Engines:
     def kill_all(self) -> None:
         """All processes are killed, and the service notices."""
         for engine in tuple(self.all):
-            for process in tuple(engine.processes):
-                self._kill(process)
-                while process in engine.processes:
-                    self._notice(process)
+            self._end(engine)
         assert not self.all
 
     def notice(self) -> None:
@@ -362,6 +365,22 @@ class Engines:
             if wanted(process, load)
         ]
         return self._world.pick(found) if found else None
+
+    def _begin(self, engine: Engine) -> None:
+        for rank in (*range(engine.world), None):
+            process = Process(MemberId(f"{engine.id}/{rank}"), engine, rank)
+            engine.processes.append(process)
+            self._attach(process)
+        self.all.append(engine)
+        if self._world.one_in(2):
+            for process in engine.ranks:
+                self._prepare(process, self._world.memory.usable)
+
+    def _end(self, engine: Engine) -> None:
+        for process in tuple(engine.processes):
+            self._kill(process)
+            while process in engine.processes:
+                self._notice(process)
 
     def _attach(self, process: Process) -> None:
         engine = process.engine

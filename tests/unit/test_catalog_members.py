@@ -242,3 +242,20 @@ def test_members_of_a_session_may_leave_while_others_of_it_still_do() -> None:
     work_off(node)
     stats = node.catalog.stats()
     assert (stats.leases, stats.leased_bytes) == (0, 0)
+
+
+def test_a_lease_of_a_session_that_is_gone_is_never_told_to_the_next_of_its_name() -> None:
+    node, keys = Node(pages=4096, pin_limit=4096), keys_of("a", 3000)
+    node.save(keys)
+    for _ in range(200):
+        assert node.acquire(keys).promoting == 1
+    for member in (RANK, SCHEDULER):
+        node.catalog.lost(member)
+        node.catalog.gone(member)
+    assert node.catalog.busy, "it had more leases than a piece of work"
+    node.attach("s")
+    while node.catalog.work():
+        pass
+    node.catalog.check()
+    assert node.of_type(Update) == []
+    assert node.catalog.stats().leases == 0

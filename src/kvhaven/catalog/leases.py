@@ -53,8 +53,6 @@ MOST_PROMOTIONS = 1 << 13
 """Chunks that may be promoted at a time; beyond, a lease goes on when some have come."""
 MOST_TICKETS = 1 << 14
 """Leases that a session may hold; beyond, there are none for it."""
-_WOKEN = 16
-"""Leases whose answers are made in a piece of work."""
 
 
 class LettingGo:
@@ -484,7 +482,7 @@ class Leases:
                     self._hear_of_read(lease, end)
                 else:
                     self._hear_of_answer(lease, end)
-                spent += max(1, pace.light // _WOKEN) + max(0, len(lease.slots) - had)
+                spent += pace.light // pace.tickets + max(0, len(lease.slots) - had)
                 spent += (self._begun - begun) * (pace.light // pace.promotions)
 
     def _hear_of_answer(self, lease: Lease, lookup: Lookup) -> None:
@@ -537,7 +535,8 @@ class Leases:
 
     def _tell_if_final(self, lease: Lease) -> None:
         self._count(lease)
-        if lease.final and lease.expected:
+        # Another session may have its session's name by now, and a lease by its ticket.
+        if lease.final and lease.expected and not self._is_over(lease):
             self._actions.append(Update(lease.session, self._answer(lease)))
             self._note_final(lease)
             home = self._sessions.sessions.get(lease.session)
@@ -577,7 +576,7 @@ class Leases:
     def _look_through(self, home: Session, *, scheduler: bool) -> Job:
         """End a session's leases that nobody can be using, after a member has gone."""
         for done, lease in enumerate(consume(home.leases.values())):
-            if done and done % _WOKEN == 0:
+            if done and done % self._work.pace.tickets == 0:
                 yield
             if home.leases.get(lease.ticket) is not lease:
                 continue

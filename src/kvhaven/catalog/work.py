@@ -23,11 +23,13 @@ class Pace(NamedTuple):
     """How many chunks a piece touches, so that it takes a millisecond or two.
 
     A chunk is looked at, leased or released in 1 µs, dropped or evicted in 4, and promoted in 15.
+    `tickets` is how many leases are told of something, each of which may have an answer made.
     """
 
     light: int = 1024
     heavy: int = 64
     promotions: int = 32
+    tickets: int = 16
 
 
 class Work:

@@ -132,7 +132,7 @@ class Engines:
             return
         engine = self._world.pick(self.all)
         for _ in range(1 + self._world.choose(2)):
-            self._end(engine)
+            self._end(engine, pieces=3)
             engine = Engine(engine.id, engine.namespace, engine.split)
             self._begin(engine)
         self._world.counts["restarted"] += 1
@@ -376,11 +376,14 @@ class Engines:
             for process in engine.ranks:
                 self._prepare(process, self._world.memory.usable)
 
-    def _end(self, engine: Engine) -> None:
+    def _end(self, engine: Engine, pieces: int = 0) -> None:
+        """Kill all processes, one by one; in between are fewer than so many pieces of work."""
         for process in tuple(engine.processes):
             self._kill(process)
             while process in engine.processes:
                 self._notice(process)
+            if pieces:
+                self._world.catalog.work(self._world.choose(pieces))
 
     def _attach(self, process: Process) -> None:
         engine = process.engine

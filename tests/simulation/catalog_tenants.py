@@ -68,6 +68,11 @@ class TenantEvents:
         self._clear(tenant)
         self._tiers.find_from_before(tenant)
         world.catalog.limit_disk(tenant, world.pick((0, 60 << 10, 200 << 10)))
+        for _ in range(world.choose(30)):
+            if world.one_in(3):
+                world.catalog.work()
+            else:
+                self._tiers.find()
         world.counts["limited during a scan"] += 1
 
     def clear(self) -> None:

@@ -31,10 +31,6 @@ class Quotas(msgspec.Struct, frozen=True):
         """Return a tenant's quota in bytes."""
         return None if tenant == NO_TENANT else self.named.get(tenant, self.others)
 
-    def changed(self, tenant: TenantId, quota: int | None) -> "Quotas":
-        """Return the same with another quota for one tenant."""
-        return Quotas({**self.named, tenant: quota}, self.others)
-
     def __bool__(self) -> bool:
         """Whether anybody has a quota."""
         return self.others is not None or any(q is not None for q in self.named.values())

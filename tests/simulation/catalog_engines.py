@@ -119,17 +119,23 @@ class Engines:
         if len(self.all) >= 3:
             return
         self._names += 1
-        name = SessionId(f"engine-{self._names}")
         namespace, splits = self._world.pick(NAMESPACES)
-        engine = Engine(name, namespace, self._world.pick(splits))
-        for rank in (*range(engine.world), None):
-            process = Process(MemberId(f"{name}/{rank}"), engine, rank)
-            engine.processes.append(process)
-            self._attach(process)
-        self.all.append(engine)
-        if self._world.one_in(2):
-            for process in engine.ranks:
-                self._prepare(process, self._world.memory.usable)
+        name = SessionId(f"engine-{self._names}")
+        self._begin(Engine(name, namespace, self._world.pick(splits)))
+
+    def restart(self) -> None:
+        """An engine is killed and starts anew by its names, once or twice, while the service works.
+
+        What it held is given back piece by piece, so that may not have ended.
+        """
+        if not self.all or not self._world.one_in(2):
+            return
+        engine = self._world.pick(self.all)
+        for _ in range(1 + self._world.choose(2)):
+            self._end(engine, pieces=3)
+            engine = Engine(engine.id, engine.namespace, engine.split)
+            self._begin(engine)
+        self._world.counts["restarted"] += 1
 
     def prepare(self) -> None:
         """A rank, maybe a zombie, has got ready for more of the arena."""
@@ -159,10 +165,7 @@ class Engines:
     def kill_all(self) -> None:
         """All processes are killed, and the service notices."""
         for engine in tuple(self.all):
-            for process in tuple(engine.processes):
-                self._kill(process)
-                while process in engine.processes:
-                    self._notice(process)
+            self._end(engine)
         assert not self.all
 
     def notice(self) -> None:
@@ -300,13 +303,23 @@ class Engines:
     # What others need of them
 
     def awaited(self) -> list[tuple[set[ChunkKey], ChunkKey | None]]:
-        """Return, for each lease that waits, the chunks it waits for and the one it asks for."""
-        sessions = self._world.catalog._sessions.sessions.values()
-        waiting = [lease for home in sessions for lease in home.leases.values() if not lease.final]
-        return [
-            (set(lease.waiting), lease.keys[len(lease.slots)] if lease.lookups else None)
-            for lease in waiting
-        ]
+        """Return, for each lease that waits, the chunks it waits for and the one it asks for.
+
+        While the catalog has work to do, without those of which the lease is yet to be told how
+        they ended.
+        """
+        catalog = self._world.catalog
+        homes = catalog._sessions.sessions.values()
+        leases = [lease for home in homes for lease in home.leases.values() if not lease.final]
+        tiers = [tier for tier in catalog._tiers.shared.values() if tier.online]
+        awaited: list[tuple[set[ChunkKey], ChunkKey | None]] = []
+        for lease in leases:
+            reads = {k for k, at in lease.waiting.items() if lease.slots[at].reading}
+            asked = [q for q in lease.lookups if any(t.lookups.get(q.number) is q for t in tiers)]
+            if not catalog.busy:
+                reads, asked = set(lease.waiting), list(lease.lookups)
+            awaited.append((reads, lease.keys[len(lease.slots)] if asked else None))
+        return awaited
 
     def process(self, wanted: Callable[[Process], bool]) -> Process | None:
         """Return one of these processes, if there are any."""
@@ -352,6 +365,25 @@ class Engines:
             if wanted(process, load)
         ]
         return self._world.pick(found) if found else None
+
+    def _begin(self, engine: Engine) -> None:
+        for rank in (*range(engine.world), None):
+            process = Process(MemberId(f"{engine.id}/{rank}"), engine, rank)
+            engine.processes.append(process)
+            self._attach(process)
+        self.all.append(engine)
+        if self._world.one_in(2):
+            for process in engine.ranks:
+                self._prepare(process, self._world.memory.usable)
+
+    def _end(self, engine: Engine, pieces: int = 0) -> None:
+        """Kill all processes, one by one; in between are fewer than so many pieces of work."""
+        for process in tuple(engine.processes):
+            self._kill(process)
+            while process in engine.processes:
+                self._notice(process)
+            if pieces:
+                self._world.catalog.work(self._world.choose(pieces))
 
     def _attach(self, process: Process) -> None:
         engine = process.engine

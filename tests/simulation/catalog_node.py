@@ -60,6 +60,8 @@ class Node:
             (2, self.world.grow),
             (1, engines.kill),
             (1, engines.kill_engine),
+            (1, engines.restart),
+            (1, tenants.limit_during_a_scan),
         ]
         self.rare: list[Callable[[], None]] = [engines.kill_all]
         self._audit_every = audit_every

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated tiers: slow, forgetful, damaged, offline at times; the shared ones others change."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
@@ -45,7 +46,7 @@ class FakeTiers:
         self._reads: list[tuple[TierRead, Copy]] = []
         self._writes: list[tuple[TierWrite, Copy]] = []
         self._lookups: list[tuple[TierLookup, Found]] = []  # with what was there when asked
-        self._scanning: set[TierName] = set()
+        self._scanning = Counter[TierName]()  # scans; one may begin before another has ended
         self._stores: dict[TierName, dict[ChunkKey, Stored]] = {spec.name: {} for spec in TIERS}
 
     @property
@@ -187,19 +188,37 @@ class FakeTiers:
 
     def scan(self) -> None:
         """A scan begins, or ends."""
+        tier, scans = self._world.pick(OWN), self._scanning
+        ends = scans[tier] == 2 or (scans[tier] == 1 and not self._world.one_in(3))
+        scans[tier] += -1 if ends else 1
+        self._world.catalog.tier_scanned(tier, ended=ends)
+        for key, stored in self._stores[tier].items() if not scans[tier] else ():
+            if key not in self._world.catalog._tiers.own[tier].stored:
+                stored.cleared = False  # a scan that ended early never came upon it
+
+    def end_scans(self) -> None:
+        """All scans end."""
+        while self._scanning.total():
+            self.scan()
+
+    def find_from_before(self, tenant: TenantId) -> None:
+        """A scan begins that finds what a tenant has from an earlier life of the service."""
         tier = self._world.pick(OWN)
-        self._scanning ^= {tier}
-        ended = tier not in self._scanning
-        self._world.catalog.tier_scanned(tier, ended=ended)
-        for key, stored in self._stores[tier].items():
-            if ended and key not in self._world.catalog._tiers.own[tier].stored:
-                stored.cleared = False  # it never came upon it
+        store, known = self._stores[tier], self._world.catalog._tiers.own[tier].stored
+        writing = {action.key for action, _ in self._writes}
+        for digest, chains in CHAIN_KEYS.items():
+            for key in (key for chain in chains if chain.tenant == tenant for key in chain.keys):
+                if key not in store and key not in known and key not in writing:
+                    store[key] = Stored(digest, BY_DIGEST[digest].table.complete)
+        self.scan()
+        for _ in range(self._world.choose(30)):
+            self.find()
 
     def find(self) -> None:
         """A scan comes upon a chunk, or upon a part of one."""
         tier = self._world.pick(OWN)
         store = self._stores[tier]
-        if store and tier in self._scanning:
+        if store and self._scanning[tier]:
             key = self._world.pick(tuple(store))
             namespace = BY_DIGEST[store[key].namespace]
             shards = namespace.table.shards

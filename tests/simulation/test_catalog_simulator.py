@@ -16,7 +16,7 @@ import pytest
 from kvhaven import maps
 from kvhaven.arena.slabs import SegmentUnits, SlabId
 from kvhaven.catalog import leases
-from kvhaven.catalog.actions import Grant, MemberId
+from kvhaven.catalog.actions import Grant, MemberId, TierName
 from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.holdings import Place, Scope
@@ -100,7 +100,7 @@ def test_no_policy_breaks_a_promise(policy: str) -> None:
 
 def simulate_some() -> None:
     """Run the histories in which each breakage below must show; the model alone watches."""
-    for seed in range(6):
+    for seed in range(40):
         simulate(seed, 4000, audit_every=0)
 
 
@@ -323,14 +323,15 @@ def _break_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _break_waking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wake only the first of those who wait for an answer."""
-    wake = Lookups._wake
+    answered = Lookups.answered
 
-    def drowsy(self: Lookups, lookup: Lookup) -> list[Lease]:
+    def drowsy(self: Lookups, tier: TierName, number: int, found: Found | None) -> Lookup:
+        lookup = answered(self, tier, number, found)
         for lease in tuple(lookup.waiting)[1:]:
             del lookup.waiting[lease]
-        return wake(self, lookup)
+        return lookup
 
-    monkeypatch.setattr(Lookups, "_wake", drowsy)
+    monkeypatch.setattr(Lookups, "answered", drowsy)
 
 
 def _break_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,13 +435,12 @@ def _break_sweeps_of_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _break_settled_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Go on with a long lease whose scheduler was told that it is all."""
-    settle = Leases._settle
+    halt, settle = Leases._halt, Leases._settle
 
     def greedy(self: Leases, home: Session, lease: Lease) -> None:
-        growing, keys = lease.growing, lease.keys
+        monkeypatch.setattr(Leases, "_halt", lambda _, __: None)
         settle(self, home, lease)
-        lease.growing = growing and lease.ticket in home.leases
-        lease.keys = keys
+        monkeypatch.setattr(Leases, "_halt", halt)
 
     monkeypatch.setattr(Leases, "_settle", greedy)
 

@@ -15,9 +15,19 @@ from kvhaven.catalog.tierspec import WriteMode
 from kvhaven.keys import tenant_id
 from kvhaven.tenants import Quotas
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
-from tests.unit.catalog_kit import DISK, PAGE, STORED, Node, keys_of, namespace_of, spec
+from tests.unit.catalog_kit import (
+    DISK,
+    PAGE,
+    STORED,
+    Node,
+    checksums_of,
+    keys_of,
+    namespace_of,
+    spec,
+)
 
 ANN = tenant_id("ann")
+FS = TierName("fs")
 
 
 class CountingDict(dict[ChunkKey, Entry]):
@@ -240,3 +250,113 @@ def test_no_event_costs_more_where_there_are_more_chunks(prepare: Callable[[Node
         node.catalog.check()
         costs.append(cost)
     assert costs[1] < 1.5 * costs[0], costs
+
+
+def end_a_read(node: Node, *, ok: bool) -> Event:
+    """End the read that all wait for."""
+    node.store(keys_of("t", 1))
+    wait(node)
+    (read,) = node.reads()
+    checksums = checksums_of(read.key) if ok else None
+    return lambda: node.catalog.tier_read_done(read.tier, read.key, read.extent, checksums)
+
+
+def read_well(node: Node) -> Event:
+    """Promote the chunk that all wait for."""
+    return end_a_read(node, ok=True)
+
+
+def read_badly(node: Node) -> Event:
+    """Fail to read it."""
+    return end_a_read(node, ok=False)
+
+
+def clear_what_is_read(node: Node) -> Event:
+    """Clear it."""
+    end_a_read(node, ok=True)
+    return node.catalog.clear
+
+
+def answer(node: Node) -> Event:
+    """Answer the question that all wait for."""
+    wait(node)
+    (lookup,) = (a for a in node.of_type(TierLookup) if isinstance(a, TierLookup))
+    return lambda: node.catalog.tier_looked_up(lookup.tier, lookup.number, {})
+
+
+def switch_off_what_is_asked(node: Node) -> Event:
+    """Switch the tier off that was asked."""
+    wait(node)
+    return lambda: node.catalog.tier_online(FS, False)
+
+
+def wait(node: Node) -> None:
+    for _ in range(node.pages):
+        assert node.acquire(keys_of("t", 1)).promoting == 1
+
+
+@pytest.mark.parametrize(
+    "prepare", [read_well, read_badly, clear_what_is_read, answer, switch_off_what_is_asked]
+)
+def test_no_event_costs_more_where_more_tickets_wait(prepare: Callable[[Node], Event]) -> None:
+    costs: list[int] = []
+    for tickets in (200, 1000):
+        node = Node(pages=tickets, tiers=[spec(), TierSpec(FS, shared=True)])
+        event = prepare(node)
+        cost = calls_of(event)
+        assert node.catalog.busy, "they are told piece by piece"
+        node.catalog.check()
+        while node.catalog.busy:
+            cost = max(cost, calls_of(node.catalog.work))
+            node.catalog.check()
+        costs.append(cost)
+        # They have the chunk, or wait for word of the other tier.
+        left = tickets if prepare in {read_well, read_badly} else 0
+        assert node.catalog.stats().leases == left
+    assert costs[1] < 1.5 * costs[0], costs
+
+
+def tenants(count: int) -> list[TenantId]:
+    return [tenant_id(f"user {number}") for number in range(count)]
+
+
+def find_after_clears(node: Node, count: int) -> Event:
+    """Find a chunk in a scan after others' were cleared."""
+    node.catalog.tier_scanned(DISK, ended=False)
+    for tenant in tenants(count):
+        node.catalog.clear(tenant=tenant)
+    return lambda: node.store(keys_of("a", 1), tenant=ANN)
+
+
+def prune_after_clears(node: Node, count: int) -> Event:
+    """Go on dropping what waits to be written, after clears of tenants that had none of it."""
+    node.save(keys_of("a", 1400))  # beyond what a tier is given at a time
+    for tenant in tenants(count):
+        node.catalog.clear(tenant=tenant)
+    return node.catalog.work
+
+
+@pytest.mark.parametrize("prepare", [find_after_clears, prune_after_clears])
+def test_no_piece_costs_more_after_more_clears(prepare: Callable[[Node, int], Event]) -> None:
+    costs = []
+    for clears in (10, 300):
+        node = Node(pages=2048, tiers=[spec()], write_queue=1024)
+        costs.append(calls_of(prepare(node, clears)))
+        settle(node)
+        node.catalog.check()
+    assert costs[1] < 1.5 * costs[0], costs
+
+
+def test_quotas_that_are_given_and_taken_leave_nothing_behind() -> None:
+    """And none copies those of all others."""
+    quotas = Quotas(dict.fromkeys(tenants(100), PAGE), others=2 * PAGE)
+    node = Node(memory_quotas=quotas)
+    limits = node.catalog._owners.memory
+    for tenant in (ANN, *tenants(100)):
+        node.catalog.limit_memory(tenant, 5 * PAGE)
+        assert limits.of(tenant) == node.catalog.tenant_stats(tenant).memory_quota == 5 * PAGE
+    for tenant in (ANN, *tenants(100)):
+        node.catalog.limit_memory(tenant, quotas.of(tenant))
+        assert limits.of(tenant) == quotas.of(tenant)
+    assert not limits._changed
+    assert limits._quotas is quotas

@@ -3,6 +3,7 @@
 
 import pytest
 
+from kvhaven.catalog import leases
 from kvhaven.catalog.actions import Acquisition, MemberId, Prefix, SessionId, Source, Ticket, Update
 from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey, NamespaceDigest
@@ -223,10 +224,41 @@ def test_promotions_are_cut_to_the_space_there_is() -> None:
 
 
 def test_promotions_count_against_the_pin_limit() -> None:
-    node, keys = Node(pages=16, pin_limit=2, tiers=[spec()]), keys_of("a", 4)
+    node, keys, resident = Node(pages=16, pin_limit=4, tiers=[spec()]), *map(keys_of, "ar", (4, 3))
+    node.save(resident)
     node.store(keys)
+    assert len(node.acquire(resident[:2]).chunks) == 2
     assert node.acquire(keys).promoting == 2
-    assert node.acquire(keys_of("b", 1)).promoting == 0
+    assert not node.acquire(resident[2:]).chunks
+    node.catalog.check()
+
+
+def test_a_disk_that_hangs_leaves_room_for_what_is_resident() -> None:
+    """Its reads never end; half of what may be pinned stays for memory."""
+    node, keys, resident = Node(pages=32, tiers=[spec()]), *map(keys_of, "ar", (20, 8))
+    node.save(resident)
+    node.store(keys)
+    assert node.catalog.prefetch(node.namespace.digest, keys) == 8
+    node.acquire(keys)
+    node.catalog.tier_online(DISK, False)
+    node.catalog.check()
+    assert len(node.acquire(resident).chunks) == 8
+
+
+def test_a_prompt_longer_than_the_disk_may_be_read_at_a_time_comes_whole() -> None:
+    node, keys = Node(pages=16, tiers=[spec()]), keys_of("a", 8)
+    node.store(keys)
+    assert node.acquire(keys).promoting == 4
+    while reads := node.reads():
+        for read in reads:
+            node.finish(read)
+    assert node.catalog.stats().leased_bytes == 8 * PAGE
+
+
+def test_a_chunk_larger_than_may_be_read_at_a_time_is_read_alone() -> None:
+    node, keys = Node(pages=16, pin_limit=1, tiers=[spec()]), keys_of("a", 2)
+    node.store(keys)
+    assert node.acquire(keys).promoting == 1
     node.catalog.check()
 
 
@@ -323,3 +355,37 @@ def test_hits_misses_and_promotions_are_counted_by_chunk() -> None:
         node.finish(read)
     stats = node.catalog.stats()
     assert (stats.hit_chunks, stats.missed_chunks, stats.promoted_chunks) == (1, 1, 2)
+
+
+def test_prefetches_pile_up_to_a_bound_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MOST_PREFETCHED", 10_000)
+    node, keys = Node(pages=8192, pin_limit=8192), keys_of("a", 5000)
+    node.save(keys)
+    node.attach("t")
+    for _ in range(100):
+        node.catalog.prefetch(node.namespace.digest, keys, session=SessionId("s"))
+        node.catalog.prefetch(node.namespace.digest, keys, session=SessionId("t"))
+    node.catalog.check()
+    assert node.acquire(keys).promoting == 1, "that is more than a piece of work"
+    pieces = 0
+    while not node.of_type(Update):
+        assert node.catalog.work()
+        pieces += 1
+    assert pieces == 4, "the prefetches go on when nobody waits"
+    while node.catalog.work():
+        pieces += 1
+        node.catalog.check()
+    assert pieces < 30, "two of each session go on, and the others had a piece each"
+
+
+def test_a_lease_that_is_released_leaves_no_work_behind() -> None:
+    node, keys = Node(pages=4096, pin_limit=4096), keys_of("a", 3000)
+    node.save(keys)
+    for _ in range(3):
+        node.catalog.release(node.session, node.acquire(keys).ticket)
+        assert not node.catalog.busy
+        node.catalog.check()
+    ticket = node.acquire(keys).ticket
+    assert len(node.catalog.settle(node.session, ticket).chunks) == 1024
+    assert not node.catalog.busy
+    node.catalog.check()

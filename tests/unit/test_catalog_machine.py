@@ -26,7 +26,7 @@ class CatalogMachine(RuleBasedStateMachine):
         """Leave a choice to hypothesis; the end of a history has nothing left to choose."""
         return self.data.draw(st.integers(0, n - 1)) if self.data is not None else 0
 
-    @rule(data=st.data(), number=st.integers(0, 32))
+    @rule(data=st.data(), number=st.integers(0, 34))
     def happen(self, data: st.DataObject, number: int) -> None:
         self.data = data
         self.node.step(self.events[number % len(self.events)])

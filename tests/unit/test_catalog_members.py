@@ -205,3 +205,57 @@ def test_a_namespace_is_known_once_and_keeps_its_geometry() -> None:
         node.catalog.add_namespace(other)
     with pytest.raises(KVHavenError, match="no shards"):
         node.catalog.add_namespace(namespace_of("empty", 0))
+
+
+def work_off(node: Node) -> None:
+    """Have the catalog do all that it has begun, and audit it after each piece."""
+    while node.catalog.work():
+        node.catalog.check()
+    node.catalog.check()
+
+
+def test_a_rank_may_be_back_and_gone_again_before_its_first_life_has_ended() -> None:
+    node, keys = Node(pages=400), keys_of("a", 300)
+    for life in range(3):
+        assert None not in node.reserve(keys[life * 100 :][:100], save=life)
+        node.catalog.lost(RANK)
+        node.catalog.gone(RANK)
+        assert node.catalog.busy, "it had more to give up than a piece of work"
+        back(node, RANK, 0)
+        node.catalog.ready(RANK, 0, node.allocator.usable[0])
+        node.catalog.check()
+    work_off(node)
+    assert node.catalog.stats().used_bytes == 0
+    assert node.save(keys) == 300
+
+
+def test_members_of_a_session_may_leave_while_others_of_it_still_do() -> None:
+    node, keys = Node(world=2), keys_of("a", 4)
+    node.save(keys)
+    for _ in range(100):
+        node.acquire(keys)
+    for member, pieces in ((RANK, 5), (OTHER, 0), (SCHEDULER, 0)):
+        node.catalog.lost(member)
+        node.catalog.gone(member)
+        node.catalog.check()
+        assert node.catalog.work(pieces), "it has more leases than pieces of work can look through"
+    work_off(node)
+    stats = node.catalog.stats()
+    assert (stats.leases, stats.leased_bytes) == (0, 0)
+
+
+def test_a_lease_of_a_session_that_is_gone_is_never_told_to_the_next_of_its_name() -> None:
+    node, keys = Node(pages=4096, pin_limit=4096), keys_of("a", 3000)
+    node.save(keys)
+    for _ in range(200):
+        assert node.acquire(keys).promoting == 1
+    for member in (RANK, SCHEDULER):
+        node.catalog.lost(member)
+        node.catalog.gone(member)
+    assert node.catalog.busy, "it had more leases than a piece of work"
+    node.attach("s")
+    while node.catalog.work():
+        pass
+    node.catalog.check()
+    assert node.of_type(Update) == []
+    assert node.catalog.stats().leases == 0

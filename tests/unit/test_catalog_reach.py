@@ -90,7 +90,7 @@ def test_a_promotion_goes_to_where_the_engine_can_load_it() -> None:
 
 
 def test_a_prefetch_promotes_to_where_its_engine_can_load() -> None:
-    node, keys = Node(tiers=[spec()]), keys_of("a", 6)
+    node, keys = Node(pages=32, tiers=[spec()]), keys_of("a", 6)
     node.store(keys)
     node.attach("t", ready=False)
     digest = node.namespace.digest

@@ -193,7 +193,7 @@ def test_a_commit_with_a_wrong_number_of_checksums_gives_the_chunk_up(count: int
 
 
 def test_chunks_go_to_a_tier_and_back_with_all_heads_whoever_wrote_them() -> None:
-    node = Node(pages=32, split=HALVES, tiers=[spec()])
+    node = Node(pages=64, split=HALVES, tiers=[spec()])
     node.attach("quarters", split=QUARTERS)
     assert save(node, "s", 2) == 6
     for write in node.writes():

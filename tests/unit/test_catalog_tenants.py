@@ -315,3 +315,20 @@ def test_a_first_quota_of_the_disk_counts_no_chunk_that_goes_meanwhile() -> None
         if not node.catalog.work():
             break
     node.catalog.check()
+
+
+@pytest.mark.parametrize("pieces", range(5))
+def test_a_first_quota_of_the_disk_counts_what_a_scan_finds_meanwhile(pieces: int) -> None:
+    node = Node(tiers=[spec()])
+    node.catalog.tier_scanned(DISK, ended=False)
+    node.store(keys_of("b", 4096), tenant=BEN)
+    node.catalog.limit_disk(ANN, 10 * STORED)
+    assert node.catalog.work(pieces) or pieces == 4
+    node.store(keys_of("a", 20), tenant=ANN)
+    node.catalog.check()
+    while node.catalog.work():
+        node.catalog.check()
+    assert stored(node, ANN) == 10
+    node.store(keys_of("c", 20), tenant=ANN)
+    assert stored(node, ANN) == 10
+    node.catalog.check()

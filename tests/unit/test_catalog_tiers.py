@@ -82,7 +82,8 @@ def test_above_its_capacity_a_tier_is_emptied_to_the_watermark() -> None:
 
 
 def test_tails_that_were_not_used_go_first() -> None:
-    node, old, new = Node(tiers=[spec(chunks=6, watermark=1.0)]), keys_of("o", 3), keys_of("n", 3)
+    node = Node(pages=32, tiers=[spec(chunks=6, watermark=1.0)])
+    old, new = keys_of("o", 3), keys_of("n", 3)
     node.store(old)
     node.store(new)
     node.catalog.prefetch(node.namespace.digest, old)
@@ -255,3 +256,49 @@ def test_mistakes_are_refused_by_name() -> None:
         node.catalog.tier_read_done(DISK, key, extent, None)
     with pytest.raises(KVHavenError, match="cannot be named memory"):
         Node(tiers=[spec(TierName("memory"))])
+
+
+def test_what_is_saved_anew_while_the_cleared_one_is_read_is_not_deleted_with_it() -> None:
+    node, (key,) = Node(tiers=[spec()]), keys_of("a", 1)
+    node.store([key])
+    node.acquire([key])
+    (read,) = node.reads()
+    node.catalog.clear()
+    node.save([key])
+    (write,) = node.writes()
+    node.finish(read)
+    assert node.of_type(TierDelete) == [], "it would come behind the write"
+    node.catalog.tier_write_done(DISK, write.key, ok=True)
+    node.catalog.check()
+    assert node.catalog.stats().tiers[DISK].chunks == 1
+
+
+def test_what_a_failed_write_left_is_deleted_when_the_cleared_one_was_read() -> None:
+    node, (key,) = Node(tiers=[spec()]), keys_of("a", 1)
+    node.store([key])
+    node.acquire([key])
+    (read,) = node.reads()
+    node.catalog.clear()
+    node.save([key])
+    node.catalog.tier_write_done(DISK, node.writes()[0].key, ok=False)
+    assert node.of_type(TierDelete) == []
+    node.finish(read)
+    assert len(node.of_type(TierDelete)) == 1
+
+
+def test_what_is_cleared_during_a_scan_is_deleted_though_an_older_scan_ends() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 2)
+    node.catalog.tier_scanned(DISK, ended=False)
+    node.catalog.tier_scanned(DISK, ended=False)
+    node.catalog.clear()
+    node.catalog.tier_scanned(DISK, ended=True)
+    assert not node.catalog.stats().tiers[DISK].scanned
+    node.store(keys[:1])
+    assert len(node.of_type(TierDelete)) == 1
+    node.catalog.tier_scanned(DISK, ended=True)
+    assert node.catalog.stats().tiers[DISK].scanned
+    for ended in (False, True):  # one that began after the clear
+        node.catalog.tier_scanned(DISK, ended=ended)
+    node.store(keys)
+    assert node.catalog.stats().tiers[DISK].chunks == 2
+    node.catalog.check()

@@ -1,29 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audits what is asked of shared tiers: every question is somebody's, and nobody waits in vain."""
 
-from kvhaven.catalog.leases import MOST_PREFETCHES, Leases
+from collections import Counter
+
+from kvhaven.catalog.actions import SessionId
+from kvhaven.catalog.leases import MOST_PREFETCHED, Leases, named
 from kvhaven.catalog.presence import LOOKUP_SHARDS, MOST_KNOWN, MOST_PENDING, Presence
 from kvhaven.catalog.sessions import Lease, Sessions
 from kvhaven.catalog.tiering import Tiers
 
 
-def check_lookups(sessions: Sessions, tiers: Tiers, leases: Leases) -> None:
+def check_lookups(sessions: Sessions, tiers: Tiers, leases: Leases, *, at_rest: bool) -> None:
     """Raise AssertionError that names the first invariant that does not hold."""
-    everyone = [lease for home in sessions.sessions.values() for lease in home.leases.values()]
+    homes = {*sessions.sessions.values(), *leases.leaving}
+    everyone = [lease for home in homes for lease in home.leases.values()]
     for lease in (*everyone, *leases.prefetches):
-        _check_lease(lease, tiers, prefetch=lease in leases.prefetches)
+        _check_lease(lease, tiers, prefetch=lease in leases.prefetches, at_rest=at_rest)
     for prefetch in leases.prefetches:
         assert not prefetch.slots, "a prefetch pins chunks"
         assert prefetch.lookups or prefetch.growing, "a prefetch waits for nothing"
-    assert len(leases.prefetches) <= MOST_PREFETCHES, "too many prefetches wait"
+    chunks = Counter[SessionId]()
+    for prefetch in leases.prefetches:
+        chunks[prefetch.session] += named(prefetch)
+    assert chunks == leases.prefetched, "what prefetches name is miscounted"
+    assert max(chunks.values(), default=0) <= MOST_PREFETCHED, "too many prefetches wait"
     known = {id(lease) for lease in (*everyone, *leases.prefetches)}
     for presence in tiers.shared.values():
         _check_presence(presence, known)
-        filling = presence.reading_bytes
-        assert filling <= leases.shared_limit, f"tier {presence.spec.name} fills {filling} bytes"
+    for name, tier in tiers.indexes.items():
+        few = tier.reading_bytes <= leases.tier_limit(tier) or sum(tier.reads.values()) == 1
+        assert few, f"tier {name} fills {tier.reading_bytes} bytes"
 
 
-def _check_lease(lease: Lease, tiers: Tiers, *, prefetch: bool) -> None:
+def _check_lease(lease: Lease, tiers: Tiers, *, prefetch: bool, at_rest: bool) -> None:
     name = f"lease {lease.ticket} of session {lease.session}"
     assert len(set(map(id, lease.lookups))) == len(lease.lookups), f"{name} waits twice"
     if lease.lookups:
@@ -35,7 +44,8 @@ def _check_lease(lease: Lease, tiers: Tiers, *, prefetch: bool) -> None:
             assert right, f"{name} waits for an answer about other chunks"
             owners = [p for p in tiers.shared.values() if lookup.number in p.lookups]
             asked = any(p.lookups[lookup.number] is lookup and p.online for p in owners)
-            assert asked, f"{name} waits for a tier that was not asked, or is offline"
+            told = not at_rest  # it hears of an answer, or that there is none, in its turn
+            assert asked or told, f"{name} waits for a tier that was not asked, or is offline"
 
 
 def _check_presence(presence: Presence, known: set[int]) -> None:
@@ -52,5 +62,5 @@ def _check_presence(presence: Presence, known: set[int]) -> None:
         strangers = [lease for lease in lookup.waiting if id(lease) not in known]
         assert not strangers, f"tier {name}: an ended lease waits for an answer"
     for answer in presence.known.values():
-        believed = answer.until - presence.now
-        assert believed <= presence.spec.believe_s, f"tier {name} is believed for {believed} s"
+        latest = presence.now + presence.spec.believe_s
+        assert answer.until <= latest, f"tier {name} is believed until {answer.until} s"

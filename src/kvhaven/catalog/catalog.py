@@ -238,7 +238,9 @@ class Catalog:
     ) -> int:
         """Touch, ask and promote as `acquire`, without a lease; return promotions begun at once.
 
-        Chunks are promoted to places that all ranks of the session are ready for.
+        Chunks are promoted to places that all ranks of the session are ready for. Prefetches have
+        their turns when nobody waits for anything. Where those of a session that are not done name
+        too many chunks, a new one gets only what its first piece of work finds.
         """
         return self._leases.prefetch(session, self._owners.part(namespace, tenant), keys)
 
@@ -471,7 +473,8 @@ class Catalog:
         """Do so many pieces of what events have begun; return whether there are more.
 
         Each takes a millisecond or two. Call it, and do the actions that come of it, whenever
-        there is nothing else to do.
+        there is nothing else to do. An error in it is a bug, and drops only what it belongs to: go
+        on with the rest.
         """
         return self._work.run(pieces)
 

@@ -25,6 +25,17 @@ class Scope(NamedTuple):
         return namespace and self.tenant in {None, part.tenant.id}
 
 
+def scopes_over(part: NamespaceState) -> tuple[Scope, ...]:
+    """Return the scopes that cover a tenant's part of a namespace: there may be many clears."""
+    digest, tenant = part.namespace.digest, part.tenant.id
+    return (
+        Scope(None, None),
+        Scope(digest, None),
+        Scope(None, tenant),
+        Scope(digest, tenant),
+    )
+
+
 class Shelf:
     """What a namespace has in a place: whole chunks, their bytes, and all entries."""
 

@@ -2,7 +2,8 @@
 """Leases: which chunks a ticket may load, what it waits for, and when nobody loads any more."""
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from kvhaven.catalog.actions import (
     Acquisition,
@@ -18,7 +19,7 @@ from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.entries import Entry, NamespaceState, State
 from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.lookups import Lookups
-from kvhaven.catalog.presence import LOOKUP_SHARDS
+from kvhaven.catalog.presence import LOOKUP_SHARDS, Lookup
 from kvhaven.catalog.sessions import Lease, Member, Session, Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.tiering import Tiers
@@ -44,14 +45,14 @@ class _End(enum.Enum):
     """Nothing is left, or the next chunk cannot be had now."""
 
 
-MOST_PREFETCHES = 1024
-"""Prefetches that may wait for tiers' answers; beyond, one takes what is known at once."""
+MOST_PREFETCHED = 1 << 17
+"""Chunks that prefetches of a session may name until they are done, each `_LEAST_PREFETCHED` at
+least; beyond, one gets what its first piece of work finds."""
+_LEAST_PREFETCHED = 128
 MOST_PROMOTIONS = 1 << 13
 """Chunks that may be promoted at a time; beyond, a lease goes on when some have come."""
 MOST_TICKETS = 1 << 14
 """Leases that a session may hold; beyond, there are none for it."""
-_WOKEN = 16
-"""Leases whose answers are made in a piece of work."""
 
 
 class LettingGo:
@@ -62,25 +63,36 @@ class LettingGo:
         self.done = done
 
 
-class _Budget:
-    """How many chunks may be promoted yet, by this piece and at all; bytes from shared tiers."""
+def named(prefetch: Lease) -> int:
+    """Return how many chunks a prefetch counts as."""
+    return max(_LEAST_PREFETCHED, len(prefetch.keys))
 
-    def __init__(self, piece: int, most: int, shared: dict[TierName, int]) -> None:
+
+class _Budget:
+    """How many chunks may be promoted yet, by this piece and at all; bytes, by tier and together.
+
+    One chunk always may be read, from each tier and altogether, however large it is.
+    """
+
+    def __init__(self, piece: int, most: int, reading: int, limit: int) -> None:
         self._piece = piece
         self._most = most
-        self._shared = shared
+        self._reading = reading
+        self._limit = limit
+        self._taken = Counter[TierName]()
 
-    def take(self, tier: TierState, bytes_: int) -> _End | None:
-        """Count a promotion; return why it cannot be, if so."""
-        name = tier.spec.name
-        if name in self._shared:
-            self._shared[name] -= bytes_
-        if not self._most or self._shared.get(name, 0) < 0:
+    def take(self, tier: TierState, bytes_: int, limit: int) -> _End | None:
+        """Count a promotion from a tier with this limit; return why it cannot be, if so."""
+        reading = tier.reading_bytes + self._taken[tier.spec.name]
+        much = reading and reading + bytes_ > limit
+        if not self._most or much or (self._reading and self._reading + bytes_ > self._limit):
             return _End.LIMIT
         if not self._piece:
             return _End.PIECE
         self._piece -= 1
         self._most -= 1
+        self._reading += bytes_
+        self._taken[tier.spec.name] += bytes_
         return None
 
 
@@ -89,9 +101,10 @@ class Leases:
 
     A promotion is for whoever waits when it ends. Nobody who waits holds up anyone: space for
     promotions is there before they are asked for, or the lease is cut, and leased and promoting
-    bytes together stay within `pin_limit`. Promotions from shared tiers stay within half of
-    that, however many there are: when one hangs, so do its reads, and what is resident or on our
-    own disk must still find room. A longer prompt goes on when its first chunks have come.
+    bytes together stay within `pin_limit`. Promotions stay within three quarters of that, those
+    from our own tiers within half, and those from shared ones too: when a tier hangs, so do its
+    reads, and what is resident or in another tier must still find room. A longer prompt goes on
+    when its first chunks have come.
     """
 
     def __init__(
@@ -105,9 +118,10 @@ class Leases:
     ) -> None:
         self.pin_limit = pin_limit
         self.waiters: dict[Entry, dict[Lease, None]] = {}  # who waits for what is promoted
-        self.prefetches: set[Lease] = set()  # nobody's leases, which wait for lookups
+        self.prefetches: set[Lease] = set()  # nobody's leases, that grow or wait for lookups
+        self.prefetched = Counter[SessionId]()  # how many chunks they name
         self.letting_go: set[LettingGo] = set()  # what leases held
-        self.leaving: set[Session] = set()  # whose leases are being looked through
+        self.leaving = Counter[Session]()  # jobs that look through a session's leases
         self.hits = 0
         self.misses = 0
         self.promoted = 0
@@ -123,9 +137,14 @@ class Leases:
         self._lookups = Lookups(space, tiers)
 
     @property
-    def shared_limit(self) -> int:
-        """Bytes that may be read at a time from each shared tier."""
-        return self.pin_limit // 2 // max(1, len(self._tiers.shared))
+    def promotion_limit(self) -> int:
+        """Bytes that may be read at a time from all tiers."""
+        return self.pin_limit * 3 // 4
+
+    def tier_limit(self, tier: TierState) -> int:
+        """Return how many bytes may be read at a time from a tier."""
+        same = self._tiers.shared if tier.spec.shared else self._tiers.own
+        return self.pin_limit // 2 // len(same)
 
     def acquire(
         self,
@@ -152,16 +171,19 @@ class Leases:
     ) -> int:
         """Promote what can be, to where a session can reach; return how many promotions began."""
         before = self._begun
-        self._grow(Lease(session, Ticket(0), namespace, keys, prefetch=True))
+        lease = Lease(session, Ticket(0), namespace, keys, prefetch=True)
+        self._grow(lease)
+        if not lease.final:
+            self._remember(lease)
         return self._begun - before
 
     def looked_up(self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None) -> None:
         """Take a tier's answer; see `Catalog.tier_looked_up`."""
-        self._resume(self._lookups.answered(tier, number, found))
+        self._work.start(self._tell(self._lookups.answered(tier, number, found)))
 
     def tier_offline(self, tier: TierName) -> None:
         """Have nobody wait for what a tier was asked."""
-        self._resume(self._lookups.offline(tier))
+        self._work.start(self._tell(*self._lookups.offline(tier)))
 
     def settle(self, session: SessionId, ticket: Ticket) -> Acquisition:
         """End the waiting of a ticket; see `Catalog.settle`."""
@@ -193,7 +215,7 @@ class Leases:
 
     def gone(self, home: Session, member: Member) -> None:
         """End the leases that only waited for a member that is proven gone."""
-        self.leaving.add(home)
+        self.leaving[home] += 1
         self._work.start(self._look_through(home, scheduler=member.rank is None))
 
     def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
@@ -221,23 +243,20 @@ class Leases:
         index.read_ended(key, extent.length)
         if entry.holding.cleared and entry.state is not State.DOOMED:
             space.doom(entry)
-        dropped = entry.state is State.DOOMED
-        if dropped or checksums is None:
-            waiting = self._cut_before(entry)
-            if not dropped:
+        if entry.state is State.DOOMED or checksums is None:
+            if entry.state is not State.DOOMED:
                 space.doom(entry)
             space.read_ended(entry)
-            if dropped:
-                self._work.start(self._tell(waiting))
-            else:  # another tier may have it; this one is believed to have it not
-                self._resume(waiting)
+            self._work.start(self._tell(entry))
             return None
         self.promoted += 1
         entry.checksums = list(checksums)
         entry.bitmap = entry.namespace.complete
         space.read_ended(entry)
         space.show(entry)
-        self._hand_over(entry)
+        entry.fresh = entry not in self.waiters
+        if not entry.fresh:
+            self._work.start(self._hand_over(entry))
         return entry
 
     def _answer(self, lease: Lease) -> Acquisition:
@@ -245,30 +264,21 @@ class Leases:
 
     # To extend a lease
 
-    def _grow(self, *leases: Lease) -> None:
-        """Extend leases behind the chunks that they have, piece by piece."""
-        idle = [lease for lease in leases if not lease.growing]
-        for lease in idle:
+    def _grow(self, lease: Lease) -> None:
+        """Extend a lease behind the chunks that it has, piece by piece."""
+        if not lease.growing:
             lease.growing = True
-        self._work.start(self._growing(idle))
+            self._work.start(self._growing(lease), of=lease, idle=lease.prefetch)
 
-    def _growing(self, leases: Sequence[Lease]) -> Job:
-        pace, spent = self._work.pace, 0
-        for lease in leases:
-            # It may be ended, or settled, before its turn and between two pieces.
-            while lease.growing:
-                if spent >= pace.light:
-                    yield
-                    spent = 0
-                    continue
-                begun, had = self._begun, len(lease.slots)
-                end = self._extend(lease)
-                spent += len(lease.slots) - had + pace.light // _WOKEN
-                spent += (self._begun - begun) * (pace.light // pace.promotions)
-                if end is not _End.PIECE:
-                    self._grown(lease)
-                elif lease.prefetch:
-                    self._let_go(lease, 0)
+    def _growing(self, lease: Lease) -> Job:
+        # It may be ended, or settled, between two pieces.
+        while lease.growing:
+            if self._extend(lease) is not _End.PIECE:
+                self._grown(lease)
+                return
+            if lease.prefetch:
+                self._let_go(lease, 0)
+            yield
 
     def _grown(self, lease: Lease) -> None:
         """Note that a lease does not grow any more, for the time being."""
@@ -277,11 +287,31 @@ class Leases:
             self._tell_if_final(lease)
             return
         self._let_go(lease, 0)
-        if lease.lookups and (lease in self.prefetches or len(self.prefetches) < MOST_PREFETCHES):
-            self.prefetches.add(lease)
+        if not lease.lookups:
+            self._end_prefetch(lease)
+
+    def _halt(self, lease: Lease) -> None:
+        """Extend a lease no more, whatever is asked for behind it."""
+        lease.growing = lease.limited = False
+        self._work.drop(lease)
+
+    def _remember(self, prefetch: Lease) -> None:
+        """Go on with a prefetch, unless those of its session name enough chunks already."""
+        chunks = self.prefetched[prefetch.session] + named(prefetch)
+        if chunks > MOST_PREFETCHED:
+            self._end_prefetch(prefetch)
         else:
-            self._lookups.leave(lease)
-            self.prefetches.discard(lease)
+            self.prefetched[prefetch.session] = chunks
+            self.prefetches.add(prefetch)
+
+    def _end_prefetch(self, prefetch: Lease) -> None:
+        self._halt(prefetch)
+        self._lookups.leave(prefetch)
+        if prefetch in self.prefetches:
+            self.prefetches.remove(prefetch)
+            self.prefetched[prefetch.session] -= named(prefetch)
+            if not self.prefetched[prefetch.session]:
+                del self.prefetched[prefetch.session]
 
     def _extend(self, lease: Lease) -> _End:
         """Lease a piece of what is behind the chunks that a lease has, or promote it."""
@@ -412,7 +442,7 @@ class Leases:
                 break
             if entry is None or (entry.state is State.RESIDENT and not entry.leases):
                 room -= size
-            end = budget.take(tier, size) if tier is not None else None
+            end = None if tier is None else budget.take(tier, size, self.tier_limit(tier))
             if end is not None:
                 return plan, end
             if room < 0:
@@ -423,8 +453,9 @@ class Leases:
 
     def _budget(self) -> "_Budget":
         """Return what a piece of work may have promoted."""
-        shared = {n: self.shared_limit - t.reading_bytes for n, t in self._tiers.shared.items()}
-        return _Budget(self._work.pace.promotions, MOST_PROMOTIONS - self._space.promoting, shared)
+        most = MOST_PROMOTIONS - self._space.promoting
+        reading = self._space.promoting_bytes
+        return _Budget(self._work.pace.promotions, most, reading, self.promotion_limit)
 
     def _give_back(self, plan: Sequence[_Slot]) -> None:
         for _, entry, _ in plan:
@@ -433,27 +464,52 @@ class Leases:
 
     # To wait, and to wait no longer
 
-    def _resume(self, leases: Iterable[Lease]) -> None:
-        """Extend leases whose next chunk may be known by now."""
-        for lease in leases:
-            self._lookups.leave(lease)
-        self._grow(*leases)
+    def _tell(self, *ends: Entry | Lookup) -> Job:
+        """Have all leases that wait for these reads and answers go on, piece by piece.
 
-    def _tell(self, leases: Iterable[Lease]) -> Job:
-        """Extend leases that were to go on now, and tell of those that are final."""
-        spent = 0
-        for lease in leases:
-            if spent >= _WOKEN:
-                yield
-                spent = 0
-            if self._is_over(lease):
-                continue
-            if lease.limited:
-                self._grow(lease)
-                spent = _WOKEN
-            else:
-                self._tell_if_final(lease)
-                spent += 1
+        Until its turn a lease waits, and may be settled or ended like any that does.
+        """
+        pace, spent = self._work.pace, 0
+        for end in ends:
+            for lease in consume(
+                self.waiters.pop(end, {}) if isinstance(end, Entry) else end.waiting
+            ):
+                if spent >= pace.light:
+                    yield
+                    spent = 0
+                begun, had = self._begun, len(lease.slots)
+                if isinstance(end, Entry):
+                    self._hear_of_read(lease, end)
+                else:
+                    self._hear_of_answer(lease, end)
+                spent += pace.light // pace.tickets + max(0, len(lease.slots) - had)
+                spent += (self._begun - begun) * (pace.light // pace.promotions)
+
+    def _hear_of_answer(self, lease: Lease, lookup: Lookup) -> None:
+        """Extend a lease whose next chunk may be known by now."""
+        if lookup in lease.lookups:
+            self._lookups.leave(lease)
+            self._grow(lease)
+
+    def _hear_of_read(self, lease: Lease, entry: Entry) -> None:
+        """Have a lease take a chunk that was promoted, or cut it before one that does not come."""
+        at = lease.waiting.get(entry.key)
+        if at is None or lease.slots[at] is not entry:
+            return
+        cleared = entry.holding.cleared
+        came = entry.state is State.RESIDENT and not cleared
+        if came:
+            del lease.waiting[entry.key]
+            self._space.lease(entry)
+        else:
+            self._cut(lease, at)
+        if self._is_over(lease):
+            return
+        # Where a read failed, another tier may have it; this one is believed to have it not.
+        if lease.limited or not (came or cleared):
+            self._grow(lease)
+        elif lease.final:
+            self._tell_if_final(lease)
 
     def _is_over(self, lease: Lease) -> bool:
         """Whether nobody waits for a lease any more."""
@@ -462,33 +518,25 @@ class Leases:
         home = self._sessions.sessions.get(lease.session)
         return home is None or home.leases.get(lease.ticket) is not lease or lease.orphaned
 
-    def _hand_over(self, entry: Entry) -> None:
-        """Lease a chunk that was promoted to everybody who waits for it."""
-        waiters = self.waiters.pop(entry, {})
-        entry.fresh = not waiters
-        for lease in waiters:
-            del lease.waiting[entry.key]
-            self._space.lease(entry)
-        self._work.start(self._tell([w for w in waiters if w.limited or w.final]))
+    def _hand_over(self, entry: Entry) -> Job:
+        """Lease a chunk that was promoted to everybody who waits for it; it stays until then."""
+        pin = LettingGo([entry], 0)
+        self.letting_go.add(pin)
+        self._space.lease(entry)
+        try:
+            yield from self._tell(entry)
+        finally:
+            self._space.unlease(entry)
+            self.letting_go.remove(pin)
 
     def _cut_cleared(self) -> Job:
         """Have nobody wait for what was cleared."""
-        cleared = [entry for entry in self.waiters if entry.holding.cleared]
-        for done, entry in enumerate(cleared):
-            if done and done % _WOKEN == 0:
-                yield
-            yield from self._tell(self._cut_before(entry))
-
-    def _cut_before(self, entry: Entry) -> Iterable[Lease]:
-        """Cut every ticket that waits for a chunk before it: it will not come."""
-        waiting = self.waiters.pop(entry, {})
-        for lease in waiting:
-            self._cut(lease, lease.waiting[entry.key])
-        return waiting
+        yield from self._tell(*[entry for entry in self.waiters if entry.holding.cleared])
 
     def _tell_if_final(self, lease: Lease) -> None:
         self._count(lease)
-        if lease.final and lease.expected:
+        # Another session may have its session's name by now, and a lease by its ticket.
+        if lease.final and lease.expected and not self._is_over(lease):
             self._actions.append(Update(lease.session, self._answer(lease)))
             self._note_final(lease)
             home = self._sessions.sessions.get(lease.session)
@@ -503,7 +551,7 @@ class Leases:
             lease.expected = False
 
     def _settle(self, home: Session, lease: Lease) -> None:
-        lease.growing = lease.limited = False
+        self._halt(lease)
         self._cut(lease, min(lease.waiting.values(), default=len(lease.slots)))
         self._count(lease)
         self._note_final(lease)
@@ -528,7 +576,7 @@ class Leases:
     def _look_through(self, home: Session, *, scheduler: bool) -> Job:
         """End a session's leases that nobody can be using, after a member has gone."""
         for done, lease in enumerate(consume(home.leases.values())):
-            if done and done % _WOKEN == 0:
+            if done and done % self._work.pace.tickets == 0:
                 yield
             if home.leases.get(lease.ticket) is not lease:
                 continue
@@ -537,11 +585,13 @@ class Leases:
                 self._settle(home, lease)
             if not home.members or home.ended(lease):
                 self._end(home, lease)
-        self.leaving.discard(home)
+        self.leaving[home] -= 1
+        if not self.leaving[home]:
+            del self.leaving[home]
 
     def _end(self, home: Session, lease: Lease) -> None:
         if home.leases.pop(lease.ticket, None) is not None:
-            lease.growing = lease.limited = False
+            self._halt(lease)
             self._cut(lease, 0)
 
     def _cut(self, lease: Lease, index: int) -> None:

@@ -52,19 +52,14 @@ class Lookups:
             return entry.namespace is not namespace
         return self._tiers.is_foreign(key, namespace)
 
-    def answered(
-        self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None
-    ) -> list[Lease]:
-        """Take a tier's answer; return the leases that can go on."""
-        return self._wake(self._tiers.presence(tier).answered(number, found))
+    def answered(self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None) -> Lookup:
+        """Take a tier's answer; return the question, with the leases that can go on."""
+        return self._tiers.presence(tier).answered(number, found)
 
-    def offline(self, tier: TierName) -> list[Lease]:
-        """Return the leases that waited for a tier; nobody waits for it any more."""
+    def offline(self, tier: TierName) -> list[Lookup]:
+        """Return the questions to a tier whose answers nobody is to wait for any more."""
         presence = self._tiers.shared.get(tier)
-        if presence is None:
-            return []
-        woken = [lease for lookup in presence.lookups.values() for lease in self._wake(lookup)]
-        return list(dict.fromkeys(woken))
+        return [] if presence is None else [q for q in presence.lookups.values() if q.waiting]
 
     @staticmethod
     def leave(lease: Lease) -> None:
@@ -72,12 +67,6 @@ class Lookups:
         for lookup in lease.lookups:
             del lookup.waiting[lease]
         lease.lookups.clear()
-
-    def _wake(self, lookup: Lookup) -> list[Lease]:
-        woken = list(lookup.waiting)
-        for lease in woken:
-            self.leave(lease)
-        return woken
 
     @staticmethod
     def _wait(lease: Lease, namespace: NamespaceState, tier: Presence, key: ChunkKey) -> None:

@@ -7,9 +7,31 @@ from weakref import WeakValueDictionary
 from kvhaven.catalog.entries import NamespaceState, Tenant
 from kvhaven.catalog.holdings import Scope
 from kvhaven.errors import KVHavenError
+from kvhaven.maps import StripedDict
 from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import NO_TENANT, NamespaceDigest, TenantId
+
+
+class Limits:
+    """The quotas in force: those of the settings, but for tenants that were given another one."""
+
+    def __init__(self, quotas: Quotas) -> None:
+        self._quotas = quotas
+        self._changed = StripedDict[TenantId, int | None]()
+
+    def of(self, tenant: TenantId) -> int | None:
+        """Return a tenant's quota in bytes; None is any number."""
+        if tenant != NO_TENANT and tenant in self._changed:
+            return self._changed[tenant]
+        return self._quotas.of(tenant)
+
+    def change(self, tenant: TenantId, quota: int | None) -> None:
+        """Give a tenant another quota. Only one that is not that of the settings is remembered."""
+        if quota == self._quotas.of(tenant):
+            self._changed.pop(tenant, None)
+        else:
+            self._changed[tenant] = quota
 
 
 class Owners:
@@ -21,8 +43,8 @@ class Owners:
     """
 
     def __init__(self, memory: Quotas, disk: Quotas) -> None:
-        self.memory = memory
-        self.disk = disk
+        self.memory = Limits(memory)
+        self.disk = Limits(disk)
         self._namespaces: dict[NamespaceDigest, NamespaceState] = {}
         self._nobody = Tenant(NO_TENANT, None, None)
         # In stripes, by the first byte of a tenant's name, which is a digest (see `maps`).
@@ -71,14 +93,14 @@ class Owners:
 
     def limit_memory(self, tenant: TenantId, quota: int | None) -> Tenant:
         """Note a tenant's quota of the arena, and return the tenant."""
-        self.memory = self.memory.changed(tenant, quota)
+        self.memory.change(tenant, quota)
         known = self.tenant(tenant)
         known.memory_quota = quota
         return known
 
     def limit_disk(self, tenant: TenantId, quota: int | None) -> Tenant:
         """Note a tenant's quota of each tier of our own, and return the tenant."""
-        self.disk = self.disk.changed(tenant, quota)
+        self.disk.change(tenant, quota)
         known = self.tenant(tenant)
         known.disk_quota = quota
         return known

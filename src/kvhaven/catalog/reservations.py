@@ -35,7 +35,8 @@ class Reservations:
         self._space = space
         self._sessions = sessions
         self._work = work
-        self.leaving: dict[MemberId, Member] = {}  # who are gone, while their part ends
+        # Members that are gone, while their part ends: one may be back by the same name by then.
+        self.leaving: set[Member] = set()
         self.commits = 0
         self.refused = 0
 
@@ -123,7 +124,7 @@ class Reservations:
         """End all parts of a member that cannot write any more."""
         member.void.update(member.open)
         member.open = {}
-        self.leaving[member.id] = member
+        self.leaving.add(member)
         self._work.start(self._give_up_all(member))
 
     def forget(self, session: SessionId) -> None:
@@ -152,7 +153,7 @@ class Reservations:
             if done and done % heavy == 0:
                 yield
             self._give_up(member.void.pop(generation), member.id)
-        del self.leaving[member.id]
+        self.leaving.remove(member)
 
     def _close(self, member: Member | None, key: ChunkKey, generation: int) -> Entry | None:
         """Take a chunk out of what a member has open, if it is there."""

@@ -3,13 +3,12 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import product
 
 import msgspec
 
 from kvhaven.catalog.actions import Action, TierDelete
 from kvhaven.catalog.entries import NamespaceState, Tenant
-from kvhaven.catalog.holdings import Holding, Place, Scope
+from kvhaven.catalog.holdings import Holding, Place, Scope, scopes_over
 from kvhaven.catalog.tierspec import Moves, TierFigures, TierSpec
 from kvhaven.catalog.work import Job, Work
 from kvhaven.errors import KVHavenError
@@ -23,15 +22,17 @@ _MOST_CLEARED = 1024
 class Share:
     """What a tenant that has, or had, a quota has in a tier: its chunks in the order of use.
 
-    Until it is `complete`, chunks that were there before its first quota are added bit by bit.
+    Until it is `complete`, chunks that were there before its first quota are added bit by bit;
+    those that a scan finds meanwhile are `passed` over, and added in another round.
     """
 
-    __slots__ = ("bytes", "complete", "order", "trimming")
+    __slots__ = ("bytes", "complete", "order", "passed", "trimming")
 
     def __init__(self) -> None:
         self.bytes = 0
         self.order = OrderedMap[ChunkKey, None]()
         self.complete = True
+        self.passed = False
         self.trimming = False
 
 
@@ -137,7 +138,7 @@ class TierIndex(Moves):
                 f"there are {namespace.shards}"
             )
         stored = self.stored.get(key)
-        if stored is None and self._was_cleared(namespace):
+        if stored is None and self._is_cleared(namespace):
             self._delete_files(key, namespace)
             return
         if stored is None:
@@ -158,8 +159,13 @@ class TierIndex(Moves):
         return self.writing_bytes + bytes_ <= self.spec.capacity_bytes
 
     def write_begins(self, key: ChunkKey, namespace: NamespaceState) -> None:
-        """Make room for a chunk. One of its name that was cleared is deleted before."""
+        """Make room for a chunk. One of its name that was cleared is deleted before.
+
+        Or written over, where it is still being read.
+        """
         self._drop_cleared(key)
+        if self._delete_later.get(key) is namespace:
+            del self._delete_later[key]
         super().write_begins(key, namespace)
         self.writing[namespace.tenant] += namespace.stored_bytes
         self._trim_for(namespace)
@@ -340,8 +346,8 @@ class TierIndex(Moves):
     def _gather(self, tenant: Tenant, share: Share) -> Job:
         """Find all chunks of a tenant, in the order of their last use, and keep it to its quota."""
         looked, known = 0, -1
-        while known < len(share.order):  # again: older ones may have been found meanwhile
-            known = len(share.order)
+        while share.passed or known < len(share.order):
+            known, share.passed = len(share.order), False
             for page in self.stored.walk_back():
                 looked += len(page)
                 for key, stored in page:
@@ -357,13 +363,6 @@ class TierIndex(Moves):
             del self.shares[tenant]
         self._trim_tenant(tenant)
 
-    def _was_cleared(self, namespace: NamespaceState) -> bool:
-        """Whether a tenant's part of a namespace was cleared, of which files may still be there."""
-        digest, tenant = namespace.namespace.digest, namespace.tenant.id
-        return bool(self._cleared) and any(
-            Scope(*names) in self._cleared for names in product((None, digest), (None, tenant))
-        )
-
     def _insert(self, namespace: NamespaceState, key: ChunkKey, *, oldest: bool = False) -> Stored:
         holding = self.place.holding(namespace)
         stored = Stored(namespace, holding)
@@ -374,7 +373,9 @@ class TierIndex(Moves):
         share = self.shares.get(tenant)
         if share is None and tenant.disk_quota is not None:
             share = self.shares[tenant] = Share()
-        if share is not None and (share.complete or not oldest):
+        if share is not None and oldest and not share.complete:
+            share.passed = True  # it comes before those that are still to be added
+        elif share is not None:
             (share.order.prepend if oldest else share.order.append)(key, None)
         return stored
 
@@ -410,6 +411,10 @@ class TierIndex(Moves):
             self.kept[tenant] += sign * stored.bytes
             if not self.kept[tenant]:
                 del self.kept[tenant]
+
+    def _is_cleared(self, namespace: NamespaceState) -> bool:
+        """Whether a tenant's part of a namespace was cleared, of which files may still be there."""
+        return bool(self._cleared) and not self._cleared.keys().isdisjoint(scopes_over(namespace))
 
     def _delete_files(self, key: ChunkKey, namespace: NamespaceState) -> None:
         digest, tenant = namespace.namespace.digest, namespace.tenant.id

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvhaven.catalog.actions import Action, TierWrite
 from kvhaven.catalog.entries import Entry, State
-from kvhaven.catalog.holdings import Scope
+from kvhaven.catalog.holdings import Scope, scopes_over
 from kvhaven.catalog.tierspec import TierState, WriteMode
 from kvhaven.catalog.work import Job, Work
 from kvhaven.types import ChunkKey
@@ -28,8 +28,9 @@ class WriteBehind:
     `THROUGH`, otherwise it is dropped when its chunk is evicted. When more than `limit_bytes`
     wait, the oldest is dropped. `let_go` is told of each chunk that a dropped write pinned.
 
-    What waits when it is cleared is dropped at its turn, or when `_prune` comes by: in `voids` is
-    the number of the last offer before each clear.
+    What waits when it is cleared is dropped at its turn, or when `_prune` comes by: `voids` has the
+    number of the last offer before each clear. Those of `later_voids` came while `_prune` was on
+    its way, so they need another turn.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class WriteBehind:
         self.written = 0
         self.cancelled: set[ChunkKey] = set()
         self.voids: dict[Scope, int] = {}
+        self.later_voids: dict[Scope, int] = {}
         self.limit_bytes = limit_bytes
         self._actions = actions
         self._let_go = let_go
         self._work = work
         self._offers = 0
         self._pumping = False
+        self._pruning = False
 
     def offer(self, entry: Entry) -> None:
         """Have a resident chunk written that the tier is not known to have."""
@@ -105,9 +108,9 @@ class WriteBehind:
         """Drop waiting writes of what a scope names; those under way are deleted when they end."""
         self.cancelled.update(k for k, e in self.writing.items() if scope.covers(e.namespace))
         if self.queue:
-            pruning = bool(self.voids)
-            self.voids[scope] = self._offers
-            if not pruning:
+            self.later_voids[scope] = self._offers
+            if not self._pruning:
+                self._pruning = True
                 self._work.start_if_small(self._prune(), len(self.queue))
 
     def discard(self, entry: Entry) -> None:
@@ -149,8 +152,8 @@ class WriteBehind:
 
     def _prune(self) -> Job:
         """Drop what is void among all that waits; a turn of the whole queue for each round."""
-        while self.voids:
-            voids = dict(self.voids)
+        while self.later_voids:
+            self.voids, self.later_voids = self.later_voids, {}
             for done in range(len(self.queue)):
                 if done and done % self._work.pace.heavy == 0:
                     yield
@@ -161,7 +164,8 @@ class WriteBehind:
                     self._unpin(offer[0])
                 else:
                     self._append(offer)
-            self.voids = {s: number for s, number in self.voids.items() if voids.get(s) != number}
+        self.voids = {}
+        self._pruning = False
 
     def _drop(self) -> Job:
         dropped = 0
@@ -175,9 +179,12 @@ class WriteBehind:
 
     def _is_void(self, offer: _Offer) -> bool:
         """Whether a chunk was cleared from the tier after it was offered."""
+        if not self._pruning:
+            return False
         entry, number = offer
         return any(
-            number <= last and scope.covers(entry.namespace) for scope, last in self.voids.items()
+            number <= max(self.voids.get(scope, 0), self.later_voids.get(scope, 0))
+            for scope in scopes_over(entry.namespace)
         )
 
     def _append(self, offer: _Offer) -> None:

@@ -251,21 +251,33 @@ class Service:
         self._people.acted()
 
     def _do_actions(self) -> Job:
-        while self._actions:
-            action = self._actions.popleft()
-            if isinstance(action, Update):
-                self._loads.updated(action)
-            else:
-                self._runner.run(action)
-            yield
-        self._acting = False
+        try:
+            while self._actions:
+                try:
+                    self._do_action(self._actions.popleft())
+                except Exception:  # the others are done all the same
+                    logger.exception("an action of the catalog failed")
+                yield
+        finally:
+            self._acting = False
+
+    def _do_action(self, action: Action) -> None:
+        if isinstance(action, Update):
+            self._loads.updated(action)
+        else:
+            self._runner.run(action)
 
     def _do_work(self) -> Job:
-        while self.catalog.busy:
-            if len(self._actions) < _MOST_ACTIONS:
-                self.catalog.work()
-            yield
-        self._working = False
+        try:
+            while self.catalog.busy:
+                try:
+                    if len(self._actions) < _MOST_ACTIONS:
+                        self.catalog.work()
+                except Exception:  # the catalog has dropped that job: the others go on
+                    logger.exception("a job of the catalog failed")
+                yield
+        finally:
+            self._working = False
 
     async def _every(self, seconds: float, look: Callable[[], Job | None]) -> None:
         """Look after something again and again; a failure of it ends nothing."""

@@ -200,6 +200,30 @@ def test_what_a_failed_load_left_in_the_engines_cache_is_not_saved(bench: Bench)
     assert saved_chunks(plan) == 0
 
 
+def test_what_was_written_before_a_failed_load_was_planned_is_saved_on(bench: Bench) -> None:
+    """A system prompt that is hit all the time is never evicted: its requests are cached on."""
+    side, hot, loading = bench.side(), make_request(40, "hot"), make_request(range(100, 140), "l")
+    run_new(side, hot, 40)
+    side.finished(hot)
+    bench.fill(loading)
+    tokens, _ = ask(side, loading)
+    assert tokens
+    side.allocated(loading, ([*range(20, 30)],), tokens)
+    side.plan_step(scheduled())
+    beside = make_request(range(200, 240), "beside")
+    run_new(side, beside, 40, blocks=range(40, 50))
+    side.finished(beside)
+    side.block_pool = Pool(range(50))
+    side.reported(StepReport(failed_loads={0: 1}), ("l",))
+    doubtful = make_request(range(200, 264), "doubtful")
+    blocks = [*range(40, 48), *range(60, 68)]
+    assert saved_chunks(run_new(side, doubtful, 32, computed=32, blocks=blocks)) == 0
+    for number in range(3):
+        follows = make_request([*range(32), *range(300 + number, 332 + number)], f"{number}")
+        blocks = [*range(8), *range(70 + 8 * number, 78 + 8 * number)]
+        assert saved_chunks(run_new(side, follows, 32, computed=32, blocks=blocks)) >= 2
+
+
 def test_after_an_error_in_planning_a_step_what_it_wrote_is_not_saved(bench: Bench) -> None:
     """A request with KV of the old epoch got new blocks in that step, which was not noted."""
     side, old = bench.side(), make_request(40, "old")

@@ -229,6 +229,36 @@ def test_nothing_is_saved_while_a_conflict_may_be_found(bench: Bench) -> None:
     assert saved_chunks(side.plan_step(scheduled(cached=[(waiting, None, 47, 1)]))) == 3
 
 
+def test_a_request_of_one_step_is_saved_while_others_wait_with_the_same_image(
+    bench: Bench,
+) -> None:
+    """Those have computed nothing yet, so that nothing of theirs can be in its blocks."""
+    side = bench.side(lookup_deadline_ms=20)
+    first = make_request(40, "first", mm_features=[image(1.0, "cat")])
+    assert ask(side, first) == (0, False)
+    held = Held(side)
+    for name in ("second", "third"):
+        ask(side, make_request(40, name, mm_features=[image(1.0, "cat")]))
+    assert saved_chunks(run_new(side, first, 40)) == 2
+    held.go_on.set()
+
+
+def test_media_beyond_what_may_wait_are_not_hashed_and_their_names_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = bench.side(lookup_deadline_ms=20)
+    held = Held(side)
+    one = image(1.0, "queued")
+    monkeypatch.setattr(media, "_QUEUED_MOST", media._size(one.data))
+    ask(side, make_request(40, "queued", mm_features=[one]))
+    ask(side, make_request(40, "beyond", mm_features=[image(2.0, "beyond")]))
+    held.go_on.set()
+    wait_until(lambda: side._extras.media.settled(()) and not side._extras.media._queue)
+    assert len(keys_of(side, "queued again", mm_features=[image(1.0, "queued")])) == 2
+    assert keys_of(side, "beyond again", mm_features=[image(2.0, "beyond")]) == ()
+    assert not side._extras.media._queued_bytes
+
+
 def test_with_too_many_ambiguous_identifiers_new_ones_are_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +315,20 @@ def test_a_reset_of_the_encoder_cache_before_the_weights_changed_proves_nothing(
     side.encodings_dropped()
     change_weights(bench, side)
     assert keys_of(side, "after", mm_features=[image(1.0, "cat")]) == ()
+
+
+def test_media_that_were_not_encoded_between_a_reset_and_a_change_of_weights_are_accepted(
+    bench: Bench,
+) -> None:
+    """As with `pause(clear_cache=True)`, `update_weights`, `resume`, again and again."""
+    side = bench.side()
+    for weights in range(1, 4):
+        request = make_request(40, f"before {weights}", mm_features=[image(1.0, "cat")])
+        assert saved_chunks(run_new(side, request, 40)) == 2
+        side.finished(request)
+        side.encodings_dropped()
+        bench.change_weights(weights)
+        wait_until(lambda now=weights: side._client.models.get(0) == ModelState(weights=now))
 
 
 @pytest.mark.parametrize(("identifier", "saved"), [("a:cat", 0), ("cat", 2)])

@@ -64,8 +64,8 @@ class ExtrasSource:
         self.media = MediaNames()
         self._media: dict[str, tuple[Turn, Media]] = {}
 
-    def note(self, request: "Request") -> None:
-        """Note a request that is there, or is about to run, whether it is cached or not.
+    def note(self, request: "Request", *, runs: bool = False) -> None:
+        """Note a request that is there, or `runs` in this step, whether it is cached or not.
 
         What it computes stays in the engine's own caches, and those go by names.
         """
@@ -78,6 +78,8 @@ class ExtrasSource:
                 adapter = getattr(request.lora_request, "lora_name", None)
                 media = self.media.note(request.mm_features, adapter)
                 self._media[request.request_id] = turn, media
+            if runs and request.request_id in self._media:
+                self.media.runs(self._media[request.request_id][1])
 
     def begin(self, request: "Request") -> PendingExtras:
         """Begin to find out a request's extras. Raises `KeyInputError` for what cannot be named."""
@@ -91,6 +93,10 @@ class ExtrasSource:
             )
         media = self._media[request.request_id][1] if request.mm_features else None
         return PendingExtras(salt, request.lora_request, self._adapters, media)
+
+    def encodings_dropped(self) -> None:
+        """Note that vLLM has dropped what it encoded of media."""
+        self.media.encodings_dropped(media for _, media in self._media.values())
 
     def finished(self, request_id: str) -> None:
         """Forget a request. Its media are hashed to the end: its KV stays in the engine's cache."""

@@ -3,7 +3,7 @@
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 from weakref import ref
@@ -17,6 +17,9 @@ _KNOWN_MOST: Final = 1 << 17
 """Identifiers whose content is remembered; the engine's encoder cache holds far fewer."""
 _REFUSED_MOST: Final = 1 << 16
 """Identifiers that are remembered as ambiguous; beyond, only those that are known are accepted."""
+_QUEUED_MOST: Final = 4 << 30
+"""Bytes of media that wait to be hashed: they may be kept longer than their requests."""
+_TOO_MANY: Final = "media: not hashed, as those of too many requests wait for it"
 
 _ADVICE: Final = "give each item a UUID of its own, or none"
 
@@ -45,10 +48,15 @@ class _Feature(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """An identifier's content, and what its encoding may be of: when it came first, and a LoRA."""
+    """An identifier's content, and what vLLM's encoding of it may be of.
+
+    `since` is when it came first after the encodings were dropped for the `drops`-th time, and
+    `tower` whether a LoRA adapter has a part in it.
+    """
 
     content: bytes
     since: int
+    drops: int
     tower: bool
 
 
@@ -60,14 +68,18 @@ class Media:
         names: "MediaNames",
         features: Sequence[_Feature],
         digests: "Future[list[bytes | Exception]]",
-        now: int,
+        since: int,
+        drops: int,
         adapter: str | None,
         error: Exception | None,
     ) -> None:
         self.features = features
         self.digests = digests
-        self.now = now
+        self.since = since
+        self.drops = drops
         self.adapter = adapter
+        self.runs = self.taken_in = False
+        self.bytes = 0
         self._names = names
         self._error = error
 
@@ -96,7 +108,7 @@ class Media:
 
     @property
     def settled(self) -> bool:
-        """Whether no other request has brought one of the identifiers and is being hashed."""
+        """Whether all that the engine has begun to compute with these identifiers is hashed."""
         return self._names.settled(feature.identifier for feature in self.features)
 
 
@@ -121,12 +133,14 @@ class MediaNames:
         self._hasher = ThreadPoolExecutor(1, "kvhaven-media")
         self._kept: dict[int, tuple[ref[Any], bytes]] = {}  # the hasher's alone
         self._queue: deque[Media] = deque()
-        self._queued: Counter[str] = Counter()
+        self._queued_bytes = 0
+        self._running: Counter[str] = Counter()  # identifiers that compute, or did, unhashed
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._refused: set[str] = set()
         self._full = False
         self._now = 0  # counts changes of encoders
         self._encoder_since = self._towers_since = 0
+        self._drops = 0
 
     def note(self, features: Sequence[Any], adapter: str | None = None) -> Media:
         """Have the media of a request hashed, which vLLM's caches may hold from now on.
@@ -135,23 +149,42 @@ class MediaNames:
         """
         self.take_in()
         readable: list[_Feature] = []
+        size = 0
         error: Exception | None = None
         for feature in features:
             try:  # copied now: a session's features move when more input comes
-                readable.append(_Feature.of(feature))
+                one = _Feature.of(feature)
+                size += _size(one.data)
+                readable.append(one)
             except Exception as raised:  # noqa: BLE001 - whatever it is, the content is not known
                 error = error or raised
                 self._refuse(str(getattr(feature, "identifier", None)))
-        digests = self._hasher.submit(self._hash, readable)
-        media = Media(self, readable, digests, self._now, adapter, error)
+        if self._queued_bytes + size > _QUEUED_MOST and self._queue:
+            digests: Future[list[bytes | Exception]] = Future()
+            digests.set_result([KeyInputError(_TOO_MANY)] * len(readable))
+        else:
+            digests = self._hasher.submit(self._hash, readable)
+        media = Media(self, readable, digests, self._now, self._drops, adapter, error)
+        media.bytes = size
+        self._queued_bytes += size
         self._queue.append(media)
-        self._queued.update(feature.identifier for feature in readable)
         return media
+
+    def runs(self, media: Media) -> None:
+        """Note that a request begins to compute, or goes on."""
+        if not media.runs:
+            media.runs = True
+            if not media.taken_in:
+                self._running.update(feature.identifier for feature in media.features)
 
     def take_in(self) -> None:
         """Take in what was hashed since the last call, in the order in which it came."""
         while self._queue and not self._queue[0].hashing:
             media = self._queue.popleft()
+            media.taken_in = True
+            self._queued_bytes -= media.bytes
+            if media.runs:
+                self._running -= Counter(feature.identifier for feature in media.features)
             try:
                 digests = media.digests.result()
             except CancelledError:  # the connector is closing
@@ -161,12 +194,12 @@ class MediaNames:
                 tower = media.adapter is not None and feature.identifier.startswith(
                     f"{media.adapter}:"
                 )
-                self._take_in(feature.identifier, digest, media.now, tower=tower)
+                self._take_in(feature.identifier, digest, media, tower=tower)
 
-    def settled(self, identifiers: Any) -> bool:
-        """Whether nothing that came with one of these identifiers is still being hashed."""
+    def settled(self, identifiers: Iterable[str]) -> bool:
+        """Whether nothing that computes, or did, under these identifiers is still being hashed."""
         self.take_in()
-        return not any(identifier in self._queued for identifier in identifiers)
+        return not any(identifier in self._running for identifier in identifiers)
 
     def check(self, identifier: str) -> None:
         """Raise `KeyInputError` unless an identifier stands for the content that it came with."""
@@ -181,7 +214,8 @@ class MediaNames:
                 f"media item {identifier!r}: too many identifiers came with two contents, so a "
                 f"new one is not accepted; {_ADVICE}, and start the engine anew"
             )
-        if known.since < max(self._encoder_since, known.tower * self._towers_since):
+        changed = max(self._encoder_since, known.tower * self._towers_since)
+        if known.drops == self._drops and known.since < changed:
             raise KeyInputError(
                 f"media item {identifier!r}: it came before the encoder was changed, and vLLM may "
                 "have kept its encoding; reset vLLM's encoder cache after such a change"
@@ -197,27 +231,35 @@ class MediaNames:
         self._now += 1
         self._towers_since = self._now
 
-    def encodings_dropped(self) -> None:
-        """Accept what came before a change: vLLM has dropped what it had encoded."""
-        self._encoder_since = self._towers_since = 0
+    def encodings_dropped(self, live: Iterable[Media]) -> None:
+        """Accept what came before: vLLM has dropped what it had encoded.
+
+        The media of `live` requests may be encoded from now on.
+        """
+        self._drops += 1
+        for media in live:
+            media.since, media.drops = self._now, self._drops
+            for feature in media.features:
+                known = self._known.get(feature.identifier)
+                if known is not None:
+                    again = known._replace(since=self._now, drops=self._drops)
+                    self._known[feature.identifier] = again
 
     def close(self) -> None:
         """End the thread."""
         self._hasher.shutdown(wait=False, cancel_futures=True)
 
     def _take_in(
-        self, identifier: str, digest: bytes | Exception, since: int, *, tower: bool
+        self, identifier: str, digest: bytes | Exception, media: Media, *, tower: bool
     ) -> None:
-        self._queued[identifier] -= 1
-        if not self._queued[identifier]:
-            del self._queued[identifier]
         known = self._known.get(identifier)
         if isinstance(digest, Exception) or (known is not None and known.content != digest):
             self._refuse(identifier)
-        elif known is not None:
+        elif known is not None and known.drops >= media.drops:
             self._known.move_to_end(identifier)
-        elif identifier not in self._refused and not self._full:
-            self._known[identifier] = _Known(digest, since, tower)
+        elif known is not None or (identifier not in self._refused and not self._full):
+            self._known[identifier] = _Known(digest, media.since, media.drops, tower)
+            self._known.move_to_end(identifier)
             if len(self._known) > _KNOWN_MOST:
                 self._known.popitem(last=False)
 
@@ -269,3 +311,12 @@ class MediaNames:
         address = id(data)
         self._kept[address] = ref(data, lambda _: self._kept.pop(address, None)), digest
         return digest
+
+
+def _size(data: Any) -> int:
+    """Return how many bytes the tensors of a media item have, as far as they can be seen."""
+    if isinstance(data, Mapping):
+        return sum(_size(getattr(element, "data", None)) for element in data.values())
+    if isinstance(data, list | tuple):
+        return sum(map(_size, data))
+    return int(getattr(data, "nbytes", 0))

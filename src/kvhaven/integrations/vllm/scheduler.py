@@ -166,6 +166,7 @@ class SchedulerSide:
         self._saves.note_new(blocks, offer.start)
         self._epoch.extended(request.request_id, blocks[0][offer.start // self._block_sizes[0] :])
         job = self._plan_load(tracker, offer, offer.start + tokens)
+        self._epoch.load_planned(request.request_id, reported=self._asynchronous)
         tracker.ask_after = 0.0
         # Last, and together: from here on the ranks end the lease.
         self._lookups.take(tracker, offer)
@@ -191,11 +192,13 @@ class SchedulerSide:
             (tuple(ids[computed // size : -(-(computed + tokens) // size)]),)
             for ids, size in zip(blocks, self._block_sizes, strict=True)
         )
+        self._epoch.load_planned(request.request_id, reported=self._asynchronous)
         self._loads.append(LoadJob(request.request_id, 0, "", (), (), groups, self._asynchronous))
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
         """Return what the workers do in the step that was just scheduled."""
         self._lookups.new_step()
+        self._epoch.next_step()
         self._follow_weights()
         self._note(output)
         saves: list[SaveJob] = []
@@ -234,6 +237,7 @@ class SchedulerSide:
     def reported(self, report: StepReport, finished_loads: Iterable[str]) -> None:
         """Take the ranks' report of a step."""
         self._saves.reported(report)
+        finished_loads = list(finished_loads)
         for request_id in finished_loads:
             self._lookups.load_ended(request_id)
         news = {
@@ -248,7 +252,9 @@ class SchedulerSide:
             # ahead of those whose loads have ended, and a new load of it could wait for their
             # blocks for good.
             self._failed_loads |= news
-            self._leave_alone(self._epoch.distrust(self._trackers, self.block_pool))
+            self._leave_alone(self._epoch.distrust_loads(self._trackers, self.block_pool))
+        for request_id in finished_loads:
+            self._epoch.load_ended(request_id)
 
     def finished(self, request: "Request") -> None:
         """The request is over (or was aborted); its blocks are fenced, not kept."""
@@ -278,7 +284,7 @@ class SchedulerSide:
     def encodings_dropped(self) -> None:
         """VLLM has dropped what it encoded of media, after a change of weights as a rule."""
         self._follow_weights()
-        self._extras.media.encodings_dropped()
+        self._extras.encodings_dropped()
 
     def loaded_offer(self, request: "Request") -> Offer | None:
         """Return what was loaded for a request last."""
@@ -324,7 +330,7 @@ class SchedulerSide:
         for request_id in (*started, *output.scheduled_cached_reqs.resumed_req_ids):
             request = self._requests.get(request_id)
             if request is not None:
-                self._extras.note(request)
+                self._extras.note(request, runs=True)
 
     def _follow(self, tracker: Tracker) -> None:
         """Key a request when its extras are known, and anew when its session got more input.

@@ -163,10 +163,7 @@ class LingeringScan(DiskTier):
         self.scans += 1
         first = self.scans == 1
         async for found in super().scan(tenant):
-            while first and self.health().epoch == 1:
-                await asyncio.sleep(0.01)
-            while first and not self.let_go:
-                await asyncio.sleep(0.01)
+            await until(lambda: self.let_go or not first)
             yield found
 
 

@@ -364,8 +364,8 @@ class Catalog:
 
         What is cleared before a scan is complete, or while the tier is offline, is deleted when it
         is found until a scan that begins afterwards is complete. The scan of a tier that was
-        opened anew begins before `tier_online` says that it is in use again. Raises KVHavenError for an unknown tier, and for a
-        shared one.
+        opened anew begins before `tier_online` says that it is in use again. Raises
+        KVHavenError for an unknown tier, and for a shared one.
         """
         self._tiers.own_index(tier).scan(begins=not ended, complete=complete)
 

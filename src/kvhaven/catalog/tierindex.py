@@ -147,7 +147,8 @@ class TierIndex(Moves):
         """Count a shard that the scan found and that takes `bytes_`.
 
         It is older than anything used since start. What was cleared (see `scan`) and neither
-        written anew nor just being written (`writing`) is deleted. Raises KVHavenError for a shard that the namespace does not have.
+        written anew nor just being written (`writing`) is deleted. Raises KVHavenError
+        for a shard that the namespace does not have.
         """
         if not 0 <= bit < namespace.shards:
             raise KVHavenError(

@@ -192,9 +192,14 @@ class FakeTiers:
         ends = scans[tier] == 2 or (scans[tier] == 1 and not self._world.one_in(3))
         scans[tier] += -1 if ends else 1
         self._world.catalog.tier_scanned(tier, ended=ends)
-        for key, stored in self._stores[tier].items() if not scans[tier] else ():
+        if not scans[tier]:
+            self._bring_back(tier)
+
+    def _bring_back(self, tier: TierName) -> None:
+        """Count what the catalog does not know when all is scanned as written since."""
+        for key, stored in self._stores[tier].items():
             if key not in self._world.catalog._tiers.own[tier].stored:
-                stored.cleared = False  # a scan that ended early never came upon it
+                stored.cleared = False
 
     def end_scans(self) -> None:
         """All scans end."""
@@ -245,6 +250,8 @@ class FakeTiers:
             return
         online[tier] = not online[tier]
         self._world.catalog.tier_online(tier, online[tier])
+        if tier in OWN and online[tier] and self._world.catalog._tiers.own[tier]._scanned:
+            self._bring_back(tier)
 
     def damage_memory(self) -> None:
         """A bit flips in a resident chunk, and verification finds it."""
@@ -282,6 +289,9 @@ class FakeTiers:
             for key, stored in self._stores[name].items():
                 if tier in {None, name} and namespace in {None, stored.namespace}:
                     stored.cleared |= tenant in {None, TENANT_OF[key]}
+            index = self._world.catalog._tiers.own[name]
+            if index.online and index._scanned:
+                self._bring_back(name)
 
     def _see(self, action: TierLookup) -> Found:
         """Return what a tier has of what is asked, now."""

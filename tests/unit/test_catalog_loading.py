@@ -234,21 +234,29 @@ def test_promotions_count_against_the_pin_limit() -> None:
 
 
 def test_a_disk_that_hangs_leaves_room_for_what_is_resident() -> None:
-    """Its reads never end; half of what may be pinned stays for memory."""
-    node, keys, resident = Node(pages=32, tiers=[spec()]), *map(keys_of, "ar", (20, 8))
+    """Its reads never end; an eighth of what may be pinned stays for memory."""
+    node, keys, resident = Node(pages=32, tiers=[spec()]), *map(keys_of, "ar", (20, 2))
     node.save(resident)
     node.store(keys)
-    assert node.catalog.prefetch(node.namespace.digest, keys) == 8
+    assert node.catalog.prefetch(node.namespace.digest, keys) == 14
     node.acquire(keys)
     node.catalog.tier_online(DISK, False)
     node.catalog.check()
-    assert len(node.acquire(resident).chunks) == 8
+    assert len(node.acquire(resident).chunks) == 2
+
+
+def test_two_prompts_that_fit_the_pin_limit_are_read_from_the_disk_together() -> None:
+    """The second is not told a miss since the first is long."""
+    node, first, second = Node(pages=40, tiers=[spec()]), *map(keys_of, "ab", (12, 4))
+    node.store([*first, *second])
+    assert [node.acquire(first).promoting, node.acquire(second).promoting] == [12, 4]
+    node.catalog.check()
 
 
 def test_a_prompt_longer_than_the_disk_may_be_read_at_a_time_comes_whole() -> None:
     node, keys = Node(pages=16, tiers=[spec()]), keys_of("a", 8)
     node.store(keys)
-    assert node.acquire(keys).promoting == 4
+    assert node.acquire(keys).promoting == 7
     while reads := node.reads():
         for read in reads:
             node.finish(read)

@@ -51,8 +51,8 @@ def test_a_clear_counts_until_a_scan_that_began_afterwards_has_ended() -> None:
         node.catalog.tier_online(DISK, False)
         node.catalog.clear(namespace, tenant=tenant)
         assert deleted(node) == [key]  # in vain
-        node.catalog.tier_online(DISK, True)
         node.catalog.tier_scanned(DISK, ended=False)
+        node.catalog.tier_online(DISK, True)
         assert found() == (0, [key])
         node.catalog.clear(tenant=TenantId(b"another."))
         node.catalog.tier_scanned(DISK, ended=True)
@@ -60,6 +60,58 @@ def test_a_clear_counts_until_a_scan_that_began_afterwards_has_ended() -> None:
     node.store([after])
     assert held(node) == 2
     node.catalog.check()
+
+
+def test_what_is_written_after_a_clear_is_found_after_an_outage() -> None:
+    """The clear was made when all was known, or in an outage that no scan followed."""
+    for outage in (False, True):
+        node, keys = Node(tiers=[spec()]), keys_of("a", 3)
+        for ended in (False, True):
+            node.catalog.tier_scanned(DISK, ended=ended)
+        node.catalog.tier_online(DISK, not outage)
+        node.catalog.clear()
+        node.catalog.tier_online(DISK, True)
+        node.catalog.tier_online(DISK, False)
+        node.catalog.tier_scanned(DISK, ended=False)
+        node.catalog.tier_online(DISK, True)
+        node.store(keys)
+        assert (held(node), deleted(node)) == (3, [])
+
+
+def test_what_is_found_while_it_is_written_anew_after_a_clear_is_not_deleted() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 1)
+    node.catalog.tier_scanned(DISK, ended=False)
+    node.catalog.clear()
+    node.save(keys)
+    (write,) = node.writes()
+    node.store(keys)
+    assert deleted(node) == []
+    node.catalog.tier_write_done(DISK, write.key, ok=True)
+    assert held(node) == 1
+    node.catalog.check()
+
+
+def test_what_was_cleared_while_it_is_read_is_not_found_by_a_scan() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 1)
+    for ended in (False, True):
+        node.catalog.tier_scanned(DISK, ended=ended)
+    node.store(keys)
+    node.acquire(keys)
+    (read,) = node.reads()
+    node.catalog.clear()
+    node.catalog.tier_scanned(DISK, ended=False)
+    node.store(keys)
+    assert (held(node), deleted(node)) == (0, [])
+    node.finish(read)
+    assert deleted(node) == keys
+
+
+def test_an_older_scan_that_fails_last_leaves_the_tier_scanned() -> None:
+    node = Node(tiers=[spec()])
+    for ended, complete in ((False, True), (False, True), (True, True), (True, False)):
+        assert not node.catalog.stats().tiers[DISK].scanned
+        node.catalog.tier_scanned(DISK, ended=ended, complete=complete)
+    assert node.catalog.stats().tiers[DISK].scanned
 
 
 def test_after_more_clears_than_are_remembered_all_that_is_found_goes() -> None:

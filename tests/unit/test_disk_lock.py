@@ -2,21 +2,30 @@
 """A directory belongs to one service. With real processes."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from kvhaven.catalog import TierSpec
 from kvhaven.config import Settings
 from kvhaven.errors import ConfigError, TierError
 from kvhaven.service.ladder import make_tiers
+from kvhaven.service.tier_runner import TierRunner
+from kvhaven.tiers.base import Namespace, StoredShard
+from kvhaven.tiers.disk import DiskTier
+from kvhaven.tiers.disk_lock import Directory
+from kvhaven.tiers.executor import TierExecutor
+from kvhaven.types import TenantId
 from tests.tiers import content, disk_tier, fetch, make_namespace, make_piece, scanned, store, until
+from tests.unit.catalog_kit import DISK, Node
 
 SPACE = make_namespace()
 PIECE = make_piece(SPACE)
@@ -119,6 +128,67 @@ async def test_whoever_lost_the_lock_file_does_not_go_on_as_if_it_held_it(tmp_pa
             assert not second.health().online
         assert await scanned(tier) == ({SPACE.digest}, {PIECE.shard})
         assert (await tier.check()).clean
+
+
+async def test_what_is_deleted_while_nothing_is_open_is_gone_when_it_is_open_again(
+    tmp_path: Path,
+) -> None:
+    """Also when it could not be deleted at once; what is written again stays."""
+    path, again = tmp_path / "tier", make_piece(SPACE, 1)
+    async with disk_tier(path) as tier:
+        await tier.add_namespace(SPACE)
+        await store(tier, PIECE, again)
+        (path / "lock").unlink()
+        with contextlib.closing(Directory(path)):
+            await until(lambda: not tier.health().online)
+            with pytest.raises(TierError):
+                await tier.delete([PIECE.shard, again.shard])
+        await until(lambda: tier.health().epoch == 2)
+        await store(tier, again)
+        assert await scanned(tier) == ({SPACE.digest}, {again.shard})
+        await until(lambda: len([*path.rglob("*.kv")]) == 1)
+        assert await fetch(tier, again.shard) == content(again)
+        assert (await tier.check()).clean
+
+
+class LingeringScan(DiskTier):
+    """A disk tier whose first scan goes on only when it is let go."""
+
+    scans = 0
+    let_go = False
+
+    async def scan(
+        self, tenant: TenantId | None = None
+    ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
+        self.scans += 1
+        first = self.scans == 1
+        async for found in super().scan(tenant):
+            await until(lambda: self.let_go or not first)
+            yield found
+
+
+async def test_an_older_scan_that_fails_last_causes_no_other_one(tmp_path: Path) -> None:
+    tier = LingeringScan(tmp_path / "tier", 1 << 20, executor=TierExecutor(), retry_s=0.05)
+    node = Node(tiers=[TierSpec(DISK, 1 << 20)])
+    runner = TierRunner(
+        node.catalog, {DISK: tier}, lambda _: memoryview(b""), lambda: None, lookup_s=1
+    )
+    await tier.start()
+    try:
+        await tier.add_namespace(SPACE)
+        runner.check_health()
+        await until(lambda: tier.scans == 1)
+        (tmp_path / "tier" / "lock").unlink()
+        await until(lambda: tier.health().epoch == 2)
+        runner.check_health()
+        await until(lambda: len(runner._tasks) == 1 and tier.scans == 2)
+        tier.let_go = True
+        await until(lambda: not runner._tasks)
+        runner.check_health()
+        assert not runner._tasks
+        assert node.catalog.stats().tiers[DISK].scanned
+    finally:
+        await runner.close(5)
 
 
 # --- others must not be able to put files there -------------------------------------------------

@@ -347,6 +347,7 @@ def test_what_is_cleared_while_another_holds_the_disk_does_not_come_back(short_d
                 assert control.clear().chunks > 0
             assert len(stored_files(short_dir)) == 2 * len(KEYS)
         eventually(lambda: not stored_files(short_dir))
+        eventually(lambda: node.status().catalog.tiers[DISK].online)
         eventually(lambda: node.status().catalog.tiers[DISK].scanned)
         assert engine.load(KEYS) == 0
         assert engine.save(KEYS) == 6

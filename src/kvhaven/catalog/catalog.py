@@ -362,9 +362,10 @@ class Catalog:
     def tier_scanned(self, tier: TierName, *, ended: bool, complete: bool = True) -> None:
         """Note that a scan of a tier of our own begins, or has ended; `complete`: not by an error.
 
-        What is cleared, also while the tier is offline, is deleted when it is found until a scan
-        that begins afterwards is complete. Raises KVHavenError for an unknown tier, and for a
-        shared one.
+        What is cleared before a scan is complete, or while the tier is offline, is deleted when it
+        is found until a scan that begins afterwards is complete. The scan of a tier that was
+        opened anew begins before `tier_online` says that it is in use again. Raises
+        KVHavenError for an unknown tier, and for a shared one.
         """
         self._tiers.own_index(tier).scan(begins=not ended, complete=complete)
 
@@ -382,7 +383,9 @@ class Catalog:
         Raises KVHavenError for an unknown tier, namespace or shard, and for a shared tier.
         """
         part = self._owners.part(namespace, tenant)
-        self._tiers.own_index(tier).found(part, key, shard_bit, bytes_)
+        index, entry = self._tiers.own_index(tier), self._tiers.writes[tier].writing.get(key)
+        writing = entry is not None and entry.namespace is part
+        index.found(part, key, shard_bit, bytes_, writing=writing)
 
     def tier_forgot(self, tier: TierName, key: ChunkKey) -> None:
         """Note that a tier lost a chunk by itself."""

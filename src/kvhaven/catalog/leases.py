@@ -101,10 +101,9 @@ class Leases:
 
     A promotion is for whoever waits when it ends. Nobody who waits holds up anyone: space for
     promotions is there before they are asked for, or the lease is cut, and leased and promoting
-    bytes together stay within `pin_limit`. Promotions stay within three quarters of that, those
-    from our own tiers within half, and those from shared ones too: when a tier hangs, so do its
-    reads, and what is resident or in another tier must still find room. A longer prompt goes on
-    when its first chunks have come.
+    bytes together stay within `pin_limit`. Promotions stay within seven eighths of that, those
+    from shared tiers within half: when a tier hangs, so do its reads, and what is resident must
+    still find room. A longer prompt goes on when its first chunks have come.
     """
 
     def __init__(
@@ -139,12 +138,13 @@ class Leases:
     @property
     def promotion_limit(self) -> int:
         """Bytes that may be read at a time from all tiers."""
-        return self.pin_limit * 3 // 4
+        return self.pin_limit * 7 // 8
 
     def tier_limit(self, tier: TierState) -> int:
         """Return how many bytes may be read at a time from a tier."""
-        same = self._tiers.shared if tier.spec.shared else self._tiers.own
-        return self.pin_limit // 2 // len(same)
+        if tier.spec.shared:
+            return self.pin_limit // 2 // len(self._tiers.shared)
+        return self.promotion_limit // len(self._tiers.own)
 
     def acquire(
         self,

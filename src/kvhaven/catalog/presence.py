@@ -61,7 +61,6 @@ class Presence(Moves):
     def __init__(self, spec: TierSpec, actions: list[Action], work: Work) -> None:
         super().__init__()
         self.spec = spec
-        self.online = True
         self.now = 0.0
         self.known = OrderedMap[ChunkKey, _Answer]()  # the oldest answer first
         self.lookups: dict[int, Lookup] = {}

@@ -61,7 +61,6 @@ class TierIndex(Moves):
     def __init__(self, spec: TierSpec, actions: list[Action], work: Work) -> None:
         super().__init__()
         self.spec = spec
-        self.online = True
         self.stored = OrderedMap[ChunkKey, Stored]()
         self.place = Place(spec.name)
         self.used_bytes = 0
@@ -76,6 +75,7 @@ class TierIndex(Moves):
         self._sweeping = False
         self._scans = 0  # that are under way: one may begin before an older one has ended
         self._begun = 0
+        self._complete = False  # one that is not older than the last that began
         self._scanned = False
         self._cleared: dict[Scope, int] = {}  # with how many scans had begun before
 
@@ -117,20 +117,38 @@ class TierIndex(Moves):
     def scan(self, *, begins: bool, complete: bool = True) -> None:
         """Note that a scan begins, or has ended, and whether it came upon everything.
 
-        The tier may be offline when something is cleared, and bring it back when it is online
-        again. So a clear counts for what is found until a scan that began after it is complete.
+        The tier may be offline when something is cleared, or hold what is not known yet. So a
+        clear counts for what is found until a scan that began after it is complete. One that is
+        made when all is known does not count: what is found later was written since. Where scans
+        overlap, an older one is of a former opening, and never complete.
         """
         self._begun += begins
         self._scans = max(0, self._scans + (1 if begins else -1))
-        self._scanned = complete and not self._scans
+        self._complete = not begins and (self._complete or complete)
+        self._scanned = self._complete and not self._scans
         if self._scanned:
             self._cleared = {s: begun for s, begun in self._cleared.items() if begun == self._begun}
 
-    def found(self, namespace: NamespaceState, key: ChunkKey, bit: int, bytes_: int) -> None:
+    def set_online(self, online: bool) -> None:
+        """Note whether the tier is in use. Where it was opened anew, its scan begins before."""
+        super().set_online(online)
+        if online and self._scanned:
+            self._cleared = {}  # it owes the deletes itself, and no scan follows
+
+    def found(
+        self,
+        namespace: NamespaceState,
+        key: ChunkKey,
+        bit: int,
+        bytes_: int,
+        *,
+        writing: bool = False,
+    ) -> None:
         """Count a shard that the scan found and that takes `bytes_`.
 
-        It is older than anything used since start. What was cleared (see `scan`) and not written
-        anew is deleted. Raises KVHavenError for a shard that the namespace does not have.
+        It is older than anything used since start. What was cleared (see `scan`) and neither
+        written anew nor just being written (`writing`) is deleted. Raises KVHavenError
+        for a shard that the namespace does not have.
         """
         if not 0 <= bit < namespace.shards:
             raise KVHavenError(
@@ -138,8 +156,11 @@ class TierIndex(Moves):
                 f"there are {namespace.shards}"
             )
         stored = self.stored.get(key)
+        if stored is None and self._delete_later.get(key) is namespace:
+            return  # it is deleted when its last read has ended
         if stored is None and self._is_cleared(namespace):
-            self._delete_files(key, namespace)
+            if not writing:
+                self._delete_files(key, namespace)
             return
         if stored is None:
             stored = self._insert(namespace, key, oldest=True)
@@ -232,7 +253,8 @@ class TierIndex(Moves):
     def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
         """Delete what a scope names, piece by piece; return how many chunks, and their bytes."""
         cleared = self.place.clear(scope, parts)
-        self._cleared[scope] = self._begun
+        if not (self.online and self._scanned):
+            self._cleared[scope] = self._begun
         if len(self._cleared) > _MOST_CLEARED:
             self._cleared = {Scope(None, None): self._begun}
         if not self._sweeping:

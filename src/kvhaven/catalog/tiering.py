@@ -155,7 +155,7 @@ class Tiers:
 
     def set_online(self, tier: TierName, online: bool) -> None:
         """Use a tier, or leave it alone."""
-        self.index(tier).online = online
+        self.index(tier).set_online(online)
         if not online:
             self.writes[tier].drop_queue()
 

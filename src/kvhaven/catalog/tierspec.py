@@ -66,6 +66,9 @@ class TierState(Protocol):
     writing_bytes: int
     """Of writes that are under way."""
 
+    def set_online(self, online: bool) -> None:
+        """Note whether the tier is in use."""
+
     def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
         """Whether every shard of the chunk is believed to be there."""
 
@@ -113,9 +116,14 @@ class Moves:
     """Reads and writes of a tier that are under way: the part of a `TierState` that all share."""
 
     def __init__(self) -> None:
+        self.online = True
         self.reads: dict[ChunkKey, int] = {}
         self.reading_bytes = 0
         self.writing_bytes = 0
+
+    def set_online(self, online: bool) -> None:
+        """Note whether the tier is in use."""
+        self.online = online
 
     def read_begins(self, key: ChunkKey, bytes_: int) -> None:
         """Count a read, which fills so many bytes of the arena."""

@@ -76,6 +76,10 @@ class _Deletes:
         self.batch: frozenset[bytes] = frozenset()
         self.deleting = asyncio.Lock()
 
+    def has(self, name: bytes) -> bool:
+        """Whether a chunk is still to be deleted, or being deleted."""
+        return name in self.waiting or name in self.batch
+
 
 class TierRunner:
     """Runs tier actions as tasks of the event loop, a bounded number of reads at a time.
@@ -132,17 +136,16 @@ class TierRunner:
         """Tell the catalog which tiers are in use; scan those that have come into use."""
         for name, tier in self._tiers.items():
             health = tier.health()
-            self._catalog.tier_online(name, health.online)
             if not health.online:
                 self._late.pop(name, None)  # it finds out itself when it works again
-                continue
-            if tier.shared:
-                continue
-            if health.capacity_bytes is not None:
-                self._catalog.tier_capacity(name, health.capacity_bytes)
-            if self._scanned.get(name) != health.epoch:
-                self._scanned[name] = health.epoch
-                self._spawn(self._scan(name, tier))
+            elif not tier.shared:
+                if health.capacity_bytes is not None:
+                    self._catalog.tier_capacity(name, health.capacity_bytes)
+                if self._scanned.get(name) != health.epoch:
+                    self._scanned[name] = health.epoch
+                    self._catalog.tier_scanned(name, ended=False)
+                    self._spawn(self._scan(name, tier, health.epoch))
+            self._catalog.tier_online(name, health.online)
 
     async def clear(
         self, name: TierName, namespace: NamespaceDigest | None, tenant: TenantId | None
@@ -173,10 +176,12 @@ class TierRunner:
             await asyncio.wait(self._tasks, timeout=deadline_s)
         await asyncio.gather(*(tier.close(deadline_s) for tier in self._tiers.values()))
 
-    async def _scan(self, name: TierName, tier: Tier) -> None:
-        """Tell the catalog what a tier holds from earlier lives, in the background."""
+    async def _scan(self, name: TierName, tier: Tier, epoch: int) -> None:
+        """Tell the catalog what a tier holds from earlier lives, in the background.
+
+        `epoch` is the tier's when this scan began; a newer one may end before it.
+        """
         found, complete = 0, False
-        self._catalog.tier_scanned(name, ended=False)
         try:
             async for namespace, shards in tier.scan():
                 for part in batches(list(shards.items()), _FOUND_AT_ONCE) if shards else ((),):
@@ -185,7 +190,8 @@ class TierRunner:
                     await asyncio.sleep(0)
             complete = True
         except TierError as error:
-            self._scanned.pop(name, None)
+            if self._scanned.get(name) == epoch:
+                del self._scanned[name]
             logger.warning("tier %s: the scan ended early: %s", name, error)
         finally:
             self._catalog.tier_scanned(name, ended=True, complete=complete)
@@ -204,7 +210,7 @@ class TierRunner:
         count = 0
         for stored, size in shards:
             bit = bits.get(stored.shard)
-            if bit is not None:
+            if bit is not None and not self._deletes[name].has(_name(stored)):
                 self._catalog.tier_found(
                     name, namespace.digest, stored.key, bit, size, stored.tenant
                 )
@@ -375,7 +381,7 @@ class TierRunner:
     async def _delete_before(self, action: TierWrite) -> None:
         """Have what was there under the name of a chunk deleted, if that is still to be done."""
         deletes, name = self._deletes[action.tier], _name(action)
-        if name in deletes.waiting or name in deletes.batch:
+        if deletes.has(name):
             async with deletes.deleting:
                 if name in deletes.waiting:
                     await self._delete(action.tier, [deletes.waiting.pop(name)])
@@ -395,6 +401,6 @@ class TierRunner:
             self._introduced.add((name, digest))
 
 
-def _name(action: TierDelete | TierWrite) -> bytes:
+def _name(action: TierDelete | TierWrite | StoredShard) -> bytes:
     """Return what tells a chunk in a tier from others; it begins with the key."""
     return action.key + action.tenant + action.namespace

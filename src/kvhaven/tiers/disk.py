@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from kvhaven.errors import ConfigError, TierError, TierMissError
+from kvhaven.maps import StripedDict
 from kvhaven.protocol import batches
 from kvhaven.tiers.base import Namespace, StoredShard, TierAudit, TierHealth
 from kvhaven.tiers.condition import Condition
@@ -85,6 +86,8 @@ class DiskTier:
         )
         self._opened: OpenStore | None = None
         self._index = Index()
+        # What was to be deleted and may still be there, by `name_of`; also of former openings.
+        self._owed = StripedDict[bytes, StoredShard]()
         self._largest_bytes = 4096  # of one file
         self._epoch = 0
         self._keeper: asyncio.Task[None] | None = None
@@ -130,7 +133,7 @@ class DiskTier:
             while opened is self._opened:
                 with opened.index.listing() as add:
                     listed: Listed | None = await run(functools.partial(next, listings, None))
-                    kept = add(listed.found) if listed else {}
+                    kept = add(self._not_owed(listed.found)) if listed else {}
                 if listed is None:
                     break
                 await run(functools.partial(opened.files.remove_debris, listed.debris))
@@ -178,7 +181,7 @@ class DiskTier:
                 f"{shard.shard} of {shard.payload_bytes} bytes was added"
             )
         async with opened.change([shard]):
-            opened.owed.pop(name_of(shard), None)
+            self._owed.pop(name_of(shard), None)
             if shard in opened.index:
                 return opened.index.size(shard)
             size = stored_bytes(shard.payload_bytes)
@@ -201,12 +204,12 @@ class DiskTier:
         return taken
 
     async def delete(self, shards: Sequence[StoredShard]) -> None:
-        """Remove shards' files; what cannot be removed now is tried again later."""
-        opened = self._opened
-        if opened is None or not self._condition.serves(Lane.READ):
-            if opened is not None:
-                _owe(opened, shards)
-            self._condition.require(Lane.READ)
+        """Remove shards' files; what cannot be removed now is tried again later.
+
+        Also when the directory was opened anew by then: no scan tells of it.
+        """
+        if not self._condition.serves(Lane.READ):
+            self._owe(shards)
         opened = self._require(Lane.READ)
         async with opened.change(shards):
             await self._remove(opened, shards)
@@ -262,11 +265,22 @@ class DiskTier:
 
     async def _delete_owed(self, opened: OpenStore) -> None:
         """Delete what could not be deleted before, unless it was written again since."""
-        for part in opened.owed.parts():
+        for part in self._owed.parts():
             for shards in batches(list(part.values()), _DELETED_AT_ONCE):
                 async with opened.change(shards):
-                    still = [shard for shard in shards if name_of(shard) in opened.owed]
+                    still = [shard for shard in shards if name_of(shard) in self._owed]
                     await self._remove(opened, still)
+
+    def _owe(self, shards: Sequence[StoredShard]) -> None:
+        """Remember shards that could not be deleted."""
+        for shard in shards:
+            self._owed[name_of(shard)] = shard
+
+    def _not_owed(self, found: Mapping[StoredShard, int]) -> Mapping[StoredShard, int]:
+        """Return what was found less what is to be deleted."""
+        if not self._owed:
+            return found
+        return {shard: size for shard, size in found.items() if name_of(shard) not in self._owed}
 
     async def _remove(self, opened: OpenStore, shards: Sequence[StoredShard]) -> None:
         gone: list[StoredShard] = []
@@ -274,11 +288,11 @@ class DiskTier:
             work = functools.partial(opened.files.delete, shards, gone)
             await self._run(opened, Lane.WRITE, work)
         except TierError:
-            _owe(opened, shards)
+            self._owe(shards)
             raise
         finally:
             for shard in gone:
-                opened.owed.pop(name_of(shard), None)
+                self._owed.pop(name_of(shard), None)
                 opened.index.discard(shard)
 
     async def _reject(self, opened: OpenStore, shard: StoredShard, inode: int, why: str) -> None:
@@ -359,7 +373,7 @@ class DiskTier:
                 opened.room_bytes = max(0, room - opened.writing_bytes)
                 for lane in (Lane.READ, Lane.WRITE):
                     await self._probe(opened, lane)
-                if opened.owed and self._condition.serves(Lane.WRITE):
+                if self._owed and self._condition.serves(Lane.WRITE):
                     await self._delete_owed(opened)
                 return
             opened.retire()
@@ -419,9 +433,3 @@ class DiskTier:
         self._epoch += 1
         self._condition.opened()
         _log.info("%s: open, direct I/O %s", self._title, "on" if files.direct else "off")
-
-
-def _owe(opened: OpenStore, shards: Sequence[StoredShard]) -> None:
-    """Remember shards that could not be deleted."""
-    for shard in shards:
-        opened.owed[name_of(shard)] = shard

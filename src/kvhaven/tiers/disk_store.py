@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from kvhaven.maps import StripedDict
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.disk_files import ShardFiles
 from kvhaven.tiers.disk_index import Index
@@ -16,8 +15,7 @@ class OpenStore:
     """The files and the index of one opening of the directory. Not thread-safe.
 
     `manifests` are the namespaces whose folders are known to be right; `writing_bytes` is
-    what writes on their way will take; `room_bytes` is what the file system has left; `owed`
-    are shards that were to be deleted and still may be there.
+    what writes on their way will take; `room_bytes` is what the file system has left.
     """
 
     def __init__(self, files: ShardFiles, index: Index) -> None:
@@ -27,7 +25,6 @@ class OpenStore:
         self.writing_bytes = 0
         self.room_bytes: int | None = None
         self.scanned = False
-        self.owed = StripedDict[bytes, StoredShard]()  # by `name_of`
         self._changing: dict[StoredShard, asyncio.Future[None]] = {}
         self._users = 0
         self._retired = False

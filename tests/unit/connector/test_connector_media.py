@@ -284,9 +284,9 @@ def make_connector(side: SchedulerSide) -> KVHavenConnector:
     return connector
 
 
-def change_weights(bench: Bench, side: SchedulerSide) -> None:
-    bench.change_weights(1)
-    wait_until(lambda: side._client.models.get(0) == ModelState(weights=1))
+def change_weights(bench: Bench, side: SchedulerSide, changes: int = 1) -> None:
+    bench.change_weights(changes)
+    wait_until(lambda: side._client.models.get(0) == ModelState(weights=changes))
 
 
 def test_after_a_change_of_weights_known_media_are_refused_until_vllm_drops_its_encodings(
@@ -327,8 +327,7 @@ def test_media_that_were_not_encoded_between_a_reset_and_a_change_of_weights_are
         assert saved_chunks(run_new(side, request, 40)) == 2
         side.finished(request)
         side.encodings_dropped()
-        bench.change_weights(weights)
-        wait_until(lambda now=weights: side._client.models.get(0) == ModelState(weights=now))
+        change_weights(bench, side, weights)
 
 
 @pytest.mark.parametrize(("identifier", "saved"), [("a:cat", 0), ("cat", 2)])

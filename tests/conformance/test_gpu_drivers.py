@@ -245,13 +245,13 @@ def errors_stay_pending(patch: Patch) -> None:
 
 
 def the_runtime_registers(patch: Patch) -> None:
-    def register(driver: Any, address: int, size: int) -> None:
-        del driver
+    def register(calls: Any, address: int, size: int) -> None:
+        del calls
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if error := runtime.cudaHostRegister(address, size, 1):
             raise DeviceCopyError(f"error {error}")
 
-    patch.setattr(cuda._CudaDriver, "register", register)
+    patch.setattr(cuda._HostCalls, "register", register)
 
 
 def batches_have_any_size(patch: Patch) -> None:

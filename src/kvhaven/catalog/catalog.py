@@ -97,6 +97,14 @@ class Catalog:
             self._work,
         )
         self._reservations = Reservations(self._space, self._sessions, self._work)
+        self._parts = (
+            self._owners,
+            self._space,
+            self._sessions,
+            self._tiers,
+            self._leases,
+            self._reservations,
+        )
 
     # The arena
 
@@ -495,14 +503,7 @@ class Catalog:
 
         The figures of different tenants may be of different moments then.
         """
-        return figures.collect(
-            self._owners,
-            self._space,
-            self._sessions,
-            self._tiers,
-            self._leases,
-            self._reservations,
-        )
+        return figures.collect(*self._parts)
 
     def tenant_stats(self, tenant: TenantId) -> TenantStats:
         """Return the figures of one tenant, which may have nothing."""
@@ -515,15 +516,7 @@ class Catalog:
 
     def check(self) -> None:
         """Audit every invariant. Raises AssertionError that names what is off."""
-        audit.check(
-            self._owners,
-            self._space,
-            self._sessions,
-            self._tiers,
-            self._leases,
-            self._reservations,
-            at_rest=not self._work.pending,
-        )
+        audit.check(*self._parts, at_rest=not self._work.pending)
 
     def _pin_limit(self) -> int:
         half = self._space.allocator.capacity_bytes // 2

@@ -65,17 +65,10 @@ _POINTER, _SIZE, _INT, _UINT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, c
 class _Driver(Protocol):
     """A driver's library. All calls raise `DeviceCopyError`."""
 
+    host: "_HostCalls"
+
     def select(self, index: int) -> None:
         """Give this thread the context of a device, if the driver has such and it has none."""
-
-    def exchange_capture_mode(self, mode: int) -> int:
-        """Set this thread's mode towards captures; return the one before."""
-
-    def register(self, address: int, size: int) -> None:
-        """Pin host memory for all devices."""
-
-    def unregister(self, address: int) -> None:
-        """Unpin it."""
 
     def copy(self, moves: Moves, stream: int, *, to_host: bool) -> None:
         """Put moves on a stream (its handle). When it raises, some may be under way."""
@@ -109,7 +102,7 @@ class _Gpu:
 
     def prepare_thread(self) -> None:
         """Exempt this thread from the rules of captures for good (see the module's docstring)."""
-        self._driver.exchange_capture_mode(_RELAXED)
+        self._driver.host.exchange_capture_mode(_RELAXED)
 
     def event(self) -> Any:
         """Return an event for which a thread waits asleep instead of spinning."""
@@ -143,7 +136,7 @@ class _Gpu:
                     return
                 length = min(PIN_BYTES, address + size - start)
                 try:
-                    self._driver.register(start, length)
+                    self._driver.host.register(start, length)
                 except DeviceCopyError as error:
                     logger.warning(
                         "%d of %d bytes of host memory cannot be registered: %s. Copies to and "
@@ -166,7 +159,7 @@ class _Gpu:
             )
             for start in gone:
                 try:
-                    self._driver.unregister(start)
+                    self._driver.host.unregister(start)
                 except DeviceCopyError as error:
                     logger.warning("host memory cannot be unregistered: %s", error)
 
@@ -179,11 +172,11 @@ class _Gpu:
     @contextlib.contextmanager
     def _relaxed(self) -> Iterator[None]:
         """Exempt the calling thread, which may be the engine's, for some calls."""
-        before = self._driver.exchange_capture_mode(_RELAXED)
+        before = self._driver.host.exchange_capture_mode(_RELAXED)
         try:
             yield
         finally:
-            self._driver.exchange_capture_mode(before)
+            self._driver.host.exchange_capture_mode(before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +223,35 @@ class _Attributes(ctypes.Structure):
     )
 
 
+class _HostCalls:
+    """Calls for host memory and threads, which differ between the vendors by their names alone."""
+
+    def __init__(
+        self,
+        *,
+        capture_mode: Callable[..., None],
+        register: Callable[..., None],
+        unregister: Callable[..., None],
+    ) -> None:
+        self._capture_mode = capture_mode
+        self._register = register
+        self._unregister = unregister
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set this thread's mode towards captures; return the one before."""
+        value = _INT(mode)
+        self._capture_mode(ctypes.byref(value))
+        return value.value
+
+    def register(self, address: int, size: int) -> None:
+        """Pin host memory for all devices."""
+        self._register(address, size, _PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        """Unpin it."""
+        self._unregister(address)
+
+
 class _CudaDriver:
     """CUDA's driver library: one call copies a batch; before 12.8 one call a move.
 
@@ -247,9 +269,11 @@ class _CudaDriver:
         self._set_context = call("cuCtxSetCurrent", _POINTER)
         self._device = call("cuDeviceGet", _POINTER, _INT)
         self._primary_context = call("cuDevicePrimaryCtxRetain", _POINTER, _INT)
-        self._capture_mode = call("cuThreadExchangeStreamCaptureMode", _POINTER)
-        self._register = call("cuMemHostRegister_v2", _POINTER, _SIZE, _UINT)
-        self._unregister = call("cuMemHostUnregister", _POINTER)
+        self.host = _HostCalls(
+            capture_mode=call("cuThreadExchangeStreamCaptureMode", _POINTER),
+            register=call("cuMemHostRegister_v2", _POINTER, _SIZE, _UINT),
+            unregister=call("cuMemHostUnregister", _POINTER),
+        )
         one = (_POINTER, _POINTER, _SIZE, _POINTER)
         self._to_host = call("cuMemcpyDtoHAsync_v2", *one)
         self._to_device = call("cuMemcpyHtoDAsync_v2", *one)
@@ -269,20 +293,6 @@ class _CudaDriver:
             self._device(ctypes.byref(device), index)
             self._primary_context(ctypes.byref(context), device)
             self._set_context(context)
-
-    def exchange_capture_mode(self, mode: int) -> int:
-        """Set this thread's mode towards captures; return the one before."""
-        value = _INT(mode)
-        self._capture_mode(ctypes.byref(value))
-        return value.value
-
-    def register(self, address: int, size: int) -> None:
-        """Pin host memory for all devices."""
-        self._register(address, size, _PORTABLE)
-
-    def unregister(self, address: int) -> None:
-        """Unpin it."""
-        self._unregister(address)
 
     def copy(self, moves: Moves, stream: int, *, to_host: bool) -> None:
         """Put moves on a stream: a batch a call, or one call a move before CUDA 12.8."""
@@ -317,29 +327,17 @@ class _HipDriver:
         def call(name: str, *arguments: Any) -> Callable[..., None]:
             return _raising(library, name, arguments, failed=self._last_error)
 
-        self._capture_mode = call("hipThreadExchangeStreamCaptureMode", _POINTER)
-        self._register = call("hipHostRegister", _POINTER, _SIZE, _UINT)
-        self._unregister = call("hipHostUnregister", _POINTER)
+        self.host = _HostCalls(
+            capture_mode=call("hipThreadExchangeStreamCaptureMode", _POINTER),
+            register=call("hipHostRegister", _POINTER, _SIZE, _UINT),
+            unregister=call("hipHostUnregister", _POINTER),
+        )
         one = (_POINTER, _POINTER, _SIZE, _POINTER)
         self._to_host = call("hipMemcpyDtoHAsync", *one)
         self._to_device = call("hipMemcpyHtoDAsync", *one)
 
     def select(self, index: int) -> None:
         """Do nothing: HIP's calls go to the thread's device."""
-
-    def exchange_capture_mode(self, mode: int) -> int:
-        """Set this thread's mode towards captures; return the one before."""
-        value = _INT(mode)
-        self._capture_mode(ctypes.byref(value))
-        return value.value
-
-    def register(self, address: int, size: int) -> None:
-        """Pin host memory for all devices."""
-        self._register(address, size, _PORTABLE)
-
-    def unregister(self, address: int) -> None:
-        """Unpin it."""
-        self._unregister(address)
 
     def copy(self, moves: Moves, stream: int, *, to_host: bool) -> None:
         """Put moves on a stream."""

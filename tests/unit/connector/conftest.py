@@ -5,6 +5,8 @@ vLLM is imported when `bench` is made, so that collecting these tests needs none
 """
 
 from collections.abc import Iterator
+from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +15,7 @@ from tests.simulation.node import Node, running_node
 
 if TYPE_CHECKING:
     from tests.simulation.connector_kit import Bench
+    from tests.unit.connector.rank_kit import Rank
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +34,21 @@ def bench(node: Node) -> Iterator["Bench"]:
     yield made
     made.close()
     node.clear()
+
+
+@pytest.fixture
+def fresh_node(short_dir: Path) -> Iterator[Node]:
+    """Run a node service of one test's own, which has nothing."""
+    with running_node(short_dir) as started:
+        yield started
+
+
+@pytest.fixture
+def rank(fresh_node: Node) -> Iterator["Rank"]:
+    """Attach the only rank of an engine, with a late device."""
+    from tests.simulation.engine_device import LateDevice
+    from tests.unit.connector.rank_kit import Rank
+
+    made = Rank(fresh_node, LateDevice(Random(0)))
+    yield made
+    made.worker.close()

@@ -67,8 +67,7 @@ class Simulation:
         self.failing_loads = failing_loads
         self.model = Model()
         self.engine = Engine(folder, setup, self.model, self.choice, monkeypatch, simulated)
-        for node in nodes:
-            node.wait_ready()
+        self.engine.wait_ready()
         self._documents = [
             [self.choice.randrange(VOCABULARY) for _ in range(self.choice.randint(30, 140))]
             for _ in range(4)

@@ -41,6 +41,7 @@ from tests.simulation.accelerator import (
     attention_layers,
     make_pages,
 )
+from tests.simulation.connector_kit import wait_until
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_model import Model, Runner, StepResult
 from tests.simulators.simulation import Simulation as Simulated
@@ -171,6 +172,11 @@ def make_kv_cache_config(setup: Setup) -> KVCacheConfig:
     )
 
 
+def _ours(connector: Any) -> list[Any]:
+    """Return our connectors: a MultiConnector's children, or the one there is."""
+    return getattr(connector, "_connectors", [connector])
+
+
 class Engine:
     """vLLM's engine core in small: schedule, launch on all ranks, take the oldest output."""
 
@@ -241,6 +247,17 @@ class Engine:
         self.requests[name] = request
         self.outputs[name] = []
         self.scheduler.add_request(request)
+
+    def wait_ready(self) -> None:
+        """Wait until the service has taken the scheduler, and each rank is ready for its arena.
+
+        An engine does not wait for that: what is asked before is a miss.
+        """
+        for runner in self.runners:
+            for connector in _ours(runner.connector):
+                assert connector._worker._client.wait_ready(60)
+        clients = [connector._scheduler._client for connector in _ours(self.connector)]
+        wait_until(lambda: all(client.responsive for client in clients), 60)
 
     def abort(self, name: str) -> None:
         """Abort a request, in whatever state it is."""

@@ -77,17 +77,6 @@ class Node:
         with connect(self.address) as control:
             return msgspec.json.decode(control.status(), type=ServiceStatus)
 
-    def wait_ready(self) -> None:
-        """Wait until all ranks that are attached to it are ready for its arena."""
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            status = self.status()
-            ranks = [m for m in status.members if m.connected and m.role != "scheduler"]
-            if all(rank.ready_bytes == status.arena_planned_bytes for rank in ranks):
-                return
-            time.sleep(0.002)
-        raise AssertionError("the ranks are not ready")
-
     def clear(self) -> None:
         """Drop everything it has."""
         with connect(self.address) as control:

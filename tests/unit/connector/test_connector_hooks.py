@@ -40,9 +40,10 @@ def make_engine(folder: Path, setup: Setup, patch: pytest.MonkeyPatch) -> Engine
 @pytest.fixture
 def engine(tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     made = make_engine(tmp_path, Setup(service_address=node.address), monkeypatch)
-    node.wait_ready()
+    made.wait_ready()
     yield made
     made.close()
+    node.clear()
 
 
 def run(engine: Engine, name: str, prompt: list[int], length: int = 4) -> list[int]:
@@ -146,7 +147,7 @@ def test_events_go_out_with_the_engines_own(
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     setup = Setup(service_address=node.address, events=events)
     engine = make_engine(tmp_path, setup, monkeypatch)
-    node.wait_ready()
+    engine.wait_ready()
     published: list[Any] = []
     engine.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
     run(engine, "first", PROMPT)
@@ -203,7 +204,7 @@ def test_a_load_that_could_not_be_planned_is_computed_instead(
     """With vLLM's policy `recompute`; with its default the request fails, and only that one."""
     setup = Setup(service_address=node.address, load_mode=load_mode)
     engine = make_engine(tmp_path, setup, monkeypatch)
-    node.wait_ready()
+    engine.wait_ready()
     node.clear()
     run(engine, "first", PROMPT)
     wait_until(lambda: node.status().catalog.resident_chunks >= 4)
@@ -234,10 +235,7 @@ def test_a_service_that_is_away_at_start_is_no_reason_to_stop(
     engine = make_engine(short_dir, Setup(service_address=node.address), monkeypatch)
     assert run(engine, "early", PROMPT) == expected()
     node.start()
-    side = engine.connector._scheduler
-    wait_until(lambda: bool(side._client.namespace), 20)
-    wait_until(lambda: all(r.connector._worker._client.up for r in engine.runners), 20)
-    node.wait_ready()
+    engine.wait_ready()
     engine.scheduler.reset_prefix_cache()
     run(engine, "later", PROMPT)
     wait_until(lambda: node.status().catalog.resident_chunks >= 4)
@@ -270,7 +268,7 @@ def test_nothing_depends_on_how_long_a_device_takes_to_register_the_arena(
         assert late.counters.get("hit_tokens", 0) == 0
     finally:
         go_on.set()
-    node.wait_ready()
+    late.wait_ready()
     late.scheduler.reset_prefix_cache()
     assert run(late, "later", PROMPT) == expected()
     assert late.counters["hit_tokens"] == 64

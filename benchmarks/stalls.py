@@ -13,8 +13,9 @@ other processes of a busy machine do not count. Beside it stands what the clock 
 much of that the thread waited: for a processor (the second figure of
 `/proc/thread-self/schedstat`), or for anything else, mostly for the interpreter while a thread of a
 tier had it. Processor time still depends on what others do to caches, and to the cores below a
-virtual machine: `loop.stall.machine` is the longest of 2,000 times the same work, and its limit
-their median.
+virtual machine: `loop.stall.machine` is the longest of 20,000 times the same work of about a
+millisecond, and its limit their median. `loop.stall.often` is how many callbacks took more than
+5 ms in a minute of processor time, and its limit how many of that same work did.
 """
 
 import asyncio
@@ -99,6 +100,7 @@ _P9999_LIMIT_MS = 10.0
 _REST_S = 0.3
 _IDLE = ""
 _SAME = "the median of the same work"
+_SAME_OFTEN = "how often that same work took as long"
 _STEPS = (
     *("scan", "fill", "acquire", "promote", "acquire_long", "prefetch", "prefetch_long", "status"),
     *("save", "save_long", "save_large", "hold", "burst", "lose", "limit", "limit_disk"),
@@ -124,10 +126,11 @@ class Watch:
         self.kind = _IDLE
         self.longest: dict[str, Stall] = {}
         self.walls = array("f")
+        self.held = array("f")
         self.same = array("f")
         self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
-    async def do_the_same(self, times: int = 2000) -> None:
+    async def do_the_same(self, times: int = 20_000) -> None:
         """Note the processor time of the same work, in many callbacks: of look-ups, as ours is."""
         known = dict.fromkeys(range(1 << 20))
         keys = random.Random(1).sample(range(1 << 20), 1 << 12)
@@ -162,6 +165,7 @@ class Watch:
     def _note(self, stall: Stall) -> None:
         if self.kind != _IDLE:
             self.walls.append(stall.wall)
+            self.held.append(stall.held)
             if stall.held > self.longest.setdefault(self.kind, stall).held:
                 self.longest[self.kind] = stall
 
@@ -510,8 +514,14 @@ def measure(say: Callable[[str], None]) -> list[Result]:
         *(_result(f"loop.stall.{kind}", stall) for kind, stall in watch.longest.items()),
         _result("loop.stall", worst),
         Result("loop.stall.machine", same[-1], "ms", statistics.median(same), len(same), _SAME),
+        Result("loop.stall.often", _often(watch.held), "/min", _often(watch.same), 1, _SAME_OFTEN),
         at_most("loop.stall.p9999", p9999, "ms", _P9999_LIMIT_MS, len(walls), "the design's"),
     ]
+
+
+def _often(held: Sequence[float]) -> float:
+    """Return how many of these took longer than is allowed, in a minute of all of them."""
+    return sum(ms > _LIMIT_MS for ms in held) / (sum(held) / 60_000)
 
 
 def _result(name: str, stall: Stall) -> Result:

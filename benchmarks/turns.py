@@ -67,6 +67,8 @@ class Turns:
         engines = [*(baseline.engine for baseline in self.baselines), self.with_kvhaven]
         times: list[list[list[float]]] = [[[] for _ in range(prompts)] for _ in engines]
         for turn in range(rounds * prompts):
+            if turn % prompts == 0:
+                self.say(f"{name}: round {turn // prompts + 1} of {rounds}")
             chance = random.Random(seed * 10_000 + turn)
             prompt = "".join(chance.choices(string.ascii_lowercase, k=_PROMPT_TOKENS))
             outputs = set()

@@ -450,30 +450,41 @@ class FrameReader:
     """Cuts a byte stream into frames' bodies."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._parts: list[bytes] = []  # joined once, when a frame is complete
+        self._bytes = 0
+        self._wanted = _LENGTH.size  # by which there is more to know
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes) -> list[memoryview]:
         """Add received bytes; return the bodies that are complete now, in order.
 
         Raises `ProtocolError` for a length over the limit.
         """
-        self._buffer += data
+        self._parts.append(data)
+        self._bytes += len(data)
+        if self._bytes < self._wanted:
+            return []
+        received = memoryview(b"".join(self._parts))
         bodies, at = [], 0
-        while len(self._buffer) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, at)
-            if length > FRAME_LIMIT:
-                raise ProtocolError(
-                    f"a frame of {length} bytes was announced; {FRAME_LIMIT} are allowed"
-                )
+        while (length := _length_at(received, at)) is not None:
             end = at + _LENGTH.size + length
-            if len(self._buffer) < end:
+            if len(received) < end:
                 break
-            with memoryview(self._buffer) as whole:  # else it would be copied twice
-                bodies.append(bytes(whole[at + _LENGTH.size : end]))
+            bodies.append(received[at + _LENGTH.size : end])
             at = end
-        if at:
-            del self._buffer[:at]
+        rest = bytes(received[at:])
+        self._parts, self._bytes = [rest], len(rest)
+        self._wanted = _LENGTH.size + (length or 0)
         return bodies
+
+
+def _length_at(received: memoryview, at: int) -> int | None:
+    """Return the length that a frame announces; None if that has not come yet."""
+    if len(received) - at < _LENGTH.size:
+        return None
+    length: int = _LENGTH.unpack_from(received, at)[0]
+    if length > FRAME_LIMIT:
+        raise ProtocolError(f"a frame of {length} bytes was announced; {FRAME_LIMIT} are allowed")
+    return length
 
 
 class KeyList(Sequence[ChunkKey]):

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,21 @@ async def test_a_shard_goes_when_nobody_reads_it(redis_server: str) -> None:
             assert client.ttl(PREFIX + blob_name(other.shard)) == -1
 
 
+@pytest.mark.parametrize("reason", ["too old", "not allowed"])
+async def test_a_server_without_getex_keeps_what_is_read_too(reason: str) -> None:
+    options = ["--rename-command", "GETEX", ""] if reason == "too old" else []
+    with servers.redis(*options) as url, Redis.from_url(url) as client:
+        if reason == "not allowed":
+            client.execute_command("ACL", "SETUSER", "default", "-getex")
+        async with tier_at(url, ttl_s=100) as tier:
+            await store(tier, PIECE)
+            for _ in range(2):
+                client.expire(KEY, 10)
+                assert await fetch(tier, PIECE.shard) == content(PIECE)
+                assert client.ttl(KEY) > 50
+            assert tier.health().errors == 0
+
+
 async def test_a_shard_that_is_too_large_is_refused_and_no_failure(redis_server: str) -> None:
     async with tier_at(redis_server, most_shard_bytes=10_000) as tier:
         for _ in range(5):
@@ -108,6 +123,30 @@ async def test_many_small_reads_share_round_trips(redis_server: str) -> None:
     reads = after["total_reads_processed"] - before["total_reads_processed"]
     assert commands >= 400
     assert reads < commands / 3
+
+
+@pytest.mark.parametrize("kind", [servers.redis, servers.redis_cluster])
+async def test_a_long_answer_comes_without_a_stop(
+    kind: Callable[[], contextlib.AbstractContextManager[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream stops its socket when it has twice its limit, and whoever reads starts it again."""
+    stops: list[str] = []
+    transport: Any = asyncio.selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
+    pause = transport.pause_reading
+
+    def note(self: asyncio.ReadTransport) -> None:
+        stops.append("stop")
+        pause(self)
+
+    space = make_namespace("model", (2 << 20,))
+    piece = make_piece(space)
+    with kind() as url:
+        async with opened(redis_tier(url)) as tier:
+            await tier.add_namespace(space)
+            await store(tier, piece)
+            monkeypatch.setattr(transport, "pause_reading", note)
+            assert await fetch(tier, piece.shard) == content(piece)
+    assert not stops
 
 
 async def test_a_wrong_password_is_said_and_never_shown(

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 32 << 10
 """Messages may be small: cutting a larger piece into frames would take milliseconds."""
+_LONG_BYTES = 128 << 10
+"""To decode a message of more is a piece of its own: a million bytes take a millisecond."""
 _UNSENT_LIMIT = 64 << 20
 """A client that lets this much pile up is not reading; it is disconnected."""
 _HELLO_S = 10.0
@@ -58,7 +60,7 @@ class Connection:
         self._on_closed = on_closed
         self._turns = turns
         self._reader = FrameReader()
-        self._unhandled: deque[bytes] = deque()
+        self._unhandled: deque[memoryview] = deque()
         self._paused = False
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
@@ -138,7 +140,13 @@ class Connection:
         """Handle what was read, and read on."""
         try:
             while self._unhandled and not self.closed:
-                for _ in self._on_message(self, decode_client(self._unhandled.popleft())) or ():
+                body = self._unhandled.popleft()
+                message = decode_client(body)
+                if len(body) > _LONG_BYTES:
+                    yield
+                    if self.closed:
+                        return
+                for _ in self._on_message(self, message) or ():
                     yield
                     if self.closed:
                         return

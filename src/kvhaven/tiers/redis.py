@@ -20,6 +20,7 @@ from redis.exceptions import (
     ReadOnlyError,
     RedisClusterException,
     RedisError,
+    ResponseError,
     TimeoutError,  # noqa: A004 - the same
 )
 
@@ -29,7 +30,7 @@ from kvhaven.tiers.executor import Lane
 from kvhaven.tiers.header import HEADER_BYTES, may_hold, stored_bytes
 from kvhaven.tiers.packing import Packing
 from kvhaven.tiers.packing_threads import PackingThreads
-from kvhaven.tiers.redis_pipelines import Command, Pipelines
+from kvhaven.tiers.redis_pipelines import Command, Pipelines, roomy
 from kvhaven.tiers.remote_store import RemoteStore
 from kvhaven.tiers.retries import PassingError, Retries
 from kvhaven.tiers.shared import SharedTier
@@ -113,6 +114,7 @@ class RedisClient:
         self._reads = Pipelines(self._execute, READERS)
         self._writes = Pipelines(self._execute, WRITERS)
         self._warned = False
+        self._has_getex = True
 
     async def open(self) -> None:
         """Connect, and look whether the server bounds its memory."""
@@ -145,12 +147,9 @@ class RedisClient:
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Get a string and verify it; that it is read keeps it for another `ttl_s`."""
         name = blob_name(shard)
-        commands: list[Command] = [("GET", PREFIX + name)]
-        if self._ttl_s:
-            commands.append(("EXPIRE", PREFIX + name, self._ttl_s))
         most = stored_bytes(shard.payload_bytes)
         began = time.perf_counter()
-        value = (await self._ask(lambda: self._reads.ask(commands, most)))[0]
+        value = await self._ask(lambda: self._get(PREFIX + name, most))
         if value is None:
             raise TierMissError(f"{name} is not stored")
         size = len(value)
@@ -238,6 +237,24 @@ class RedisClient:
         """Nothing hangs beyond its deadline."""
         return 0.0
 
+    async def _get(self, key: str, most: int) -> Any:
+        """Get a string of `most` bytes at most, or None, and keep it for another `ttl_s`.
+
+        With GETEX that is one command (Redis 6.2 and later): two are read 0.9 times as fast.
+        """
+        if self._ttl_s and self._has_getex:
+            command = ("GETEX", key, "EX", self._ttl_s)
+            try:
+                return (await self._reads.ask([command], most))[0]
+            except ResponseError as error:
+                if not isinstance(error, NoPermissionError) and "unknown command" not in str(error):
+                    raise
+                self._has_getex = False
+        commands: list[Command] = [("GET", key)]
+        if self._ttl_s:
+            commands.append(("EXPIRE", key, self._ttl_s))
+        return (await self._reads.ask(commands, most))[0]
+
     async def _lengths(self, keys: Sequence[str]) -> list[int]:
         if not keys:
             return []
@@ -311,8 +328,15 @@ class RedisClient:
             from_environment = os.environ.get(f"REDIS_{option.upper()}")
             if not given and from_environment:
                 options[option] = from_environment
-        kind: Any = RedisCluster if self._cluster else Redis
-        return kind.from_url(self._url, **options)
+        if not self._cluster:
+            client: Any = Redis.from_url(self._url, **options)
+            pool = client.connection_pool
+            pool.connection_class = roomy(pool.connection_class)
+            return client
+        cluster: Any = RedisCluster.from_url(self._url, **options)
+        of_nodes = cluster.get_connection_kwargs()
+        of_nodes["connection_class"] = roomy(of_nodes["connection_class"])
+        return cluster
 
     async def _disconnect(self) -> None:
         if self._redis is not None:

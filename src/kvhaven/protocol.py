@@ -450,20 +450,18 @@ class FrameReader:
     """Cuts a byte stream into frames' bodies."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []  # joined once, when a frame is complete
-        self._bytes = 0
-        self._wanted = _LENGTH.size  # by which there is more to know
+        self._buffer = bytearray()
+        self._wanted = _LENGTH.size  # bytes by which there is more to know
 
     def feed(self, data: bytes) -> list[memoryview]:
         """Add received bytes; return the bodies that are complete now, in order.
 
         Raises `ProtocolError` for a length over the limit.
         """
-        self._parts.append(data)
-        self._bytes += len(data)
-        if self._bytes < self._wanted:
+        self._buffer += data
+        if len(self._buffer) < self._wanted:
             return []
-        received = memoryview(b"".join(self._parts))
+        received = memoryview(self._buffer)  # it belongs to the bodies now
         bodies, at = [], 0
         while (length := _length_at(received, at)) is not None:
             end = at + _LENGTH.size + length
@@ -471,8 +469,7 @@ class FrameReader:
                 break
             bodies.append(received[at + _LENGTH.size : end])
             at = end
-        rest = bytes(received[at:])
-        self._parts, self._bytes = [rest], len(rest)
+        self._buffer = bytearray(received[at:])
         self._wanted = _LENGTH.size + (length or 0)
         return bodies
 

@@ -44,7 +44,7 @@ Claim = tuple[object, ...]
 WRITING = {"save", "TierRead"}
 """The first word of the claims of those who write."""
 
-PACE = Pace(light=4, heavy=2, promotions=2, tickets=1)
+PACE = Pace(light=4, leases=3, heavy=2, promotions=2, tickets=1)
 """Pieces so small that whatever takes several chunks takes several events."""
 ARENA_BYTES = 192 << 10
 STEP_BYTES = 32 << 10

@@ -10,7 +10,7 @@ from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey, NamespaceDigest
 from tests.unit.catalog_kit import DISK, PAGE, Node, checksums_of, keys_of, spec
 
-LIGHT = Pace().light
+PIECE = Pace().leases
 
 
 def offered(answer: Acquisition) -> list[ChunkKey]:
@@ -382,7 +382,7 @@ def test_prefetches_pile_up_to_a_bound_and_hold_up_nobody(monkeypatch: pytest.Mo
     while not node.of_type(Update):
         assert node.catalog.work()
         pieces += 1
-    later = -(-5000 // LIGHT) - 1
+    later = -(-5000 // PIECE) - 1
     assert pieces == later, "the prefetches go on when nobody waits"
     while node.catalog.work():
         pieces += 1
@@ -398,6 +398,6 @@ def test_a_lease_that_is_released_leaves_no_work_behind() -> None:
         assert not node.catalog.busy
         node.catalog.check()
     ticket = node.acquire(keys).ticket
-    assert len(node.catalog.settle(node.session, ticket).chunks) == LIGHT
+    assert len(node.catalog.settle(node.session, ticket).chunks) == PIECE
     assert not node.catalog.busy
     node.catalog.check()

@@ -285,9 +285,8 @@ async def test_writers_wait_for_credit_and_the_quota_holds(tmp_path: Path) -> No
     quota = 40 * FILE
     most = written = refused = 0
     async with service(tmp_path, quota) as one, service(tmp_path, quota) as two:
-        end = time.monotonic() + 6
         number = 0
-        while time.monotonic() < end and written < 200:
+        while written < 100 or not refused:
             number += 1
             tier = random.Random(number).choice([one, two]).tier
             try:
@@ -297,8 +296,6 @@ async def test_writers_wait_for_credit_and_the_quota_holds(tmp_path: Path) -> No
                 refused += 1
                 await asyncio.sleep(0.01)
             most = max(most, used(tmp_path))
-        assert written >= 100
-        assert refused > 0
         assert most <= quota * 1.05
         assert one.caretaker.owner != two.caretaker.owner
         right = 0

@@ -317,7 +317,7 @@ class Leases:
         """Lease a piece of what is behind the chunks that a lease has, or promote it."""
         pace, keys = self._work.pace, lease.keys
         first = lease.passed + len(lease.slots)
-        piece = keys[first : first + pace.light]
+        piece = keys[first : first + pace.leases]
         leased = self._lease_resident(lease, piece)
         end = _End.OTHER
         if leased < len(piece):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _RECEIVE_BYTES = 32 << 10
 """Messages may be small: cutting a larger piece into frames would take milliseconds."""
 _LONG_BYTES = 128 << 10
-"""To decode a message of more is a piece of its own: a million bytes take a millisecond."""
+"""To decode a longer message is a piece of its own: 0.05 ms for 1 MB of keys, 3 ms of commits."""
 _UNSENT_LIMIT = 64 << 20
 """A client that lets this much pile up is not reading; it is disconnected."""
 _HELLO_S = 10.0
@@ -140,9 +140,9 @@ class Connection:
         """Handle what was read, and read on."""
         try:
             while self._unhandled and not self.closed:
-                body = self._unhandled.popleft()
-                message = decode_client(body)
-                if len(body) > _LONG_BYTES:
+                long = len(self._unhandled[0]) > _LONG_BYTES
+                message = decode_client(self._unhandled.popleft())
+                if long:
                     yield
                     if self.closed:
                         return

@@ -225,7 +225,7 @@ class Engines:
         roomy = stats.leased_bytes + stats.promoting_bytes + most <= stats.pin_limit_bytes
         with self._world.nobody_else_pays(tenant), self.nobody_goes_in_vain(engine):
             answer = catalog.acquire(engine.id, load.ticket, digest, keys, tenant)
-        at_once = min(resident, PACE.light) if answer.promoting else resident
+        at_once = min(resident, PACE.leases) if answer.promoting else resident
         assert len(answer.chunks) >= at_once or not roomy, "a resident prefix was not offered"
         if roomy and not answer.promoting and len(answer.chunks) < len(keys):
             self._expect_gap(engine, keys[len(answer.chunks)], busy)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.rates import empty_folder
 from benchmarks.results import Result, plain
-from kvhaven.integrations.vllm.content import PIECE_BYTES, DigestMemory
-from kvhaven.integrations.vllm.model_files import EngineFiles, Source
+from kvhaven.identity.content import PIECE_BYTES, DigestMemory
+from kvhaven.identity.files import EngineFiles, Source
 
 _FILES = 2
 _BYTES = 5_000_000_000

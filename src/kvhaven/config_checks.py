@@ -2,15 +2,12 @@
 """Settings against each other: contradictions, what comes later, what has no effect."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from kvhaven.config_model import Settings
 from kvhaven.config_sizes import format_size
 from kvhaven.config_sources import DEFAULT, RawValue
 from kvhaven.config_urls import has_directory
 from kvhaven.config_values import SettingInfo, refuse
-
-if TYPE_CHECKING:
-    from kvhaven.config import Settings
 
 
 def refuse_what_comes_later(info: SettingInfo, value: object, raw: RawValue) -> None:
@@ -21,7 +18,7 @@ def refuse_what_comes_later(info: SettingInfo, value: object, raw: RawValue) -> 
 
 
 def cross_check(
-    settings: "Settings", raws: Mapping[str, RawValue], infos: Mapping[str, SettingInfo]
+    settings: Settings, raws: Mapping[str, RawValue], infos: Mapping[str, SettingInfo]
 ) -> None:
     """Refuse settings that contradict each other."""
     queue, arena = settings.write_queue_size, settings.max_local_cpu_size
@@ -35,7 +32,7 @@ def cross_check(
         )
 
 
-def notes(settings: "Settings", raws: Mapping[str, RawValue]) -> tuple[str, ...]:
+def notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
     """Name the settings that are given but have no effect beside the others."""
     found = []
     if settings.service_address is not None:

@@ -29,45 +29,45 @@ def adapters_are_left_out_of_the_keys(patch: pytest.MonkeyPatch) -> None:
 
 
 def adapters_keep_the_name_of_what_was_loaded_first(patch: pytest.MonkeyPatch) -> None:
-    from kvhaven.integrations.vllm.loaded_model import LoadedModel
+    from kvhaven.engine.loaded_model import LoadedModel
 
     load = LoadedModel.adapter_loaded
 
-    def loaded(state: LoadedModel, model: Any, manager: Any = None) -> None:
-        if int(model.id) not in state._adapters:
-            load(state, model, manager)
+    def loaded(state: LoadedModel, adapter: int, digest: bytes | None, owner: Any = None) -> None:
+        if adapter not in state._adapters:
+            load(state, adapter, digest, owner)
 
     patch.setattr(LoadedModel, "adapter_loaded", loaded)
 
 
 def an_update_of_weights_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
-    from kvhaven.integrations.vllm.loaded_model import LoadedModel
+    from kvhaven.engine.loaded_model import LoadedModel
 
     patch.setattr(LoadedModel, "weights_changed", lambda _: None)
 
 
 def embeddings_are_cached_by_their_tokens(patch: pytest.MonkeyPatch) -> None:
-    from kvhaven.integrations.vllm import scheduler
-    from kvhaven.integrations.vllm.tracker import EVERYTHING
+    from kvhaven.engine import scheduler
+    from kvhaven.engine.requests import EVERYTHING
 
-    patch.setattr(scheduler, "permissions_of", lambda *_: EVERYTHING)
+    patch.setattr(scheduler, "permitted", lambda *_: EVERYTHING)
 
 
 def a_reset_changes_nothing(patch: pytest.MonkeyPatch) -> None:
-    from kvhaven.integrations.vllm.epoch import Epoch
+    from kvhaven.engine.epoch import Epoch
 
     patch.setattr(Epoch, "root", lambda _, namespace: namespace)
 
 
 def blocks_of_an_older_content_are_saved(patch: pytest.MonkeyPatch) -> None:
-    from kvhaven.integrations.vllm.adapters import Adapters
-    from kvhaven.integrations.vllm.epoch import Epoch
+    from kvhaven.engine.adapters import Adapters
+    from kvhaven.engine.epoch import Epoch
 
     use_of = Adapters.use_of
 
-    def trusting(adapters: Adapters, request: Any) -> Any:
+    def trusting(adapters: Adapters, name: Any, adapter: int) -> Any:
         adapters._changed = lambda _: None
-        return use_of(adapters, request)
+        return use_of(adapters, name, adapter)
 
     patch.setattr(Adapters, "use_of", trusting)
     patch.setattr(Epoch, "admitted", lambda *_: True)
@@ -89,11 +89,11 @@ MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def _leave_out(patch: pytest.MonkeyPatch, **empty: Any) -> None:
-    from kvhaven.integrations.vllm.extras import PendingExtras
+    from kvhaven.integrations.vllm.extras import VllmPendingExtras
 
-    poll = PendingExtras.poll
+    poll = VllmPendingExtras.poll
 
-    def polled(pending: PendingExtras) -> Any:
+    def polled(pending: VllmPendingExtras) -> Any:
         known = poll(pending)
         if known is None:
             return None
@@ -102,4 +102,4 @@ def _leave_out(patch: pytest.MonkeyPatch, **empty: Any) -> None:
             adapter=None if "lora" in empty else known.adapter,
         )
 
-    patch.setattr(PendingExtras, "poll", polled)
+    patch.setattr(VllmPendingExtras, "poll", polled)

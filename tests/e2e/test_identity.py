@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvhaven.client.unix import lock_file
-from kvhaven.integrations.vllm.content import DigestMemory
-from kvhaven.integrations.vllm.model_files import AT_ONCE_BYTES, EngineFiles, Source
+from kvhaven.identity.content import DigestMemory
+from kvhaven.identity.files import AT_ONCE_BYTES, EngineFiles, Source
 from tests.e2e.conftest import Control
 from tests.e2e.engines import Engine, NodeService, assert_same, engine, prompts
 from tests.e2e.test_engine import full_chunks

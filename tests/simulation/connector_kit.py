@@ -23,9 +23,13 @@ from vllm.v1.request import Request
 from kvhaven.client.rank import RankClient
 from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.config import Settings
-from kvhaven.integrations.vllm.metadata import LoadJob, StepPlan, StepReport
-from kvhaven.integrations.vllm.scheduler import SchedulerSide
-from kvhaven.integrations.vllm.tracker import EVERYTHING, Permissions
+from kvhaven.engine.jobs import LoadJob, StepPlan, StepReport
+from kvhaven.engine.request_state import PendingLoad
+from kvhaven.engine.requests import EVERYTHING, Permissions
+from kvhaven.engine.scheduler import SchedulerSide
+from kvhaven.integrations.vllm.events import StoredEvents
+from kvhaven.integrations.vllm.extras import VllmExtras
+from kvhaven.integrations.vllm.requests import VllmRequest, scheduled_requests
 from kvhaven.keys import Extras, KeyChain, tenant_id
 from kvhaven.protocol import AdapterVersion, AttachRank, AttachScheduler, ModelState
 from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, Shard, ShardId
@@ -45,6 +49,46 @@ class BrokenFeature:
     @property
     def mm_position(self) -> Any:
         raise OSError(116, "Stale file handle")
+
+
+class VllmSide:
+    """A scheduler side that takes vLLM's objects, as the connector does.
+
+    `side` is the engine-neutral one; all that takes none of vLLM's objects is its own.
+    """
+
+    def __init__(self, side: SchedulerSide) -> None:
+        self.side = side
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.side, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "side":
+            super().__setattr__(name, value)
+        else:
+            setattr(self.side, name, value)
+
+    def on_new_request(self, request: Request) -> None:
+        self.side.on_new_request(VllmRequest(request))
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        return self.side.matched_tokens(VllmRequest(request), computed)
+
+    def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        self.side.allocated(VllmRequest(request), blocks, tokens)
+
+    def never_loaded(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        self.side.never_loaded(VllmRequest(request), blocks, tokens)
+
+    def plan_step(self, output: SchedulerOutput) -> StepPlan:
+        return self.side.plan_step(scheduled_requests(output))
+
+    def finished(self, request: Request) -> None:
+        self.side.finished(VllmRequest(request))
+
+    def loaded_offer(self, request: Request) -> PendingLoad | None:
+        return self.side.loaded_offer(VllmRequest(request))
 
 
 class Bench:
@@ -74,7 +118,7 @@ class Bench:
         hears_workers: bool = True,
         drops_last_block: bool = False,
         **settings: Any,
-    ) -> SchedulerSide:
+    ) -> VllmSide:
         """Return an attached scheduler's side; `settings` are the settings that differ."""
         chosen = Settings(**({"chunk_size": CHUNK, "lookup_deadline_ms": 2000} | settings))
         client = SchedulerClient(
@@ -86,18 +130,20 @@ class Bench:
         self._clients.append(client)
         if start:
             client.start(10)
-        return SchedulerSide(
+        side = SchedulerSide(
             chosen,
             client,
             block_sizes=[BLOCK],
             world=self.world,
             asynchronous=asynchronous,
             shared=shared,
-            events=events,
+            events=StoredEvents(CHUNK) if events else None,
+            extras=VllmExtras,
             role=role,
             hears_workers=hears_workers,
             drops_last_block=drops_last_block,
         )
+        return VllmSide(side)
 
     def load_adapter(self, adapter: int, content: str, generation: int = 1) -> None:
         """Have every rank say that it has loaded this content under a number."""
@@ -238,7 +284,7 @@ def scheduled(
     return output
 
 
-def ask(side: SchedulerSide, request: Request, computed: int = 0) -> tuple[int, bool]:
+def ask(side: VllmSide, request: Request, computed: int = 0) -> tuple[int, bool]:
     """Ask as the engine does until the answer is not None."""
     end = time.monotonic() + 10
     while True:
@@ -250,9 +296,7 @@ def ask(side: SchedulerSide, request: Request, computed: int = 0) -> tuple[int, 
         time.sleep(0.001)
 
 
-def admit(
-    side: SchedulerSide, request: Request, tokens: int, blocks: Sequence[int]
-) -> LoadJob | None:
+def admit(side: VllmSide, request: Request, tokens: int, blocks: Sequence[int]) -> LoadJob | None:
     """Allocate blocks for `tokens` loaded tokens; return the load that is planned."""
     side.allocated(request, (list(blocks),), tokens)
     plan = side.plan_step(scheduled())
@@ -260,7 +304,7 @@ def admit(
 
 
 def run_new(
-    side: SchedulerSide,
+    side: VllmSide,
     request: Request,
     count: int,
     *,
@@ -279,13 +323,13 @@ def saved_chunks(plan: StepPlan) -> int:
     return sum(len(job.keys) for job in plan.saves)
 
 
-def keys_of(side: SchedulerSide, name: str, **more: Any) -> tuple[ChunkKey, ...]:
+def keys_of(side: VllmSide, name: str, **more: Any) -> tuple[ChunkKey, ...]:
     """Return the keys under which a request of 40 tokens is saved; none if it is not."""
     plan = run_new(side, make_request(40, name, **more), 40)
     return tuple(key for job in plan.saves for key in job.keys)
 
 
-def known(side: SchedulerSide, adapter: int = 1, generation: int = 1, rank: int = 0) -> None:
+def known(side: VllmSide, adapter: int = 1, generation: int = 1, rank: int = 0) -> None:
     """Wait until the scheduler's side has heard what a rank has loaded."""
     models = side._client
 
@@ -296,12 +340,12 @@ def known(side: SchedulerSide, adapter: int = 1, generation: int = 1, rank: int 
     wait_until(heard, 20)
 
 
-def report(side: SchedulerSide, plan: StepPlan, ranks: int = 1, *finished: str) -> None:
+def report(side: VllmSide, plan: StepPlan, ranks: int = 1, *finished: str) -> None:
     """Report all saves of a plan as ended and written by so many ranks."""
     side.reported(StepReport({job.id: ranks for job in plan.saves}), finished)
 
 
-def wait_until(reached: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(reached: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until something that another process does is seen."""
     end = time.monotonic() + seconds
     while not reached():

@@ -334,7 +334,7 @@ class Engine:
         config.parallel_config.rank = rank
         device = self.devices[rank]
         found = device.open if isinstance(device, Accelerator) else lambda *_, **__: device
-        monkeypatch.setattr("kvhaven.integrations.vllm.start.open_device", found, raising=True)
+        monkeypatch.setattr("kvhaven.engine.connect.open_device", found, raising=True)
         connector = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, kv_cache_config
         )

@@ -24,9 +24,9 @@ from kvhaven.catalog.leases import Leases, LettingGo
 from kvhaven.catalog.lookups import Lookups
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policies import POLICIES
-from kvhaven.catalog.presence import Lookup, Presence
+from kvhaven.catalog.presence import Presence
 from kvhaven.catalog.reservations import Reservations
-from kvhaven.catalog.sessions import Lease, Member, Session, Sessions
+from kvhaven.catalog.sessions import Lease, Lookup, Member, Session, Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.tierindex import TierIndex
 from kvhaven.catalog.writebehind import WriteBehind

@@ -12,15 +12,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
-from kvhaven.integrations.vllm.epoch import Epoch
-from kvhaven.integrations.vllm.extras import KnownExtras, PendingExtras
-from kvhaven.integrations.vllm.loaded_model import LoadedModel
-from kvhaven.integrations.vllm.metadata import SaveJob
-from kvhaven.integrations.vllm.saves import Saves
-from kvhaven.integrations.vllm.scheduler import SchedulerSide
-from kvhaven.integrations.vllm.tracker import Offer, Tracker
-from kvhaven.integrations.vllm.worker_loads import RankLoads
-from kvhaven.integrations.vllm.worker_saves import RankSaves
+from kvhaven.engine.epoch import Epoch
+from kvhaven.engine.jobs import SaveJob
+from kvhaven.engine.loaded_model import LoadedModel
+from kvhaven.engine.loader import Loader
+from kvhaven.engine.request_state import PendingLoad, RequestState
+from kvhaven.engine.requests import KnownExtras
+from kvhaven.engine.save_planner import SavePlanner
+from kvhaven.engine.saver import Saver
+from kvhaven.engine.scheduler import SchedulerSide
+from kvhaven.integrations.vllm.extras import VllmPendingExtras
 from kvhaven.keys import Extras
 from kvhaven.types import Checksum
 from tests.simulation.engine_device import LateDevice
@@ -61,37 +62,37 @@ def no_forward_waits(patch: Patch) -> None:
 
 
 def lease_ends_when_the_load_begins(patch: Patch) -> None:
-    original = RankLoads.start
+    original = Loader.start
 
-    def start(loads: RankLoads, job: Any) -> None:
+    def start(loads: Loader, job: Any) -> None:
         loads._client.loaded([job.ticket], job.service)
         original(loads, job)
 
-    patch.setattr(RankLoads, "start", start)
+    patch.setattr(Loader, "start", start)
 
 
 def blocks_before_the_computed_tokens_are_written(patch: Patch) -> None:
     original = SchedulerSide._plan_load
 
-    def plan(side: SchedulerSide, tracker: Tracker, offer: Offer, end: int) -> Any:
+    def plan(side: SchedulerSide, state: RequestState, offer: PendingLoad, end: int) -> Any:
         start = offer.start // offer.chunk_size * offer.chunk_size
-        return original(side, tracker, dataclasses.replace(offer, start=start), end)
+        return original(side, state, dataclasses.replace(offer, start=start), end)
 
     patch.setattr(SchedulerSide, "_plan_load", plan)
 
 
 def chunks_are_saved_a_token_too_early(patch: Patch) -> None:
-    due, plan = Saves.due, Saves.plan
-    patch.setattr(Saves, "due", lambda saves, tracker, end: due(saves, tracker, end + 1))
-    patch.setattr(Saves, "plan", lambda saves, tracker, end: plan(saves, tracker, end + 1))
+    due, plan = SavePlanner.due, SavePlanner.plan
+    patch.setattr(SavePlanner, "due", lambda saves, state, end: due(saves, state, end + 1))
+    patch.setattr(SavePlanner, "plan", lambda saves, state, end: plan(saves, state, end + 1))
 
 
 def resumed_requests_keep_their_old_blocks(patch: Patch) -> None:
     original = SchedulerSide._admitted
 
     def admitted(side: SchedulerSide, name: str, blocks: Any, computed: int) -> None:
-        tracker = side._trackers.get(name)
-        if tracker is not None and tracker.blocks and tracker.request.num_preemptions:
+        state = side._states.get(name)
+        if state is not None and state.blocks and state.request.raw.num_preemptions:  # type: ignore[attr-defined]  # vLLM's
             side._extended(name, blocks)
         else:
             original(side, name, blocks, computed)
@@ -100,7 +101,7 @@ def resumed_requests_keep_their_old_blocks(patch: Patch) -> None:
 
 
 def loads_are_reported_before_they_ended(patch: Patch) -> None:
-    def take(loads: RankLoads) -> set[str]:
+    def take(loads: Loader) -> set[str]:
         told: set[int] = loads.__dict__.setdefault("told", set())
         running = [load.job for load in loads._running if load.job.asynchronous]
         fresh = {job.request_id for job in running if job.ticket not in told}
@@ -108,21 +109,21 @@ def loads_are_reported_before_they_ended(patch: Patch) -> None:
         loads._finished.clear()
         return fresh
 
-    patch.setattr(RankLoads, "take_finished", take)
+    patch.setattr(Loader, "take_finished", take)
 
 
 def blocks_given_to_loads_are_not_fenced(patch: Patch) -> None:
-    original = Saves.note_new
+    original = SavePlanner.note_new
 
-    def note(saves: Saves, blocks: Sequence[Sequence[int]], tokens: int = 0) -> None:
+    def note(saves: SavePlanner, blocks: Sequence[Sequence[int]], tokens: int = 0) -> None:
         if not called_by("allocated"):
             original(saves, blocks, tokens)
 
-    patch.setattr(Saves, "note_new", note)
+    patch.setattr(SavePlanner, "note_new", note)
 
 
 def salts_are_left_out_of_the_keys(patch: Patch) -> None:
-    patch.setattr(PendingExtras, "poll", lambda _: KnownExtras(Extras(), None))
+    patch.setattr(VllmPendingExtras, "poll", lambda _: KnownExtras(Extras(), None))
 
 
 def a_reset_changes_nothing(patch: Patch) -> None:
@@ -130,24 +131,24 @@ def a_reset_changes_nothing(patch: Patch) -> None:
 
 
 def saves_are_committed_before_they_ended(patch: Patch) -> None:
-    original = RankSaves._start
+    original = Saver._start
 
-    def start(saves: RankSaves, job: SaveJob, granted: Any, loads: Any) -> None:
+    def start(saves: Saver, job: SaveJob, granted: Any, loads: Any) -> None:
         original(saves, job, granted, loads)
         written = [(grant, [Checksum(bytes(16))]) for grant in granted if grant is not None]
         saves._client.commit(written)  # no checksum is known yet
 
-    patch.setattr(RankSaves, "_start", start)
+    patch.setattr(Saver, "_start", start)
 
 
 def failed_loads_do_not_stop_saves(patch: Patch) -> None:
-    original = RankLoads.fail
+    original = Loader.fail
 
-    def fail(loads: RankLoads, job: Any, reason: str) -> None:
+    def fail(loads: Loader, job: Any, reason: str) -> None:
         original(loads, job, reason)
         loads._failed_blocks.clear()
 
-    patch.setattr(RankLoads, "fail", fail)
+    patch.setattr(Loader, "fail", fail)
 
 
 def an_update_of_weights_is_not_noticed(patch: Patch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from kvhaven.client.unix import lock_file
-from kvhaven.integrations.vllm.content import (
+from kvhaven.identity.content import (
     MOST_ENTRIES,
     PIECE_BYTES,
     DigestMemory,
@@ -301,7 +301,7 @@ def test_reading_stops_when_it_is_asked_to(tmp_path: Path) -> None:
 def test_a_process_that_ends_does_not_wait_until_all_is_read(tmp_path: Path) -> None:
     code = (
         "import atexit, sys, threading\nfrom pathlib import Path\n"
-        "from kvhaven.integrations.vllm.content import DigestMemory, Stamp, digest_files\n"
+        "from kvhaven.identity.content import DigestMemory, Stamp, digest_files\n"
         "file, read, begun = Path(sys.argv[1]), [0], threading.Event()\n"
         "def on_read(count):\n    read[0] += count\n    begun.set()\n"
         "def work():\n    stamps = {file: Stamp.of(file.stat())}\n"

@@ -17,14 +17,15 @@ import pytest
 from kvhaven.client.unix import lock_file
 from kvhaven.config import Settings
 from kvhaven.errors import IncompleteEngineError, KVHavenError, ServiceUnavailableError
-from kvhaven.integrations.vllm import identification, start
-from kvhaven.integrations.vllm.content import DigestMemory
-from kvhaven.integrations.vllm.identification import (
+from kvhaven.identity import background
+from kvhaven.identity.background import (
     attach_when_known,
     digest_memory,
     look_at_files,
 )
-from kvhaven.integrations.vllm.model_files import AT_ONCE_BYTES, EngineFiles, Source
+from kvhaven.identity.content import DigestMemory
+from kvhaven.identity.files import AT_ONCE_BYTES, EngineFiles, Source
+from kvhaven.integrations.vllm import start
 from kvhaven.integrations.vllm.namespace import Description
 
 NEVER_NS = 2**63 - 1
@@ -155,7 +156,7 @@ def test_files_that_change_while_they_wait_to_be_read_are_not_identified(
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identification, "_PAUSES_S", (0.001,) * 3)
+    monkeypatch.setattr(background, "_PAUSES_S", (0.001,) * 3)
 
 
 @pytest.fixture

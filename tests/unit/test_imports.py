@@ -17,6 +17,7 @@ _LEVELS = (
     },
     {"arena", "catalog", "devices", "layouts", "tiers"},
     {"client", "service"},
+    {"engine", "identity"},
     {"cli", "integrations"},
 )
 """Parts of KVHaven, lowest first: each imports from its own level and those below."""
@@ -40,6 +41,38 @@ def violations(sources: Sources) -> list[str]:
         *_vllm_outside_its_place(imports),
         *_makes_outside_their_places(sources, imports),
     ]
+
+
+def circles(sources: Sources) -> list[list[str]]:
+    """Return groups of modules that import each other, directly or through others.
+
+    Imports for type checking and inside of functions count, too. `from package import module`
+    imports the module; that it also runs the package's `__init__` is no circle.
+    """
+    found = {module: _imports(module, ast.parse(text)) for module, text in sources.items()}
+    targets: dict[str, set[str]] = {}
+    for module, names in found.items():
+        ours = names & sources.keys() - {module}
+        targets[module] = {n for n in ours if not any(m.startswith(f"{n}.") for m in ours)}
+    reach = {module: _reachable(module, targets) for module in targets}
+    groups = {
+        tuple(sorted(other for other in reach[module] if module in reach[other]))
+        for module in targets
+        if module in reach[module]
+    }
+    return sorted(map(list, groups))
+
+
+def _reachable(module: str, targets: Mapping[str, set[str]]) -> set[str]:
+    """Return what a module imports, directly or through others; itself only by a circle."""
+    reached: set[str] = set()
+    pending = [*targets[module]]
+    while pending:
+        name = pending.pop()
+        if name not in reached:
+            reached.add(name)
+            pending += targets[name]
+    return reached
 
 
 def _unknown_parts(imports: Mapping[str, set[str]]) -> Iterator[str]:
@@ -148,6 +181,20 @@ def test_imports_of_kvhaven_point_one_way() -> None:
     assert violations(sources) == []
 
 
+def test_no_modules_import_each_other() -> None:
+    assert circles(_read_sources()) == []
+
+
+def test_the_checker_sees_circles() -> None:
+    sources = {
+        "kvhaven.a": "def f():\n    from kvhaven.b import g",
+        "kvhaven.b": "from kvhaven import c",
+        "kvhaven.c": "if TYPE_CHECKING:\n    import kvhaven.a",
+        "kvhaven.d": "import kvhaven.a",
+    }
+    assert circles(sources) == [["kvhaven.a", "kvhaven.b", "kvhaven.c"]]
+
+
 @pytest.mark.parametrize(
     ("module", "text", "found"),
     [
@@ -163,7 +210,8 @@ def test_imports_of_kvhaven_point_one_way() -> None:
         ("kvhaven.devices.cpu", "from vllm import LLM", "imports vllm"),
         ("kvhaven.cli.demo", "import vllm.config", "imports vllm"),
         ("kvhaven.layouts.paged", "import torch\ntorch.cuda.synchronize()", "uses torch.cuda"),
-        ("kvhaven.integrations.vllm.worker", "from torch import cuda", "uses torch.cuda"),
+        ("kvhaven.engine.worker", "from torch import cuda", "uses torch.cuda"),
+        ("kvhaven.engine.worker", "from kvhaven.integrations import vllm", "a level above"),
         ("kvhaven.devices.cuda", "import torch\ntorch.xpu.synchronize()", "uses torch.xpu"),
         ("kvhaven.devices.gather", "import habana_frameworks.torch", "uses Habana's bridge"),
         ("kvhaven.novelty", "", "no level is known"),
@@ -181,7 +229,7 @@ def test_the_checker_lets_pass_what_points_the_right_way() -> None:
         "kvhaven.types": "import msgspec",
         "kvhaven.devices.cuda": "import torch\ntorch.cuda.is_available()",
         "kvhaven.service.server": "from kvhaven.catalog import core\nfrom kvhaven import types",
-        "kvhaven.integrations.vllm.worker": "import vllm, torch\nfrom kvhaven.devices import cuda",
+        "kvhaven.integrations.vllm.start": "import vllm, torch\nfrom kvhaven.engine import worker",
         "kvhaven.cli.serve": "from kvhaven.service import server",
         "kvhaven.catalog.core": "import torchlike, vllmlike",
     }

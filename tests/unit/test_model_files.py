@@ -16,17 +16,11 @@ from typing import Any
 import pytest
 
 from kvhaven.errors import IncompatibleEngineError
-from kvhaven.integrations.vllm import content, model_files
-from kvhaven.integrations.vllm.content import DigestMemory
-from kvhaven.integrations.vllm.identification import look_at_files
-from kvhaven.integrations.vllm.model_files import (
-    IGNORED_FILES,
-    IGNORED_FOLDERS,
-    EngineFiles,
-    Source,
-    loading_began_ns,
-    model_sources,
-)
+from kvhaven.identity import content, files
+from kvhaven.identity.background import look_at_files
+from kvhaven.identity.content import DigestMemory
+from kvhaven.identity.files import IGNORED_FILES, IGNORED_FOLDERS, EngineFiles, Source
+from kvhaven.integrations.vllm.model_sources import loading_began_ns, model_sources
 
 NEVER_NS = 2**63 - 1
 """No file changed since then."""
@@ -384,7 +378,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 def test_a_folder_of_very_many_files_leaves_the_engine_without_a_cache(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model_files, "MOST_FILES", 4)
+    monkeypatch.setattr(files, "MOST_FILES", 4)
     assert look_at_files(lambda: files_of(engine(model)), threading.Event()) is None
     assert "nothing is cached: " in caplog.text
     assert "more than 4 files" in caplog.text

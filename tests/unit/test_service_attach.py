@@ -206,7 +206,9 @@ def test_a_status_says_the_fields_of_the_newest_namespaces(node: NodeThread) -> 
 
 def test_a_status_of_many_namespaces_is_made_in_pieces(node: NodeThread) -> None:
     def pieces() -> int:
-        return sum(1 for _ in describe(node.service))
+        service = node.service
+        parts = (service.catalog, service.arena, service.verifier, service.sessions)
+        return sum(1 for _ in describe(service.id, *parts, service.tiers))
 
     def add() -> None:
         for number in range(256):

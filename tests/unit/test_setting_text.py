@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhaven.integrations.vllm.setting_text import LONGEST, UnnamedError, plain, text
+from kvhaven.identity.setting_text import LONGEST, UnnamedError, plain, text
 
 
 class Backend(enum.Enum):

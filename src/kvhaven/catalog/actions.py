@@ -3,14 +3,11 @@
 
 import enum
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NewType, overload
+from typing import NewType, Protocol, overload
 
 import msgspec
 
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Extent, NamespaceDigest, TenantId
-
-if TYPE_CHECKING:
-    from kvhaven.catalog.entries import Entry
 
 SessionId = NewType("SessionId", str)
 """One engine instance: its scheduler and all its ranks."""
@@ -39,6 +36,13 @@ class Leased(msgspec.Struct, frozen=True, gc=False):
     source: Source
 
 
+class _Pinned(Protocol):
+    """A chunk in the arena (see `entries.Entry`)."""
+
+    key: ChunkKey
+    extent: Extent
+
+
 class Prefix(Sequence[Leased]):
     """The first chunks of a lease; there may be thousands, so each is made when it is asked for.
 
@@ -47,7 +51,7 @@ class Prefix(Sequence[Leased]):
 
     __slots__ = ("_entries", "sources")
 
-    def __init__(self, entries: "Sequence[Entry]" = (), sources: bytes = b"") -> None:
+    def __init__(self, entries: Sequence[_Pinned] = (), sources: bytes = b"") -> None:
         self._entries = entries
         self.sources = sources
 
@@ -82,7 +86,7 @@ class Prefix(Sequence[Leased]):
         return repr(tuple(self))
 
 
-def _leased(entry: "Entry", source: int) -> Leased:
+def _leased(entry: _Pinned, source: int) -> Leased:
     return Leased(entry.key, entry.extent, Source(source))
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.audit_lookups import check_lookups
-from kvhaven.catalog.entries import Entry, Listed, State, Tenant
-from kvhaven.catalog.holdings import Holding, Place, Shelf
+from kvhaven.catalog.entries import Entry, Holding, Listed, Shelf, State, Tenant
+from kvhaven.catalog.holdings import Place
 from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policy import EvictionPolicy

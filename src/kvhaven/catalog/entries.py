@@ -2,16 +2,13 @@
 """What the catalog knows of one tenant, one namespace, and one chunk in the arena."""
 
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic
 
 from kvhaven.catalog.actions import MemberId, SessionId, Source
+from kvhaven.catalog.allocation import S
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, Extent, TenantId, align_up
-
-if TYPE_CHECKING:
-    from kvhaven.catalog.holdings import Holding
-    from kvhaven.catalog.slabs import SlabUse
 
 SaveId = tuple[SessionId, int]
 """One save of one engine, on all its ranks: the session, and the save's number in it."""
@@ -62,6 +59,35 @@ class Tenant:
         self.orders: dict[int, EvictionPolicy] | None = None if memory_quota is None else {}
 
 
+class Shelf:
+    """What a namespace has in a place: whole chunks, their bytes, and all entries."""
+
+    __slots__ = ("bytes", "chunks", "cleared", "entries")
+
+    def __init__(self) -> None:
+        self.chunks = 0
+        self.bytes = 0
+        self.entries = 0  # incomplete ones too
+        self.cleared = False
+
+
+class Holding:
+    """A tenant's part of a shelf, or after a clear of that tenant alone, a shelf of its own."""
+
+    __slots__ = ("bytes", "chunks", "entries", "shelf")
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.chunks = 0
+        self.bytes = 0
+        self.entries = 0
+        self.shelf = shelf
+
+    @property
+    def cleared(self) -> bool:
+        """Whether its chunks are to go, and are not to be seen any more."""
+        return self.shelf.cleared
+
+
 class NamespaceState:
     """A tenant's part of a namespace, with the figures that are needed often.
 
@@ -88,6 +114,18 @@ class NamespaceState:
         self.extent_bytes = table.extent_bytes
         self.stored_bytes = sum(stored_bytes(s.payload_bytes) for s in table.shards)
         self.holdings: dict[str, Holding] = {}
+
+
+class SlabUse(Generic[S]):
+    """A slab: its entries by generation, and the number of the event that used one last."""
+
+    __slots__ = ("entries", "id", "length", "stamp")
+
+    def __init__(self, id_: S, length: int) -> None:
+        self.id = id_
+        self.length = length
+        self.entries: dict[int, Entry] = {}
+        self.stamp = 0
 
 
 class Entry:
@@ -124,11 +162,11 @@ class Entry:
     def __init__(
         self,
         namespace: NamespaceState,
-        holding: "Holding",
+        holding: Holding,
         key: ChunkKey,
         parent: ChunkKey | None,
         extent: Extent,
-        slab: "SlabUse[Any]",  # the allocator's kind of slab is nobody's business here
+        slab: SlabUse[Any],  # the allocator's kind of slab is nobody's business here
         state: State,
     ) -> None:
         self.namespace = namespace

@@ -9,7 +9,7 @@ comes upon one drops it. What comes after belongs to a new holding of the same n
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvhaven.catalog.entries import NamespaceState
+from kvhaven.catalog.entries import Holding, NamespaceState, Shelf
 from kvhaven.types import NamespaceDigest, TenantId
 
 
@@ -34,35 +34,6 @@ def scopes_over(part: NamespaceState) -> tuple[Scope, ...]:
         Scope(None, tenant),
         Scope(digest, tenant),
     )
-
-
-class Shelf:
-    """What a namespace has in a place: whole chunks, their bytes, and all entries."""
-
-    __slots__ = ("bytes", "chunks", "cleared", "entries")
-
-    def __init__(self) -> None:
-        self.chunks = 0
-        self.bytes = 0
-        self.entries = 0  # incomplete ones too
-        self.cleared = False
-
-
-class Holding:
-    """A tenant's part of a shelf, or after a clear of that tenant alone, a shelf of its own."""
-
-    __slots__ = ("bytes", "chunks", "entries", "shelf")
-
-    def __init__(self, shelf: Shelf) -> None:
-        self.chunks = 0
-        self.bytes = 0
-        self.entries = 0
-        self.shelf = shelf
-
-    @property
-    def cleared(self) -> bool:
-        """Whether its chunks are to go, and are not to be seen any more."""
-        return self.shelf.cleared
 
 
 class Place:

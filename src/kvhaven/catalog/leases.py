@@ -19,8 +19,8 @@ from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.entries import Entry, NamespaceState, State
 from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.lookups import Lookups
-from kvhaven.catalog.presence import LOOKUP_SHARDS, Lookup
-from kvhaven.catalog.sessions import Lease, Member, Session, Sessions
+from kvhaven.catalog.presence import LOOKUP_SHARDS
+from kvhaven.catalog.sessions import Lease, Lookup, Member, Session, Sessions
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.tierspec import TierState

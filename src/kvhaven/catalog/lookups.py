@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.allocation import S
 from kvhaven.catalog.entries import NamespaceState
-from kvhaven.catalog.presence import LOOKUP_SHARDS, Lookup, Presence
-from kvhaven.catalog.sessions import Lease
+from kvhaven.catalog.presence import LOOKUP_SHARDS, Presence
+from kvhaven.catalog.sessions import Lease, Lookup
 from kvhaven.catalog.space import Space
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.types import ChunkKey

@@ -3,19 +3,16 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from kvhaven.catalog.actions import Action, TierDelete, TierLookup
 from kvhaven.catalog.entries import NamespaceState
 from kvhaven.catalog.holdings import Scope
+from kvhaven.catalog.sessions import Lookup
 from kvhaven.catalog.tierspec import Moves, TierFigures, TierSpec
 from kvhaven.catalog.work import Job, Work
 from kvhaven.errors import KVHavenError
 from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
-
-if TYPE_CHECKING:
-    from kvhaven.catalog.sessions import Lease
 
 LOOKUP_SHARDS = 1024
 """A tier is asked for so many shards at a time, or for one chunk if that has more."""
@@ -25,18 +22,6 @@ MOST_KNOWN = 1 << 17
 """Answers that are remembered; beyond, the oldest are forgotten."""
 FAILED_S = 1.0
 """How long a tier that gave no answer is not asked for the same chunks again, at most."""
-
-
-class Lookup:
-    """One question to a tier, and who waits for the answer."""
-
-    __slots__ = ("keys", "namespace", "number", "waiting")
-
-    def __init__(self, number: int, namespace: NamespaceState, keys: tuple[ChunkKey, ...]) -> None:
-        self.number = number
-        self.namespace = namespace
-        self.keys = keys
-        self.waiting: dict[Lease, None] = {}
 
 
 class _Answer:

@@ -12,9 +12,20 @@ from kvhaven.catalog.actions import (
 )
 from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState
-from kvhaven.catalog.presence import Lookup
 from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey, NamespaceDigest
+
+
+class Lookup:
+    """One question to a tier, and who waits for the answer."""
+
+    __slots__ = ("keys", "namespace", "number", "waiting")
+
+    def __init__(self, number: int, namespace: NamespaceState, keys: tuple[ChunkKey, ...]) -> None:
+        self.number = number
+        self.namespace = namespace
+        self.keys = keys
+        self.waiting: dict[Lease, None] = {}
 
 
 class Lease:

@@ -7,19 +7,7 @@ from heapq import merge
 from typing import Generic
 
 from kvhaven.catalog.allocation import S
-from kvhaven.catalog.entries import Entry
-
-
-class SlabUse(Generic[S]):
-    """A slab: its entries by generation, and the number of the event that used one last."""
-
-    __slots__ = ("entries", "id", "length", "stamp")
-
-    def __init__(self, id_: S, length: int) -> None:
-        self.id = id_
-        self.length = length
-        self.entries: dict[int, Entry] = {}
-        self.stamp = 0
+from kvhaven.catalog.entries import SlabUse
 
 
 class Slabs(Generic[S]):

@@ -6,11 +6,11 @@ from itertools import islice
 from typing import Generic
 
 from kvhaven.catalog.allocation import Allocator, Reach, S
-from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
+from kvhaven.catalog.entries import Entry, NamespaceState, SlabUse, State, Tenant
 from kvhaven.catalog.holdings import Place, Scope
 from kvhaven.catalog.orders import Orders
 from kvhaven.catalog.policy import EvictionPolicy
-from kvhaven.catalog.slabs import Slabs, SlabUse
+from kvhaven.catalog.slabs import Slabs
 from kvhaven.catalog.tierspec import MEMORY
 from kvhaven.catalog.work import Job, Work, consume
 from kvhaven.errors import ArenaError

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kvhaven.catalog.actions import Action, TierDelete
-from kvhaven.catalog.entries import NamespaceState, Tenant
-from kvhaven.catalog.holdings import Holding, Place, Scope, scopes_over
+from kvhaven.catalog.entries import Holding, NamespaceState, Tenant
+from kvhaven.catalog.holdings import Place, Scope, scopes_over
 from kvhaven.catalog.tierspec import Moves, TierFigures, TierSpec
 from kvhaven.catalog.work import Job, Work
 from kvhaven.errors import KVHavenError

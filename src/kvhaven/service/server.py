@@ -228,7 +228,9 @@ class Service:
         member.unacknowledged = True
 
     def _status(self, connection: Connection, message: Status) -> Job:
-        status = yield from describe(self)
+        status = yield from describe(
+            self.id, self.catalog, self.arena, self.verifier, self.sessions, self.tiers
+        )
         connection.send(StatusReply(message.id, status))
 
     # --- in the background ------------------------------------------------------------------

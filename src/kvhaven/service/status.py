@@ -2,19 +2,20 @@
 """What `kvhaven status` shows: everything the service knows about itself, typed."""
 
 import os
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Generator, Mapping
+from typing import Final, cast
 
 import msgspec
 
 from kvhaven import __version__
+from kvhaven.catalog import Catalog
+from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.stats import CatalogStats, NamespaceStats, TenantStats
-from kvhaven.tiers.base import TierHealth
+from kvhaven.service.arena import Arena
+from kvhaven.service.sessions import Sessions
+from kvhaven.service.verify import Verifier
+from kvhaven.tiers.base import Tier, TierHealth
 from kvhaven.types import NamespaceDigest, TenantId
-
-if TYPE_CHECKING:
-    from kvhaven.service.server import Service
-
 
 _PIECE: Final = 16
 """Namespaces, or tenants, that are described in one go."""
@@ -86,9 +87,16 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     """Those that have most; `catalog.more_tenants` says how many others there are."""
 
 
-def describe(service: "Service") -> Generator[None, None, bytes]:
-    """Return the service's status as JSON of `ServiceStatus`, in pieces of a millisecond."""
-    stats = yield from service.catalog.survey()
+def describe(
+    service_id: str,
+    catalog: Catalog,
+    arena: Arena,
+    verifier: Verifier,
+    sessions: Sessions,
+    tiers: Mapping[TierName, Tier],
+) -> Generator[None, None, bytes]:
+    """Return a service's status as JSON of `ServiceStatus`, in pieces of a millisecond."""
+    stats = yield from catalog.survey()
     yield
     tenants = []
     for tenant, known in stats.tenants.items():
@@ -102,16 +110,16 @@ def describe(service: "Service") -> Generator[None, None, bytes]:
     asked = stats.hit_chunks + stats.promoted_chunks + stats.missed_chunks
     status = ServiceStatus(
         version=__version__,
-        service=service.id,
+        service=service_id,
         pid=os.getpid(),
         arena_bytes=stats.capacity_bytes,
         arena_used_bytes=stats.used_bytes,
-        arena_allocated_bytes=service.arena.usable,
-        arena_planned_bytes=service.arena.size,
-        arena_allocating=service.arena.allocating,
+        arena_allocated_bytes=arena.usable,
+        arena_planned_bytes=arena.size,
+        arena_allocating=arena.allocating,
         hit_rate=hits / asked if asked else 0.0,
-        verified_chunks=service.verifier.checked,
-        damaged_chunks=service.verifier.damaged,
+        verified_chunks=verifier.checked,
+        damaged_chunks=verifier.damaged,
         namespaces=namespaces,
         members=[
             MemberStatus(
@@ -121,10 +129,10 @@ def describe(service: "Service") -> Generator[None, None, bytes]:
                 quarantined_bytes=stats.quarantined_by.get(member.id, 0),
                 ready_bytes=member.ready,
             )
-            for session in service.sessions
+            for session in sessions
             for member in session.members
         ],
-        tiers={str(name): tier.health() for name, tier in service.tiers.items()},
+        tiers={str(name): tier.health() for name, tier in tiers.items()},
         catalog=msgspec.structs.replace(stats, namespaces={}, tenants={}),
         tenants=tenants,
     )

@@ -12,9 +12,9 @@ import xxhash
 from kvhaven.client.rank import RankClient
 from kvhaven.client.scheduler import Lease, SchedulerClient
 from kvhaven.config import Settings
-from kvhaven.integrations.vllm.loaded_model import LoadedModel
-from kvhaven.integrations.vllm.metadata import LoadJob, SaveJob, StepPlan, StepReport
-from kvhaven.integrations.vllm.worker import WorkerSide
+from kvhaven.engine.jobs import LoadJob, SaveJob, StepPlan, StepReport
+from kvhaven.engine.loaded_model import LoadedModel
+from kvhaven.engine.worker import WorkerSide
 from kvhaven.layouts import describe_kv_caches
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import ChunkKey, Shard, ShardId

@@ -11,15 +11,16 @@ pytest.importorskip("vllm", reason="the connector is vLLM's")
 import torch
 from vllm.lora.request import LoRARequest
 
-from kvhaven.integrations.vllm.adapters import Adapters, CacheName, cache_name
-from kvhaven.integrations.vllm.digests import content_digest
-from kvhaven.integrations.vllm.scheduler import SchedulerSide
-from kvhaven.integrations.vllm.tracker import MOST_TAG_LENGTH, MOST_TAGS, Permissions
+from kvhaven.engine.adapters import Adapters, CacheName
+from kvhaven.engine.requests import MOST_TAG_LENGTH, MOST_TAGS, Permissions
+from kvhaven.integrations.vllm.requests import cache_name, held_blocks
+from kvhaven.integrations.vllm.values import content_digest
 from kvhaven.keys import Extras, KeyInputError
 from kvhaven.protocol import AdapterVersion, ModelState
 from tests.simulation.connector_kit import (
     Bench,
     BrokenFeature,
+    VllmSide,
     admit,
     ask,
     digest_of,
@@ -254,7 +255,7 @@ def test_a_request_that_waits_gets_no_blocks_of_another_adapter_of_its_name(
         known(side, adapter=2)
     for request in (other, *waiting[1:]):
         ask(side, request)
-    assert side._trackers["w3"].permissions.save
+    assert side._states["w3"].permissions.save
     run_new(side, other, 40)
     side.finished(other)
     blocks = [*range(8), 20, 21, 22, 23]
@@ -262,12 +263,13 @@ def test_a_request_that_waits_gets_no_blocks_of_another_adapter_of_its_name(
         assert saved_chunks(run_new(side, request, 16, blocks=blocks, computed=32)) == 0
 
 
-def with_blocks(side: SchedulerSide, used: int) -> None:
+def with_blocks(side: VllmSide, used: int) -> None:
     """Bind a pool of 40 blocks, the first of which are in use."""
     blocks = (
         SimpleNamespace(block_id=i, ref_cnt=int(i < used), block_hash=None) for i in range(40)
     )
-    side.block_pool = SimpleNamespace(blocks=list(blocks))
+    pool: Any = SimpleNamespace(blocks=list(blocks))
+    side.held_blocks = lambda: held_blocks(pool)
 
 
 def test_a_rolling_update_from_a_new_path_distrusts_nothing() -> None:
@@ -281,7 +283,7 @@ def test_a_rolling_update_from_a_new_path_distrusts_nothing() -> None:
     adapters = Adapters(1, lambda: models, distrusted.append)
     for _ in range(3):
         for request in (old, new):
-            assert adapters.use_of(request) is not None
+            assert adapters.use_of(cache_name(request), request.lora_int_id) is not None
     assert distrusted == []
 
 
@@ -291,7 +293,8 @@ class Shared:
     def __init__(self, bench: Bench, **first: Any) -> None:
         self.bench, self.side = bench, bench.side()
         pool = [SimpleNamespace(block_id=i, ref_cnt=0, block_hash=b"h") for i in range(100)]
-        self.side.block_pool = SimpleNamespace(blocks=pool)
+        bound: Any = SimpleNamespace(blocks=pool)
+        self.side.held_blocks = lambda: held_blocks(bound)
         for adapter, name in enumerate("ab", 1):
             bench.load_adapter(adapter, name)
             known(self.side, adapter)
@@ -435,8 +438,7 @@ def test_tags_are_few_short_and_fit_for_a_line_of_a_log(bench: Bench) -> None:
     tags = ["a\nERROR forged", "\x1b[31mred", "x" * 1000, *(f"t{n}" for n in range(100))]
     ask(side, make_request(40, params={"kvhaven.tags": tags}))
     taken = side.stats.take()
-    assert taken is not None
-    named = {name for name in taken.data if name.startswith("tag:")}
+    named = {name for name in taken if name.startswith("tag:")}
     assert len(named) == 2 * MOST_TAGS
     assert all(name.isprintable() for name in named)
     assert "tag:a\\nERROR forged:hit_tokens" in named
@@ -444,8 +446,7 @@ def test_tags_are_few_short_and_fit_for_a_line_of_a_log(bench: Bench) -> None:
     for number in range(2000):
         ask(side, make_request(1, f"r{number}", params={"kvhaven.tags": f"client {number}"}))
     taken = side.stats.take()
-    assert taken is not None
-    assert len(taken.data) < 300
+    assert len(taken) < 300
 
 
 @pytest.mark.parametrize("tags", [7, {"a": 1}, object(), [["nested"]], None])

@@ -3,16 +3,19 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
-from kvhaven.integrations.vllm import saves as saves_module
-from kvhaven.integrations.vllm.metadata import StepReport
+from kvhaven.engine import save_planner as saves_module
+from kvhaven.engine.jobs import StepReport
+from kvhaven.integrations.vllm.requests import held_blocks
 from tests.simulation.connector_kit import (
     CHUNK,
     Bench,
+    VllmSide,
     ask,
     make_request,
     report,
@@ -51,7 +54,7 @@ def test_blocks_of_requests_that_are_not_followed_are_fenced_too(bench: Bench) -
     side, request = bench.side(), make_request(32)
     (job,) = run_new(side, request, 32).saves
     embedded = make_request(8, "e", prompt_embeds=torch.zeros(8, 4))
-    side._trackers.pop("e", None)
+    side._states.pop("e", None)
     assert side.plan_step(scheduled(new=[(embedded, [3, 40], 0, 8)])).fence == [job.id]
 
 
@@ -141,6 +144,10 @@ class Pool:
         self.blocks = [Block(number, used=number in used) for number in range(100)]
 
 
+def bind(side: VllmSide, pool: Any) -> None:
+    side.held_blocks = lambda: held_blocks(pool)
+
+
 def test_after_a_reset_nothing_cached_before_is_found(bench: Bench) -> None:
     side, request = bench.side(), make_request(40)
     bench.fill(request)
@@ -154,7 +161,7 @@ def test_after_a_reset_nothing_cached_before_is_found(bench: Bench) -> None:
 def test_what_is_computed_from_old_kv_is_not_saved_in_the_new_epoch(bench: Bench) -> None:
     side, running = bench.side(), make_request(48, "running")
     run_new(side, running, 20, blocks=range(12))
-    side.block_pool = Pool(range(12))
+    bind(side, Pool(range(12)))
     side.reset()
     # It goes on, with old KV and a new block.
     plan = side.plan_step(scheduled(cached=[(running, [12], 20, 28)]))
@@ -191,7 +198,7 @@ def test_what_a_failed_load_left_in_the_engines_cache_is_not_saved(bench: Bench)
     side, failed = bench.side(), make_request(40, "failed")
     plan = run_new(side, failed, 40)
     side.finished(failed)
-    side.block_pool = Pool(range(10))
+    bind(side, Pool(range(10)))
     (job,) = plan.saves
     side.reported(StepReport({job.id: 1}, {job.id: {0, 1}}, failed_loads={0: 1}), ())
     sharing = make_request(40, "sharing")
@@ -213,7 +220,7 @@ def test_what_was_written_before_a_failed_load_was_planned_is_saved_on(bench: Be
     beside = make_request(range(200, 240), "beside")
     run_new(side, beside, 40, blocks=range(40, 50))
     side.finished(beside)
-    side.block_pool = Pool(range(50))
+    bind(side, Pool(range(50)))
     side.reported(StepReport(failed_loads={0: 1}), ("l",))
     doubtful = make_request(range(200, 264), "doubtful")
     blocks = [*range(40, 48), *range(60, 68)]
@@ -228,9 +235,9 @@ def test_after_an_error_in_planning_a_step_what_it_wrote_is_not_saved(bench: Ben
     """A request with KV of the old epoch got new blocks in that step, which was not noted."""
     side, old = bench.side(), make_request(40, "old")
     run_new(side, old, 20, blocks=range(5))
-    side.block_pool = Pool(range(5))
+    bind(side, Pool(range(5)))
     side.reset()
-    side.block_pool = Pool(range(10))
+    bind(side, Pool(range(10)))
     side.doubt()  # as after an error in `plan_step`
     side.plan_in_doubt()
     side.finished(old)
@@ -241,7 +248,7 @@ def test_after_an_error_in_planning_a_step_what_it_wrote_is_not_saved(bench: Ben
 
 def test_where_the_engines_blocks_cannot_be_read_a_doubt_ends_caching(bench: Bench) -> None:
     side = bench.side()
-    side.block_pool = object()
+    bind(side, object())
     side.doubt()
     side.plan_in_doubt()
     assert saved_chunks(run_new(side, make_request(40, "later"), 40)) == 0

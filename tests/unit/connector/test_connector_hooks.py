@@ -20,10 +20,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvhaven.engine.scheduler import SchedulerSide
 from kvhaven.errors import IncompatibleEngineError, LayoutError
 from kvhaven.integrations.vllm.compat import require_supported_engine, require_supported_vllm
 from kvhaven.integrations.vllm.connector import KVHavenConnector
-from kvhaven.integrations.vllm.scheduler import SchedulerSide
 from tests.simulation.connector_kit import make_request, wait_until
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_model import Model
@@ -187,7 +187,7 @@ def test_an_error_in_the_scheduler_side_is_a_miss_logged_once_and_counted(
 def test_an_error_in_the_worker_side_is_no_more_than_a_cache_that_does_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    from kvhaven.integrations.vllm.worker import WorkerSide
+    from kvhaven.engine.worker import WorkerSide
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError(method)
@@ -230,7 +230,7 @@ def test_a_load_that_could_not_be_planned_is_computed_instead(
 def test_a_service_that_is_away_at_start_is_no_reason_to_stop(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvhaven.integrations.vllm.start._ATTACH_S", 0.05)
+    monkeypatch.setattr("kvhaven.engine.connect.ATTACH_S", 0.05)
     node = Node(short_dir)
     engine = make_engine(short_dir, Setup(service_address=node.address), monkeypatch)
     assert run(engine, "early", PROMPT) == expected()
@@ -249,7 +249,7 @@ def test_nothing_depends_on_how_long_a_device_takes_to_register_the_arena(
     """0.1 s a GB on hardware: 50 s for 500 GB, and no request may wait or fail for that."""
     run(engine, "first", PROMPT)
     wait_until(lambda: node.status().catalog.resident_chunks >= 4)
-    monkeypatch.setattr("kvhaven.integrations.vllm.start._ATTACH_S", 2.0)
+    monkeypatch.setattr("kvhaven.engine.connect.ATTACH_S", 2.0)
     registers, go_on = threading.Event(), threading.Event()
 
     def register(_device: LateDevice, _address: int, size: int) -> None:

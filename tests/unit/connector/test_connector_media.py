@@ -15,11 +15,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from kvhaven.integrations.vllm import media
 from kvhaven.integrations.vllm.connector import KVHavenConnector
 from kvhaven.integrations.vllm.encoder_cache import watch_encoder_cache
-from kvhaven.integrations.vllm.scheduler import SchedulerSide
 from kvhaven.protocol import ModelState
 from tests.simulation.connector_kit import (
     Bench,
     BrokenFeature,
+    VllmSide,
     ask,
     image,
     keys_of,
@@ -39,12 +39,12 @@ pytestmark = pytest.mark.slow
 class Held:
     """Keeps media from being hashed, as behind a large video, until `go_on` is set."""
 
-    def __init__(self, side: SchedulerSide) -> None:
+    def __init__(self, side: VllmSide) -> None:
         self.go_on = threading.Event()
         side._extras.media._hasher.submit(self.go_on.wait, 30)
 
 
-def run_on(side: SchedulerSide, name: str, content: float, identifier: str = "mine") -> int:
+def run_on(side: VllmSide, name: str, content: float, identifier: str = "mine") -> int:
     """Run a request on the first 8 blocks of another; return how many chunks are saved."""
     request = make_request(40, name, mm_features=[image(content, identifier)])
     return saved_chunks(run_new(side, request, 8, blocks=[*range(8), 20, 21], computed=32))
@@ -95,7 +95,7 @@ def test_a_request_waits_for_its_medias_digests_and_no_longer_than_for_an_answer
     side.allocated(request, (list(range(10)),), 0)
     assert saved_chunks(side.plan_step(scheduled(new=[(request, range(10), 0, 20)]))) == 0
     go_on.set()
-    wait_until(lambda: not side._trackers["r"].pending.hashing)  # type: ignore[union-attr]
+    wait_until(lambda: not side._states["r"].pending.hashing)
     plan = side.plan_step(scheduled(cached=[(request, None, 20, 20)]))
     assert saved_chunks(plan) == 2, "what it computed meanwhile can be named now"
 
@@ -103,7 +103,7 @@ def test_a_request_waits_for_its_medias_digests_and_no_longer_than_for_an_answer
 # --- identifiers that may stand for two contents --------------------------------------------------
 
 
-def not_cached(side: SchedulerSide, held: Held, features: list[Any]) -> None:
+def not_cached(side: VllmSide, held: Held, features: list[Any]) -> None:
     """Run it without permissions."""
     held.go_on.set()
     run_new(
@@ -119,7 +119,7 @@ def not_cached(side: SchedulerSide, held: Held, features: list[Any]) -> None:
     )
 
 
-def over_before_it_was_hashed(side: SchedulerSide, held: Held, features: list[Any]) -> None:
+def over_before_it_was_hashed(side: VllmSide, held: Held, features: list[Any]) -> None:
     """Run it and finish it, while its media wait."""
     request = make_request(40, "first", mm_features=features)
     run_new(side, request, 40)
@@ -127,32 +127,32 @@ def over_before_it_was_hashed(side: SchedulerSide, held: Held, features: list[An
     held.go_on.set()
 
 
-def reset_before_it_was_hashed(side: SchedulerSide, held: Held, features: list[Any]) -> None:
+def reset_before_it_was_hashed(side: VllmSide, held: Held, features: list[Any]) -> None:
     """Run it, and reset the cache while its media wait; vLLM's encoder cache stays."""
     run_new(side, make_request(40, "first", mm_features=features), 40)
     side.reset()
     held.go_on.set()
 
 
-def with_one_that_is_elsewhere(side: SchedulerSide, held: Held, features: list[Any]) -> None:
+def with_one_that_is_elsewhere(side: VllmSide, held: Held, features: list[Any]) -> None:
     """Run it with another item, which cannot be named."""
     held.go_on.set()
     run_new(side, make_request(40, "first", mm_features=[image(None, "x", 20), *features]), 40)
 
 
-def with_one_that_cannot_be_read(side: SchedulerSide, held: Held, features: list[Any]) -> None:
+def with_one_that_cannot_be_read(side: VllmSide, held: Held, features: list[Any]) -> None:
     """Run it with another item, whose place cannot be read."""
     held.go_on.set()
     run_new(side, make_request(40, "first", mm_features=[BrokenFeature(), *features]), 40)
 
 
-def with_content_elsewhere(side: SchedulerSide, held: Held, _: list[Any]) -> None:
+def with_content_elsewhere(side: VllmSide, held: Held, _: list[Any]) -> None:
     """Run a request whose item has the identifier, and tensors elsewhere."""
     held.go_on.set()
     run_new(side, make_request(40, "first", mm_features=[image(None, "mine")]), 40)
 
 
-def in_a_session(side: SchedulerSide, held: Held, features: list[Any]) -> None:
+def in_a_session(side: VllmSide, held: Held, features: list[Any]) -> None:
     """Run a session that is not cached, and gets the media later: vLLM does not ask then."""
     held.go_on.set()
     session = make_request(
@@ -183,7 +183,7 @@ def in_a_session(side: SchedulerSide, held: Held, features: list[Any]) -> None:
 )
 def test_an_identifier_is_noted_however_its_first_request_ran(
     bench: Bench,
-    first: Callable[[SchedulerSide, Held, list[Any]], None],
+    first: Callable[[VllmSide, Held, list[Any]], None],
 ) -> None:
     """The second request gets the first one's blocks and encodings from vLLM's caches."""
     side = bench.side(lookup_deadline_ms=20)
@@ -206,7 +206,7 @@ def test_a_conflict_ends_the_saves_of_requests_that_have_their_keys_already(benc
     side = bench.side()
     waiting = make_request(48, "waiting", mm_features=[image(1.0, "mine")])
     assert ask(side, waiting) == (0, False)
-    assert side._trackers["waiting"].permissions.save
+    assert side._states["waiting"].permissions.save
     assert keys_of(side, "other", mm_features=[image(2.0, "mine")]) == ()
     blocks = [*range(8), 20, 21, 22, 23]
     assert saved_chunks(run_new(side, waiting, 16, blocks=blocks, computed=32)) == 0
@@ -217,7 +217,7 @@ def test_nothing_is_saved_while_a_conflict_may_be_found(bench: Bench) -> None:
     side = bench.side(lookup_deadline_ms=20)
     waiting = make_request(48, "waiting", mm_features=[image(1.0, "mine")])
     assert ask(side, waiting) == (0, False)
-    assert side._trackers["waiting"].permissions.save
+    assert side._states["waiting"].permissions.save
     held = Held(side)
     same = make_request(40, "other", mm_features=[image(1.0, "mine")])
     run_new(side, same, 40)
@@ -271,20 +271,20 @@ def test_with_too_many_ambiguous_identifiers_new_ones_are_refused(
     assert keys_of(side, "again", mm_features=[image(2.0, "2")]) == ()
     assert keys_of(side, "new", mm_features=[image(1.0, "new")]) == ()
     keys_of(side, "known again", mm_features=[image(9.0, "known")])
-    assert side._trackers["known again"].permissions.save
+    assert side._states["known again"].permissions.save
 
 
 # --- encodings that vLLM keeps --------------------------------------------------------------------
 
 
-def make_connector(side: SchedulerSide) -> KVHavenConnector:
+def make_connector(side: VllmSide) -> KVHavenConnector:
     """Return a connector around a scheduler's side, without what vLLM makes it of."""
     connector = object.__new__(KVHavenConnector)
-    connector._scheduler = side
+    connector._scheduler = side.side
     return connector
 
 
-def change_weights(bench: Bench, side: SchedulerSide, changes: int = 1) -> None:
+def change_weights(bench: Bench, side: VllmSide, changes: int = 1) -> None:
     bench.change_weights(changes)
     wait_until(lambda: side._client.models.get(0) == ModelState(weights=changes))
 

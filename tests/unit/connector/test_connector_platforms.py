@@ -9,6 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
+from kvhaven.engine.jobs import LoadJob
+from kvhaven.engine.loaded_model import LoadedModel
+from kvhaven.engine.loader import Loader
+from kvhaven.engine.stats import Stats
 from kvhaven.errors import IncompatibleEngineError, UnreportedLoadError
 from kvhaven.integrations.vllm.compat import (
     attention_backend,
@@ -18,11 +22,7 @@ from kvhaven.integrations.vllm.compat import (
     require_reuse,
     require_stable_kernels,
 )
-from kvhaven.integrations.vllm.loaded_model import LoadedModel
-from kvhaven.integrations.vllm.metadata import LoadJob
 from kvhaven.integrations.vllm.platforms import platform_of, require_supported_platform
-from kvhaven.integrations.vllm.stats import KVHavenStats
-from kvhaven.integrations.vllm.worker_loads import RankLoads
 from tests.simulation.connector_kit import Bench, make_request, run_new, scheduled
 
 pytestmark = pytest.mark.slow
@@ -83,18 +83,18 @@ def test_without_reports_a_save_is_over_with_its_step(bench: Bench) -> None:
 
 
 def test_a_load_that_fails_unheard_ends_the_engine() -> None:
-    loads = RankLoads(
+    loads = Loader(
         None,  # type: ignore[arg-type]  # nothing is acknowledged for a job without a service
         None,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         0,
-        KVHavenStats(),
+        Stats(),
         LoadedModel(),
         heard=False,
     )
     job = LoadJob("r", 1, "", (), (), (((1,),),), False)
-    with pytest.raises(UnreportedLoadError, match=r"request r: a load failed .why., and on this"):
+    with pytest.raises(UnreportedLoadError, match=r"request r: a load failed .why., and this"):
         loads.fail(job, "why")
 
 

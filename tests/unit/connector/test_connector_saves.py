@@ -134,9 +134,8 @@ def test_tags_label_the_statistics(bench: Bench) -> None:
     bench.fill(request)
     ask(side, request)
     taken = side.stats.take()
-    assert taken is not None
-    assert taken.data["tag:team-a:hit_tokens"] == 32
-    assert taken.data["tag:chat:looked_up_tokens"] == 40
+    assert taken["tag:team-a:hit_tokens"] == 32
+    assert taken["tag:chat:looked_up_tokens"] == 40
 
 
 def test_salts_give_other_keys(bench: Bench) -> None:

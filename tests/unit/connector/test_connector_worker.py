@@ -13,8 +13,8 @@ pytest.importorskip("vllm", reason="the connector is vLLM's")
 
 from kvhaven.client.scheduler import Lease, SchedulerClient
 from kvhaven.devices.base import CopyJob
+from kvhaven.engine.jobs import StepPlan, StepReport
 from kvhaven.errors import LayoutError, UnreportedLoadError
-from kvhaven.integrations.vllm.metadata import StepPlan, StepReport
 from kvhaven.protocol import AttachScheduler
 from tests.simulation.connector_kit import wait_until
 from tests.simulation.engine_device import LateCopy, LateDevice
@@ -295,7 +295,7 @@ def test_loads_after_one_that_cannot_be_ordered_are_started_all_the_same(
 def test_a_load_that_can_be_neither_ordered_nor_waited_for_ends_the_engine(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvhaven.integrations.vllm.worker_loads.COPY_DEADLINE_S", 0.01)
+    monkeypatch.setattr("kvhaven.engine.loader.COPY_DEADLINE_S", 0.01)
     monkeypatch.setattr(rank.device, "forward_waits", refuse)
     with monkeypatch.context() as stuck:
         stuck.setattr(LateCopy, "wait", lambda *_: False)

@@ -18,12 +18,14 @@ import vllm.v1.worker.kv_connector_model_runner_mixin as mixin
 
 from kvhaven.devices import staging
 from kvhaven.devices.streams import StreamDevice
+from kvhaven.engine.adapters import AdapterUse
+from kvhaven.engine.jobs import StepPlan
+from kvhaven.engine.loaded_model import LoadedModel
 from kvhaven.errors import DeviceCopyError
 from kvhaven.integrations.vllm import loaded_model
-from kvhaven.integrations.vllm.adapters import AdapterUse
 from kvhaven.integrations.vllm.connector import KVHavenConnector
-from kvhaven.integrations.vllm.loaded_model import LoadedModel
-from kvhaven.integrations.vllm.metadata import StepPlan
+from kvhaven.integrations.vllm.loaded_model import adapter_digest
+from kvhaven.integrations.vllm.requests import PlanMetadata
 from kvhaven.layouts import describe_kv_caches
 from kvhaven.protocol import ModelState
 from tests.devices import opened
@@ -52,12 +54,16 @@ def adapter_model(content: float) -> Any:
     return LoRAModel(1, 2, {"q_proj": layer})
 
 
+def load_adapter(rank: Rank, model: Any) -> None:
+    rank.model.adapter_loaded(model.id, adapter_digest(model))
+
+
 def use_of(rank: Rank, generation: int = 1) -> AdapterUse:
     return AdapterUse(1, generation, rank.model.state().adapters[0].digest)
 
 
 def test_kv_of_an_adapter_is_saved_while_that_content_is_loaded(rank: Rank) -> None:
-    rank.model.adapter_loaded(adapter_model(1.0))
+    load_adapter(rank, adapter_model(1.0))
     job = dataclasses.replace(save_job(), adapter=use_of(rank))
     rank.step(StepPlan(saves=[job]))
     rank.settle()
@@ -68,9 +74,9 @@ def test_kv_that_was_planned_under_another_adapters_name_is_neither_saved_nor_lo
     rank: Rank,
 ) -> None:
     """The files were overwritten, and vLLM has loaded them since the step was planned."""
-    rank.model.adapter_loaded(adapter_model(1.0))
+    load_adapter(rank, adapter_model(1.0))
     use = use_of(rank)
-    rank.model.adapter_loaded(adapter_model(2.0))
+    load_adapter(rank, adapter_model(2.0))
     save, load = dataclasses.replace(save_job(), adapter=use), rank.load(adapter=use)
     report = rank.step(StepPlan(saves=[save]))[2]
     assert report is not None
@@ -81,28 +87,28 @@ def test_kv_that_was_planned_under_another_adapters_name_is_neither_saved_nor_lo
 
 def test_an_adapter_that_comes_back_is_another_generation(rank: Rank) -> None:
     for content in (1.0, 2.0, 1.0):
-        rank.model.adapter_loaded(adapter_model(content))
+        load_adapter(rank, adapter_model(content))
     assert rank.model.holds(1, 3)
-    rank.model.adapter_loaded(adapter_model(1.0))
+    load_adapter(rank, adapter_model(1.0))
     assert rank.model.holds(1, 3), "loaded again with the same content: nothing has changed"
 
 
 def test_an_adapter_without_a_name_is_unknown_and_not_forgotten(rank: Rank) -> None:
-    rank.model.adapter_loaded(adapter_model(1.0))
+    load_adapter(rank, adapter_model(1.0))
     odd = adapter_model(1.0)
     odd.loras["q_proj"].hook = object()
-    rank.model.adapter_loaded(odd)
+    load_adapter(rank, odd)
     assert rank.model.state().adapters == ()
-    rank.model.adapter_loaded(adapter_model(1.0))
+    load_adapter(rank, adapter_model(1.0))
     assert rank.model.holds(1, 3)
 
 
 def test_a_load_whose_adapter_changed_before_its_request_computes_is_reported(rank: Rank) -> None:
-    rank.model.adapter_loaded(adapter_model(1.0))
+    load_adapter(rank, adapter_model(1.0))
     load = rank.load(adapter=use_of(rank))
     rank.step(StepPlan(loads=[load]))
     assert rank.settle()[:2] == ({"r"}, set())
-    rank.model.adapter_loaded(adapter_model(2.0))
+    load_adapter(rank, adapter_model(2.0))
     assert rank.step(StepPlan(first_steps=[load]))[:2] == (set(), set(range(4)))
 
 
@@ -124,7 +130,7 @@ class Speculating:
     def step(self, plan: StepPlan, error: Exception | None = None) -> "KVConnectorOutput":
         """Do a step as the runner does; return what vLLM is told in it."""
         output = SimpleNamespace(
-            kv_connector_metadata=plan,
+            kv_connector_metadata=PlanMetadata(plan),
             has_sync_kv_loads=any(not job.asynchronous for job in plan.loads),
             finished_req_ids=set(),
         )
@@ -151,11 +157,11 @@ def test_with_speculation_a_load_that_fails_late_is_known_in_its_step(
 def test_with_speculation_a_change_of_an_adapter_is_known_in_the_first_step(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank.model.adapter_loaded(adapter_model(1.0))
+    load_adapter(rank, adapter_model(1.0))
     load = rank.load(adapter=use_of(rank))
     rank.step(StepPlan(loads=[load]))
     assert rank.settle()[:2] == ({"r"}, set())
-    rank.model.adapter_loaded(adapter_model(2.0))
+    load_adapter(rank, adapter_model(2.0))
     engine = Speculating(rank, monkeypatch)
     assert engine.step(StepPlan(first_steps=[load])).invalid_block_ids == set(range(4))
     assert engine.step(StepPlan()).invalid_block_ids == set()
@@ -196,7 +202,7 @@ def test_a_rank_says_what_its_model_holds_when_that_changes(
 ) -> None:
     said: list[ModelState] = []
     monkeypatch.setattr(rank.client, "model_changed", said.append)
-    rank.model.adapter_loaded(adapter_model(1.0))
+    load_adapter(rank, adapter_model(1.0))
     rank.model.weights_changed()
     assert [state.weights for state in said] == [0, 1]
     assert said[1].adapters[0].generation == 1
@@ -273,14 +279,14 @@ def test_memory_is_not_given_back_while_a_copy_has_no_end(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the load was reported as failed long ago: the device may write to its blocks."""
-    monkeypatch.setattr("kvhaven.integrations.vllm.worker.COPY_DEADLINE_S", 0.01)
+    monkeypatch.setattr("kvhaven.engine.worker.COPY_DEADLINE_S", 0.01)
     rank.step(StepPlan(loads=[rank.load()]))
     with monkeypatch.context() as stuck:
         stuck.setattr(LateCopy, "wait", lambda copy, _: copy.done())
         with pytest.raises(DeviceCopyError, match="rank 0: copies have not ended within"):
             rank.model.memory_goes()
         rank.device.jobs[0].error = "the device is lost"
-        stuck.setattr("kvhaven.integrations.vllm.worker_loads.LOST_S", -1.0)
+        stuck.setattr("kvhaven.engine.loader.LOST_S", -1.0)
         assert rank.step(StepPlan())[:2] == ({"r"}, set(range(4)))
         with pytest.raises(DeviceCopyError, match="rank 0: copies have not ended within"):
             rank.model.memory_goes()
@@ -293,7 +299,7 @@ def test_an_arena_that_a_copy_may_still_touch_is_not_unmapped(
 ) -> None:
     """Not while the process lives: its lock keeps the service from giving the memory away."""
     rank = Rank(fresh_node, LateDevice(Random(0)))
-    monkeypatch.setattr("kvhaven.integrations.vllm.worker.COPY_DEADLINE_S", 0.01)
+    monkeypatch.setattr("kvhaven.engine.worker.COPY_DEADLINE_S", 0.01)
     rank.step(StepPlan(saves=[save_job()]))
     arena = rank.client.arena(rank.client.service)
     assert arena is not None

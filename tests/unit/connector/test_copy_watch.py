@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
 from kvhaven.devices.streams import StreamCopy
-from kvhaven.integrations.vllm import copies
-from kvhaven.integrations.vllm.copies import CopyWatch
+from kvhaven.engine import copies
+from kvhaven.engine.copies import CopyWatch
 
 WAIT_S = 30.0
 

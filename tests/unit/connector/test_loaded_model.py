@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
+from kvhaven.engine.loaded_model import LoadedModel
 from kvhaven.integrations.vllm import loaded_model
-from kvhaven.integrations.vllm.loaded_model import LoadedModel, watch_model
+from kvhaven.integrations.vllm.loaded_model import watch_model
 
 pytestmark = pytest.mark.slow
 

@@ -199,16 +199,6 @@ def require_supported_engine(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
         )
 
 
-def require_chunk_size(chunk_size: int, block_size: int) -> None:
-    """Raise `IncompatibleEngineError` when a chunk is not a whole number of blocks."""
-    if chunk_size % block_size:
-        raise IncompatibleEngineError(
-            f"chunk_size is {chunk_size} tokens and the engine's block {block_size}: a chunk "
-            f"must be a whole number of blocks; set chunk_size to a multiple of {block_size}, "
-            "or the engine's --block-size to a divisor"
-        )
-
-
 def shard_id(config: "VllmConfig", rank: int) -> ShardId:
     """Return which part of a chunk the rank holds: its layers and its KV heads."""
     model, parallel = config.model_config, config.parallel_config

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from kvhaven.engine.jobs import StepPlan, StepReport
 from kvhaven.integrations.vllm.compat import (
     is_last_stage,
     never_raises,
@@ -23,8 +24,14 @@ from kvhaven.integrations.vllm.compat import (
 )
 from kvhaven.integrations.vllm.encoder_cache import watch_encoder_cache
 from kvhaven.integrations.vllm.hits import hit_sources
-from kvhaven.integrations.vllm.metadata import StepPlan, StepReport
 from kvhaven.integrations.vllm.platforms import require_supported_platform
+from kvhaven.integrations.vllm.requests import (
+    PlanMetadata,
+    ReportMetadata,
+    VllmRequest,
+    held_blocks,
+    scheduled_requests,
+)
 from kvhaven.integrations.vllm.start import start_scheduler, start_worker
 from kvhaven.integrations.vllm.stats import KVHavenPromMetrics, KVHavenStats
 
@@ -48,8 +55,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvhaven.integrations.vllm.scheduler import SchedulerSide
-    from kvhaven.integrations.vllm.worker import WorkerSide
+    from kvhaven.engine.scheduler import SchedulerSide
+    from kvhaven.engine.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
 
@@ -117,16 +124,16 @@ class KVHavenConnector(KVConnectorBase_V1):
     @never_raises(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Fence the saves whose blocks were given away, before anything touches these."""
-        if self._worker is not None and isinstance(kv_connector_metadata, StepPlan):
-            self._worker.fence(kv_connector_metadata)
+        if self._worker is not None and isinstance(kv_connector_metadata, PlanMetadata):
+            self._worker.fence(kv_connector_metadata.plan)
 
     @never_raises(lambda: None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan; called before the forward."""
         super().bind_connector_metadata(connector_metadata)
         self._handled_before = sys.exception()
-        if self._worker is not None and isinstance(connector_metadata, StepPlan):
-            self._worker.begin(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, PlanMetadata):
+            self._worker.begin(connector_metadata.plan)
 
     @never_raises(lambda: None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
@@ -183,9 +190,10 @@ class KVHavenConnector(KVConnectorBase_V1):
         return self._worker.failed_blocks() if self._worker is not None else set()
 
     @never_raises(lambda: None)
-    def build_connector_worker_meta(self) -> StepReport | None:
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
         """Return which saves have ended."""
-        return self._worker.report() if self._worker is not None else None
+        report = self._worker.report() if self._worker is not None else None
+        return ReportMetadata(report) if report is not None else None
 
     # --- scheduler --------------------------------------------------------------------------
 
@@ -193,7 +201,7 @@ class KVHavenConnector(KVConnectorBase_V1):
     def on_new_request(self, request: "Request") -> None:
         """Start promoting what the request will need."""
         if self._scheduler is not None:
-            self._scheduler.on_new_request(request)
+            self._scheduler.on_new_request(VllmRequest(request))
 
     @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(
@@ -202,7 +210,7 @@ class KVHavenConnector(KVConnectorBase_V1):
         """Return how many further tokens are leased for loading; None: ask again."""
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        return self._scheduler.matched_tokens(VllmRequest(request), num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -214,28 +222,28 @@ class KVHavenConnector(KVConnectorBase_V1):
         """
         if self._scheduler is None:
             return
-        block_ids = blocks.get_block_ids()
+        block_ids, ours = blocks.get_block_ids(), VllmRequest(request)
         try:
-            self._scheduler.allocated(request, block_ids, num_external_tokens)
+            self._scheduler.allocated(ours, block_ids, num_external_tokens)
         except Exception as error:  # noqa: BLE001 - see above
             report_error(self, "update_state_after_alloc", error)
             if num_external_tokens:
-                self._scheduler.never_loaded(request, block_ids, num_external_tokens)
+                self._scheduler.never_loaded(ours, block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlan:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PlanMetadata:
         """Return the step's plan: when it cannot be made, promised loads and all fences."""
         if self._scheduler is None:
-            return StepPlan()
+            return PlanMetadata(StepPlan())
         try:
-            return self._scheduler.plan_step(scheduler_output)
+            return PlanMetadata(self._scheduler.plan_step(scheduled_requests(scheduler_output)))
         except Exception as error:  # noqa: BLE001 - it would end the engine
             report_error(self, "build_connector_meta", error)
-            return self._scheduler.plan_in_doubt()
+            return PlanMetadata(self._scheduler.plan_in_doubt())
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         """Take the pool: after a reset it shows which blocks still hold old KV."""
         if self._scheduler is not None:
-            self._scheduler.block_pool = gpu_block_pool
+            self._scheduler.held_blocks = lambda: held_blocks(gpu_block_pool)
 
     @never_raises(lambda: None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -244,7 +252,7 @@ class KVHavenConnector(KVConnectorBase_V1):
             return
         report = connector_output.kv_connector_worker_meta
         self._scheduler.reported(
-            report if isinstance(report, StepReport) else StepReport(),
+            report.report if isinstance(report, ReportMetadata) else StepReport(),
             connector_output.finished_recving or (),
         )
 
@@ -256,7 +264,7 @@ class KVHavenConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let the request go; its blocks need not be kept."""
         if self._scheduler is not None:
-            self._scheduler.finished(request)
+            self._scheduler.finished(VllmRequest(request))
         return False, None
 
     @never_raises(dict)
@@ -266,7 +274,7 @@ class KVHavenConnector(KVConnectorBase_V1):
         """Return how many of the loaded tokens came from memory and how many from a tier."""
         if self._scheduler is None:
             return {}
-        return hit_sources(self._scheduler.loaded_offer(request), num_external_tokens)
+        return hit_sources(self._scheduler.loaded_offer(VllmRequest(request)), num_external_tokens)
 
     @never_raises(lambda: ())
     def take_events(self) -> "Iterable[KVCacheEvent]":
@@ -300,7 +308,8 @@ class KVHavenConnector(KVConnectorBase_V1):
         if self._errors:
             side.stats.add("errors", self._errors)
             self._errors = 0
-        return side.stats.take()
+        counted = side.stats.take()
+        return KVHavenStats(data=counted) if counted else None
 
     @classmethod
     def build_kv_connector_stats(

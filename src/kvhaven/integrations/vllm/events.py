@@ -5,8 +5,8 @@ from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored, KVCacheEvent
 
-from kvhaven.integrations.vllm.metadata import SaveJob
-from kvhaven.integrations.vllm.tracker import Tracker
+from kvhaven.engine.jobs import SaveJob
+from kvhaven.integrations.vllm.requests import VllmRequest
 from kvhaven.types import ChunkKey
 
 _EVENTS_MOST = 100_000
@@ -26,12 +26,12 @@ class StoredEvents:
         self._planned: dict[int, list[BlockStored]] = {}
         self._events: list[KVCacheEvent] = []
 
-    def planned(self, job: SaveJob, tracker: Tracker, first_chunk: int) -> None:
+    def planned(self, job: SaveJob, request: VllmRequest, first_chunk: int) -> None:
         """Keep what the events of a save will say; `first_chunk` is its first chunk's index."""
         parent = job.parent
         events = []
         for chunk, key in enumerate(job.keys, first_chunk):
-            events.append(self._event(tracker, chunk, key, parent))
+            events.append(self._event(request.raw, chunk, key, parent))
             parent = key
         self._planned[job.id] = events
 
@@ -61,9 +61,9 @@ class StoredEvents:
         return events
 
     def _event(
-        self, tracker: Tracker, chunk: int, key: ChunkKey, parent: ChunkKey | None
+        self, request: Any, chunk: int, key: ChunkKey, parent: ChunkKey | None
     ) -> BlockStored:
-        request, size = tracker.request, self._chunk_size
+        size = self._chunk_size
         extras = _extra_keys(request, chunk * size, (chunk + 1) * size)
         lora = request.lora_request
         return BlockStored(

@@ -1,28 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What determines a request's KV besides its tokens: adapter, cache salt, media."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any
 
-from kvhaven.integrations.vllm.adapters import Adapters, AdapterUse
+from kvhaven.engine.adapters import Adapters, AdapterUse
+from kvhaven.engine.requests import KnownExtras
 from kvhaven.integrations.vllm.media import Media, MediaNames
+from kvhaven.integrations.vllm.requests import VllmRequest, cache_name
 from kvhaven.keys import Extras, KeyInputError
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
-Turn = tuple[float, int, int, int]
-"""Tells one input of a streaming session from the next."""
-
-
-class KnownExtras(NamedTuple):
-    """The extras of a request, and the adapter and the media that its KV is computed with."""
-
-    extras: Extras
-    adapter: AdapterUse | None
-    media: Media | None = None
-
-
-class PendingExtras:
+class VllmPendingExtras:
     """The extras of one request, as far as they are known."""
 
     def __init__(self, salt: str, lora: Any, adapters: Adapters, media: Media | None) -> None:
@@ -43,7 +32,7 @@ class PendingExtras:
         """
         adapter = None
         if self._lora is not None:
-            adapter = self._adapters.use_of(self._lora)
+            adapter = _use_of(self._adapters, self._lora)
             if adapter is None:
                 return None
         if self.hashing:
@@ -53,7 +42,7 @@ class PendingExtras:
         return KnownExtras(Extras(digest, self._salt, items), adapter, self._media)
 
 
-class ExtrasSource:
+class VllmExtras:
     """Finds out the extras of requests. Only media take time; a thread hashes them.
 
     Never does I/O. Not thread-safe.
@@ -62,18 +51,19 @@ class ExtrasSource:
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
         self.media = MediaNames()
-        self._media: dict[str, tuple[Turn, Media]] = {}
+        self._media: dict[str, tuple[Hashable, Media]] = {}
 
-    def note(self, request: "Request", *, runs: bool = False) -> None:
+    def note(self, given: VllmRequest, *, runs: bool = False) -> None:
         """Note a request that is there, or `runs` in this step, whether it is cached or not.
 
         What it computes stays in the engine's own caches, and those go by names.
         """
+        request = given.raw
         try:
             if request.lora_request is not None:
-                self._adapters.use_of(request.lora_request)
+                _use_of(self._adapters, request.lora_request)
         finally:
-            noted, turn = self._media.get(request.request_id), turn_of(request)
+            noted, turn = self._media.get(request.request_id), given.turn
             if request.mm_features and (noted is None or noted[0] != turn):
                 adapter = getattr(request.lora_request, "lora_name", None)
                 media = self.media.note(request.mm_features, adapter)
@@ -81,9 +71,10 @@ class ExtrasSource:
             if runs and request.request_id in self._media:
                 self.media.runs(self._media[request.request_id][1])
 
-    def begin(self, request: "Request") -> PendingExtras:
+    def begin(self, given: VllmRequest) -> VllmPendingExtras:
         """Begin to find out a request's extras. Raises `KeyInputError` for what cannot be named."""
-        self.note(request)
+        self.note(given)
+        request = given.raw
         salt = request.cache_salt
         if salt is None:
             salt = ""
@@ -92,7 +83,15 @@ class ExtrasSource:
                 f"cache_salt: not a text (got {type(salt).__name__}); expected a string or nothing"
             )
         media = self._media[request.request_id][1] if request.mm_features else None
-        return PendingExtras(salt, request.lora_request, self._adapters, media)
+        return VllmPendingExtras(salt, request.lora_request, self._adapters, media)
+
+    def weights_changed(self) -> None:
+        """Note that the weights are others; an encoder's may be among them."""
+        self.media.encoder_changed()
+
+    def adapter_changed(self) -> None:
+        """Note that an adapter's content is another; it may have a part in encoding media."""
+        self.media.adapter_changed()
 
     def encodings_dropped(self) -> None:
         """Note that vLLM has dropped what it encoded of media."""
@@ -107,8 +106,5 @@ class ExtrasSource:
         self.media.close()
 
 
-def turn_of(request: "Request") -> Turn:
-    """Return what changes when a session gets more input. Its clients may choose the times."""
-    features = getattr(request, "mm_features", None) or ()
-    parameters = id(request.sampling_params)
-    return request.arrival_time, request.num_prompt_tokens, len(features), parameters
+def _use_of(adapters: Adapters, lora_request: Any) -> AdapterUse | None:
+    return adapters.use_of(cache_name(lora_request), int(lora_request.lora_int_id))

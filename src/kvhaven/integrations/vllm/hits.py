@@ -4,13 +4,13 @@
 from typing import TYPE_CHECKING
 
 from kvhaven.catalog.actions import Source
-from kvhaven.integrations.vllm.tracker import Offer
+from kvhaven.engine.request_state import PendingLoad
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 
-def hit_sources(offer: Offer | None, tokens: int) -> "dict[CacheHitSource, int]":
+def hit_sources(offer: PendingLoad | None, tokens: int) -> "dict[CacheHitSource, int]":
     """Split `tokens` loaded tokens by the tier that supplied them; the counts add up."""
     # vLLM before 0.32 has no such thing, and does not ask.
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 from weakref import ref
 
-from kvhaven.integrations.vllm.digests import content_digest
+from kvhaven.integrations.vllm.values import content_digest
 from kvhaven.keys import KeyInputError, MediaItem
 
 logger = logging.getLogger(__name__)

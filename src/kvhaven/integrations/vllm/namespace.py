@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from kvhaven.errors import IncompatibleEngineError
+from kvhaven.identity.setting_text import UnnamedError, plain, text
 from kvhaven.integrations.vllm.namespace_environment import ENVIRONMENT, LIBRARIES
 from kvhaven.integrations.vllm.namespace_fields import (
     CONFIG_FIELDS,
@@ -23,7 +24,6 @@ from kvhaven.integrations.vllm.namespace_fields import (
     NO_DRAFT_KV,
     ConfigFields,
 )
-from kvhaven.integrations.vllm.setting_text import UnnamedError, plain, text
 
 logger = logging.getLogger(__name__)
 

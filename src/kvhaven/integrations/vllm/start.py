@@ -3,49 +3,49 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvhaven.client.arena import HostMemory
-from kvhaven.client.embedded import EmbeddedService, embedded_address
-from kvhaven.client.rank import RankClient
-from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.config import Resolved, Settings, load_settings
 from kvhaven.devices.base import Device
-from kvhaven.devices.cpu import usable_cores
-from kvhaven.devices.detect import open_device
-from kvhaven.devices.selftest import self_test
-from kvhaven.errors import IncompleteEngineError, LayoutError, ServiceUnavailableError
-from kvhaven.integrations.vllm.compat import (
-    attention_backend,
-    drops_last_block,
-    kv_form,
-    own_layers,
+from kvhaven.engine.connect import (
+    RANKS_WAIT_MS,
+    device_of,
+    rank_client,
     require_chunk_size,
-    require_reuse,
-    require_stable_kernels,
-    shard_id,
+    scheduler_client,
+    serving_without_a_cache,
+    test_device,
+    wait_seconds,
 )
-from kvhaven.integrations.vllm.identification import (
+from kvhaven.engine.requests import Permissions
+from kvhaven.engine.scheduler import SchedulerSide
+from kvhaven.engine.worker import WorkerSide
+from kvhaven.errors import LayoutError
+from kvhaven.identity.background import (
     Attach,
     attach_when_known,
     digest_memory,
     look_at_files,
 )
-from kvhaven.integrations.vllm.loaded_model import watch_model
-from kvhaven.integrations.vllm.model_files import (
-    EngineFiles,
-    Source,
-    loading_began_ns,
-    model_sources,
+from kvhaven.identity.files import EngineFiles, Source
+from kvhaven.integrations.vllm.compat import (
+    attention_backend,
+    drops_last_block,
+    kv_form,
+    own_layers,
+    require_reuse,
+    require_stable_kernels,
+    shard_id,
 )
+from kvhaven.integrations.vllm.events import StoredEvents
+from kvhaven.integrations.vllm.extras import VllmExtras
+from kvhaven.integrations.vllm.loaded_model import watch_model
+from kvhaven.integrations.vllm.model_sources import loading_began_ns, model_sources
 from kvhaven.integrations.vllm.namespace import Description, KvFormat, describe_engine
 from kvhaven.integrations.vllm.platforms import platform_of
-from kvhaven.integrations.vllm.scheduler import SchedulerSide
-from kvhaven.integrations.vllm.tracker import Permissions
-from kvhaven.integrations.vllm.worker import WorkerSide
 from kvhaven.keys import namespace_digest
 from kvhaven.layouts import (
     Layout,
@@ -63,13 +63,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
-
-_START_S = 60.0
-"""How long an embedded service may take to start."""
-_ATTACH_S = 10.0
-"""How long a start waits for a service that somebody else runs."""
-_RANKS_WAIT_MS = 20_000
-_COPY_THREADS_MOST = 4
 
 
 def start_worker(
@@ -91,21 +84,12 @@ def start_worker(
     tensors = {layer: tensor for layer, tensor in tensors.items() if layer in own}
     require_stable_kernels(config, own)
     rank = config.parallel_config.rank
-    first = next(iter(tensors.values()))
-    device = (
-        before.device
-        if before is not None
-        else open_device(
-            settings.device,
-            settings.copy_threads or _copy_threads(),
-            torch_type=(first if isinstance(first, torch.Tensor) else first[0]).device.type,
-        )
-    )
+    device = before.device if before is not None else device_of(settings, tensors)
     layout = _layout(config, kv_cache, tensors, device, settings.format)
     require_chunk_size(settings.chunk_size, layout.block_size)
     blocks_per_chunk = settings.chunk_size // layout.block_size
     if settings.self_test:
-        self_test(device, layout, memoryview(bytearray(layout.payload_bytes(2))))
+        test_device(device, layout)
     if before is not None:
         _require_same_layout(before.layout, layout)
         before.move(layout)
@@ -113,9 +97,8 @@ def start_worker(
     description = describe_engine(config, _kv_format(settings))
     fields = description.fields | _layout_fields(config, layout)
     fields["chunk_size"] = str(settings.chunk_size)
-    address, ensure = _service(settings, config)
-    client = RankClient(
-        address,
+    client = rank_client(
+        settings,
         AttachRank(
             id=1,
             session=_engine_id(config),
@@ -127,8 +110,7 @@ def start_worker(
             shards=_shards(config, layout, rank, blocks_per_chunk),
             shared=isinstance(layout, PortableLayout),
         ),
-        memory=HostMemory(device.register_host, device.unregister_host),
-        ensure_service=ensure,
+        device,
     )
 
     def attach(content: Mapping[str, str], wait_s: float) -> None:
@@ -151,19 +133,16 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         require_chunk_size(settings.chunk_size, block_size)
     world = config.parallel_config.world_size
     description = describe_engine(config, _kv_format(settings))
-    address, ensure = _service(settings, config)
-    client = SchedulerClient(
-        address,
-        AttachScheduler(1, _engine_id(config), member, world, _RANKS_WAIT_MS),
-        lookup_deadline_s=settings.lookup_deadline_ms / 1000,
-        promote_deadline_s=settings.promote_deadline_ms / 1000,
-        ensure_service=ensure,
-    )
+    hello = AttachScheduler(1, _engine_id(config), member, world, RANKS_WAIT_MS)
+    client = scheduler_client(settings, hello)
 
     def attach(_: Mapping[str, str], wait_s: float) -> None:  # the ranks say what is known
         client.start(wait_s)
 
     _attach(settings, config, description, client.closing, attach)
+    events = None
+    if settings.kv_events and _publishes_events(config):
+        events = StoredEvents(settings.chunk_size)
     return SchedulerSide(
         settings,
         client,
@@ -171,7 +150,8 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         world=world,
         asynchronous=_loads_asynchronously(settings, config),
         shared=bool(config.cache_config.enable_prefix_caching),
-        events=settings.kv_events and _publishes_events(config),
+        events=events,
+        extras=VllmExtras,
         role=_role(config),
         hears_workers=platform_of(config).hears_workers,
         drops_last_block=drops_last_block(config),
@@ -243,8 +223,8 @@ def _attach(
     attach: Attach,
 ) -> None:
     """Attach one side, as soon as it is known what the model's files contain."""
-    wait_s = _START_S if settings.service_address is None else _ATTACH_S
-    try:
+    wait_s = wait_seconds(settings)
+    with serving_without_a_cache():
         if settings.model_fingerprint:
             attach({"weights": settings.model_fingerprint}, wait_s)
             return
@@ -257,10 +237,6 @@ def _attach(
         files = look_at_files(look, closing)
         if files is not None:
             attach_when_known(files, closing, attach, wait_s)
-    except IncompleteEngineError as error:
-        logger.error("serving without a cache: %s", error)  # noqa: TRY400 - it is no mistake of ours
-    except ServiceUnavailableError as error:
-        logger.warning("serving without a cache for now: %s", error)
 
 
 def _layout_fields(config: "VllmConfig", layout: PagedLayout | PortableLayout) -> dict[str, str]:
@@ -330,15 +306,3 @@ def _engine_id(config: "VllmConfig") -> str:
     transfer = config.kv_transfer_config
     assert transfer is not None
     return str(transfer.engine_id)
-
-
-def _service(settings: Settings, config: "VllmConfig") -> tuple[str, Callable[[], None]]:
-    """Return the service's socket, and what makes sure that one listens there."""
-    if settings.service_address is not None:
-        return settings.service_address, lambda: None
-    address = embedded_address(settings, _engine_id(config))
-    return address, EmbeddedService(settings, address).ensure
-
-
-def _copy_threads() -> int:
-    return min(_COPY_THREADS_MOST, len(usable_cores()))

@@ -8,39 +8,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvhaven.engine.stats import COUNTERS
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
-
-    from kvhaven.integrations.vllm.tracker import Tracker
-
-COUNTERS: dict[str, str] = {
-    "lookups": "Requests that were looked up in the cache.",
-    "looked_up_tokens": "Tokens that were looked up.",
-    "hit_tokens": "Tokens offered to the engine.",
-    "loaded_bytes": "Bytes copied from the arena to the device, over all ranks.",
-    "loaded_seconds": "Time these copies took.",
-    "saved_bytes": "Bytes copied from the device to the arena, over all ranks.",
-    "saved_seconds": "Time these copies took, their checksums included.",
-    "saved_chunks": "Chunks that a rank has saved, over all ranks.",
-    "skipped_saves": "Chunks that a rank did not save: the service was away or slow.",
-    "failed_loads": "Loads that failed, which the engine was told of.",
-    "errors": "Errors that were caught; each is in the log once.",
-}
-
-
-_COUNTERS_MOST = 256
-"""Counters in one report; clients choose tags, so further ones are left out."""
 
 
 class KVHavenStats(KVConnectorStats):
     """Sums since the last report; `data` maps a counter's name to its value."""
 
     data: dict[str, float]
-
-    def add(self, counter: str, amount: float = 1) -> None:
-        """Add to a counter of `COUNTERS` (or of a tag: `tag:<name>:<counter>`)."""
-        self.data[counter] = self.data.get(counter, 0) + amount
 
     def reset(self) -> None:
         """Forget everything."""
@@ -49,7 +27,7 @@ class KVHavenStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> "KVHavenStats":
         """Add another report to this one."""
         for counter, amount in other.data.items():
-            self.add(counter, amount)
+            self.data[counter] = self.data.get(counter, 0) + amount
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -63,28 +41,6 @@ class KVHavenStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Return whether there is nothing to report."""
         return not self.data
-
-    def take(self) -> "KVHavenStats | None":
-        """Return what has been counted and begin anew; None when nothing was."""
-        if not self.data:
-            return None
-        taken, self.data = KVHavenStats(data=self.data), {}
-        return taken
-
-
-class SchedulerStats(KVHavenStats):
-    """The scheduler side's counters."""
-
-    def looked_up(self, tracker: "Tracker", tokens: int, hit: int) -> None:
-        """Count a look-up of `tokens` tokens of which `hit` were offered."""
-        self.add("lookups")
-        self.add("looked_up_tokens", tokens)
-        self.add("hit_tokens", hit)
-        for tag in tracker.permissions.tags:
-            counter = f"tag:{tag}:looked_up_tokens"
-            if counter in self.data or len(self.data) < _COUNTERS_MOST:
-                self.add(counter, tokens)
-                self.add(f"tag:{tag}:hit_tokens", hit)
 
 
 class KVHavenPromMetrics(KVConnectorPromMetrics):

@@ -1,40 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's scheduler side: asks, plans, and never waits for long."""
+"""Scheduler side of an engine: looks requests up, plans loads and saves, never waits for long."""
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
 from kvhaven.config import Settings
 from kvhaven.devices.base import SKIP
-from kvhaven.errors import KVHavenError
-from kvhaven.integrations.vllm.adapters import Adapters, CacheName, cache_name
-from kvhaven.integrations.vllm.epoch import Epoch
-from kvhaven.integrations.vllm.events import StoredEvents
-from kvhaven.integrations.vllm.extras import ExtrasSource, turn_of
-from kvhaven.integrations.vllm.lookups import Lookups
-from kvhaven.integrations.vllm.metadata import LoadJob, SaveJob, StepPlan, StepReport
-from kvhaven.integrations.vllm.saves import Saves
-from kvhaven.integrations.vllm.stats import SchedulerStats
-from kvhaven.integrations.vllm.tracker import (
+from kvhaven.engine.adapters import Adapters, CacheName
+from kvhaven.engine.epoch import Epoch, HeldBlocks
+from kvhaven.engine.jobs import LoadJob, SaveJob, StepPlan, StepReport
+from kvhaven.engine.lookups import Lookups
+from kvhaven.engine.request_state import PendingLoad, RequestState
+from kvhaven.engine.requests import (
     EVERYTHING,
     NOTHING,
-    Offer,
+    EngineRequest,
+    ExtrasSource,
+    NoExtras,
     Permissions,
-    Tracker,
-    permissions_of,
+    ScheduledRequest,
+    permitted,
     printable,
 )
+from kvhaven.engine.save_planner import SaveEvents, SavePlanner
+from kvhaven.engine.stats import SchedulerStats
+from kvhaven.errors import KVHavenError
 from kvhaven.protocol import ModelState
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +40,10 @@ class SchedulerSide:
 
     `block_sizes` are the tokens per block of each KV group, `world` the number of ranks. Loads
     are asynchronous (between steps) or synchronous (before the forward) as `asynchronous`
-    says. `shared` says that the engine has a prefix cache of its own, `events` that KV events
-    are wanted, `hears_workers` that the ranks' reports come here, `drops_last_block` that the
-    engine computes the last block of a hit again, `role` what the engine's role permits.
+    says. `shared` says that the engine has a prefix cache of its own, `hears_workers` that the
+    ranks' reports come here, `drops_last_block` that the engine computes the last block of a hit
+    again, `role` what the engine's role permits. `events` is told of chunks that were saved,
+    `extras` makes the source of requests' extras.
     Everything here runs in the engine's loop. A method that raised leaves things in doubt: `doubt`
     must follow.
     """
@@ -60,7 +57,8 @@ class SchedulerSide:
         world: int,
         asynchronous: bool,
         shared: bool,
-        events: bool,
+        events: SaveEvents | None = None,
+        extras: Callable[[Adapters], ExtrasSource] | None = None,
         role: Permissions = EVERYTHING,
         hears_workers: bool = True,
         drops_last_block: bool = False,
@@ -70,7 +68,7 @@ class SchedulerSide:
         self._block_sizes = tuple(block_sizes)
         self._asynchronous = asynchronous
         self._role = role
-        self._events = StoredEvents(settings.chunk_size) if events else None
+        self._events = events
         self._lookups = Lookups(
             settings,
             client,
@@ -78,12 +76,12 @@ class SchedulerSide:
             shared=shared,
             spare_tokens=block_sizes[0] if drops_last_block else 0,
         )
-        self._saves = Saves(settings, block_sizes, world, self._events, hears_workers=hears_workers)
+        self._saves = SavePlanner(settings, block_sizes, world, events, hears_workers=hears_workers)
         self._epoch = Epoch()
         adapters = Adapters(world, lambda: client.models, self._distrust)
-        self._extras = ExtrasSource(adapters)
-        self._requests: dict[str, Request] = {}
-        self._trackers: dict[str, Tracker] = {}
+        self._extras = extras(adapters) if extras is not None else NoExtras()
+        self._requests: dict[str, EngineRequest] = {}
+        self._states: dict[str, RequestState] = {}
         self._loads: list[LoadJob] = []
         self._first_steps: list[LoadJob] = []
         self._failed_loads: dict[int, int] = {}
@@ -92,101 +90,103 @@ class SchedulerSide:
         self._left_alone: set[str] = set()
         self._complaints: set[str] = set()
         self._in_doubt = False
-        self.block_pool: Any = None
-        """The engine's block pool, once it is bound."""
+        self.held_blocks: HeldBlocks | None = None
+        """Set by engines that keep KV of finished requests (a prefix cache)."""
         self.stats = SchedulerStats()
 
     # --- the engine's questions -------------------------------------------------------------
 
-    def on_new_request(self, request: "Request") -> None:
+    def on_new_request(self, request: EngineRequest) -> None:
         """A request has come: have what it needs promoted while it waits for its turn."""
-        tracker = self._track(request)
-        if tracker is not None and tracker.permissions.load:
-            with self._keying(tracker):
-                tracker.extend_keys(request.num_tokens)
-                self._client.prefetch(tracker.chain.keys, tracker.chain.tenant)
+        state = self._track(request)
+        if state is not None and state.permissions.load:
+            with self._keying(state):
+                state.extend_keys(request.num_tokens)
+                self._client.prefetch(state.chain.keys, state.chain.tenant)
 
-    def matched_tokens(self, request: "Request", computed: int) -> tuple[int | None, bool]:
+    def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `computed` can be loaded, None: ask again.
 
         Only chunks that are resident, verified and leased count.
         """
         self._follow_weights()
-        tracker = self._trackers.get(request.request_id) or self._track(request)
-        if tracker is None:
+        state = self._states.get(request.request_id) or self._track(request)
+        if state is None:
             return 0, False
-        tracker.computed = computed
-        with self._keying(tracker):
-            self._follow(tracker)
-            if tracker.permissions.load:
-                tracker.extend_keys(request.num_tokens)
-        if not tracker.permissions.load:
-            self._lookups.drop(tracker)
-            return (None if self._waits_for_media(tracker) else 0), False
-        lease = self._lookups.lease(tracker)
+        state.computed = computed
+        with self._keying(state):
+            self._follow(state)
+            if state.permissions.load:
+                state.extend_keys(request.num_tokens)
+        if not state.permissions.load:
+            self._lookups.drop(state)
+            return (None if self._waits_for_media(state) else 0), False
+        lease = self._lookups.lease(state)
         if lease is Outcome.PENDING:
             return None, False
         tokens = 0
         if isinstance(lease, Lease):
-            tokens = self._lookups.worth(tracker, tracker.ticket_chunk + len(lease.extents))
-        if not tracker.counted:
-            tracker.counted = True
-            self.stats.looked_up(tracker, request.num_tokens - computed, max(tokens, 0))
+            tokens = self._lookups.gained_tokens(state, state.ticket_chunk + len(lease.extents))
+        if not state.counted:
+            state.counted = True
+            self.stats.looked_up(state, request.num_tokens - computed, max(tokens, 0))
         if not isinstance(lease, Lease) or tokens <= 0:
-            self._lookups.drop(tracker)
+            self._lookups.drop(state)
             return 0, False
-        tracker.offer = Offer(
-            lease, tracker.ticket_chunk, computed, computed + tokens, tracker.chunk_size
+        state.offer = PendingLoad(
+            lease, state.ticket_chunk, computed, computed + tokens, state.chunk_size
         )
         return tokens, self._asynchronous
 
-    def allocated(self, request: "Request", blocks: Sequence[Sequence[int]], tokens: int) -> None:
+    def allocated(
+        self, request: EngineRequest, blocks: Sequence[Sequence[int]], tokens: int
+    ) -> None:
         """The engine made room; `tokens` of the offer are wanted (0: none).
 
         Raises `KVHavenError` when tokens are wanted that were never offered; `never_loaded` is
         the way out then.
         """
-        tracker = self._trackers.get(request.request_id)
+        state = self._states.get(request.request_id)
         self._epoch.placed(request.request_id, blocks[0])
         if tokens == 0:
             # Another connector may write into these blocks at once.
-            own = tracker.computed if tracker is not None else 0
+            own = state.computed if state is not None else 0
             self._saves.note_new(blocks, request.num_computed_tokens or own)
-            if tracker is not None:
-                self._lookups.drop(tracker)
-                tracker.ask_after = 0.0
+            if state is not None:
+                self._lookups.drop(state)
+                state.ask_after = 0.0
             return
-        offer = tracker.offer if tracker is not None else None
-        if tracker is None or offer is None or offer.start + tokens > offer.end:
+        offer = state.offer if state is not None else None
+        if state is None or offer is None or offer.start + tokens > offer.end:
             raise KVHavenError(
                 f"request {request.request_id}: {tokens} tokens are to be loaded, "
                 f"{offer.end - offer.start if offer is not None else 'none'} were offered"
             )
-        tracker.replace_blocks(blocks)
+        state.replace_blocks(blocks)
         self._saves.note_new(blocks, offer.start)
         self._epoch.extended(request.request_id, blocks[0][offer.start // self._block_sizes[0] :])
-        job = self._plan_load(tracker, offer, offer.start + tokens)
+        job = self._plan_load(state, offer, offer.start + tokens)
         self._epoch.load_planned(request.request_id, reported=self._asynchronous)
-        tracker.ask_after = 0.0
+        state.ask_after = 0.0
         # Last, and together: from here on the ranks end the lease.
-        self._lookups.take(tracker, offer)
+        self._lookups.take(state, offer)
         self._loads.append(job)
         if self._asynchronous and job.adapter is not None:
-            tracker.unproven = job
+            state.unproven = job
 
     def never_loaded(
-        self, request: "Request", blocks: Sequence[Sequence[int]], tokens: int
+        self, request: EngineRequest, blocks: Sequence[Sequence[int]], tokens: int
     ) -> None:
         """Have the engine told that a load of `tokens` tokens, which it counts on, failed.
 
         Only the blocks of these tokens are named: those before them may be shared with other
         requests, which would fail too.
         """
-        tracker = self._trackers.get(request.request_id)
+        state = self._states.get(request.request_id)
         computed = request.num_computed_tokens
-        if tracker is not None:
-            computed = tracker.computed
-            self._lookups.drop(tracker)
+        if state is not None:
+            computed = state.computed
+            self._lookups.drop(state)
         self._saves.note_new(blocks)
         groups = tuple(
             (tuple(ids[computed // size : -(-(computed + tokens) // size)]),)
@@ -195,25 +195,20 @@ class SchedulerSide:
         self._epoch.load_planned(request.request_id, reported=self._asynchronous)
         self._loads.append(LoadJob(request.request_id, 0, "", (), (), groups, self._asynchronous))
 
-    def plan_step(self, output: "SchedulerOutput") -> StepPlan:
+    def plan_step(self, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
         """Return what the workers do in the step that was just scheduled."""
         self._lookups.new_step()
         self._epoch.next_step()
         self._follow_weights()
-        self._note(output)
+        self._note(scheduled)
         saves: list[SaveJob] = []
-        for new in output.scheduled_new_reqs:
-            self._admitted(new.req_id, new.block_ids, new.num_computed_tokens)
-            saves += self._plan_saves(new.req_id, new.num_computed_tokens, output)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            blocks, computed = cached.new_block_ids[index], cached.num_computed_tokens[index]
+        for request_id, blocks, computed, count, starts in scheduled:
             if blocks is not None:
-                if request_id in cached.resumed_req_ids:
+                if starts:
                     self._admitted(request_id, blocks, computed)
                 else:
                     self._extended(request_id, blocks)
-            saves += self._plan_saves(request_id, computed, output)
+            saves += self._plan_saves(request_id, computed + count)
         if self._in_doubt:
             return self.plan_in_doubt()
         return self._plan(saves, self._saves.take_fence(saves))
@@ -232,10 +227,11 @@ class SchedulerSide:
         running saves.
         """
         self._in_doubt = True
-        self._leave_alone(self._epoch.doubt(self._trackers, self.block_pool))
+        self._leave_alone(self._epoch.doubt(self._states, self.held_blocks))
 
-    def reported(self, report: StepReport, finished_loads: Iterable[str]) -> None:
-        """Take the ranks' report of a step."""
+    def reported(self, report: StepReport | None, finished_loads: Iterable[str]) -> None:
+        """Take the sum of the ranks' reports of a step, and the loads that ended on all ranks."""
+        report = report or StepReport()
         self._saves.reported(report)
         finished_loads = list(finished_loads)
         for request_id in finished_loads:
@@ -247,21 +243,21 @@ class SchedulerSide:
         }
         if news:
             # What runs now may have been computed from blocks that hold nothing, and what ran
-            # before may have left such blocks in vLLM's cache, which drops those of running
+            # before may have left such blocks in the engine's cache; vLLM drops those of running
             # requests only. Nor is a load offered again: vLLM keeps a request whose load failed
             # ahead of those whose loads have ended, and a new load of it could wait for their
             # blocks for good.
             self._failed_loads |= news
-            self._leave_alone(self._epoch.distrust_loads(self._trackers, self.block_pool))
+            self._leave_alone(self._epoch.distrust_loads(self._states, self.held_blocks))
         for request_id in finished_loads:
             self._epoch.load_ended(request_id)
 
-    def finished(self, request: "Request") -> None:
+    def finished(self, request: EngineRequest) -> None:
         """The request is over (or was aborted); its blocks are fenced, not kept."""
-        tracker = self._trackers.pop(request.request_id, None)
-        if tracker is not None:
-            tracker.forbid()
-            self._lookups.drop(tracker)
+        state = self._states.pop(request.request_id, None)
+        if state is not None:
+            state.forbid()
+            self._lookups.drop(state)
         self._lookups.load_ended(request.request_id)
         self._epoch.finished(request.request_id)
         self._extras.finished(request.request_id)
@@ -274,25 +270,25 @@ class SchedulerSide:
         Running requests are not saved any further: part of their KV is of the old epoch.
         Nobody else's data is touched.
         """
-        trackers, self._trackers = self._trackers, {}
-        for request_id, tracker in trackers.items():
-            tracker.forbid()
-            self._lookups.drop(tracker)
+        trackers, self._states = self._states, {}
+        for request_id, state in trackers.items():
+            state.forbid()
+            self._lookups.drop(state)
             self._lookups.load_ended(request_id)
-        self._epoch.reset(trackers, self.block_pool)
+        self._epoch.reset(trackers, self.held_blocks)
 
     def encodings_dropped(self) -> None:
-        """VLLM has dropped what it encoded of media, after a change of weights as a rule."""
+        """Note that the engine dropped its encodings of media; as a rule the weights changed."""
         self._follow_weights()
         self._extras.encodings_dropped()
 
-    def loaded_offer(self, request: "Request") -> Offer | None:
+    def loaded_offer(self, request: EngineRequest) -> PendingLoad | None:
         """Return what was loaded for a request last."""
-        tracker = self._trackers.get(request.request_id)
-        return tracker.loaded if tracker is not None else None
+        state = self._states.get(request.request_id)
+        return state.loaded if state is not None else None
 
-    def take_events(self) -> Iterable["KVCacheEvent"]:
-        """Return chunks that became available since the last call, as vLLM's KV events."""
+    def take_events(self) -> Iterable[Any]:
+        """Return what `events` has collected since the last call."""
         return self._events.take() if self._events is not None else ()
 
     def close(self) -> None:
@@ -302,79 +298,78 @@ class SchedulerSide:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _track(self, request: "Request") -> Tracker | None:
+    def _track(self, request: EngineRequest) -> RequestState | None:
         """Begin to follow a request; None while there is no service.
 
         Its permissions are given when its extras are known (`_follow`), and not before: whatever
         is raised on the way, nothing is permitted.
         """
         self._requests[request.request_id] = request
-        self._epoch.began(request.request_id, cache_name(request.lora_request))
+        self._epoch.began(request.request_id, request.adapter_name)
         self._follow_weights()
         namespace = self._client.namespace
         if not namespace or not self._epoch.known:
             self._extras.note(request)
             return None
-        tracker = Tracker(request, self._epoch.root(namespace), self._settings.chunk_size)
-        self._trackers[request.request_id] = tracker
-        with self._keying(tracker):
-            self._follow(tracker)
-        return tracker
+        state = RequestState(request, self._epoch.root(namespace), self._settings.chunk_size)
+        self._states[request.request_id] = state
+        with self._keying(state):
+            self._follow(state)
+        return state
 
-    def _note(self, output: "SchedulerOutput") -> None:
+    def _note(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Note the requests that a step starts or resumes, before any save of it is planned.
 
-        Also those that are not cached, and sessions with new input, of which vLLM asks nothing.
+        Also those that are not cached, and sessions with new input, which are not looked up.
         """
-        started = [new.req_id for new in output.scheduled_new_reqs]
-        for request_id in (*started, *output.scheduled_cached_reqs.resumed_req_ids):
-            request = self._requests.get(request_id)
+        for one in scheduled:
+            request = self._requests.get(one.request_id) if one.starts else None
             if request is not None:
                 self._extras.note(request, runs=True)
 
-    def _follow(self, tracker: Tracker) -> None:
+    def _follow(self, state: RequestState) -> None:
         """Key a request when its extras are known, and anew when its session got more input.
 
         Raises `KeyInputError`, and whatever else is wrong with a request.
         """
-        request = tracker.request
-        turn = turn_of(request)
-        if tracker.turn != turn and (tracker.turn is None or getattr(request, "resumable", False)):
-            tracker.forbid()
-            tracker.turn = turn
+        request = state.request
+        turn = request.turn
+        if state.turn != turn and (state.turn is None or request.resumable):
+            state.forbid()
+            state.turn = turn
             self._extras.note(request)
             if request.request_id in self._left_alone:
                 return
-            wanted = permissions_of(request, self._settings, self._role)
+            wanted = permitted(request, self._settings, self._role)
             if wanted.load or wanted.save:
-                tracker.pending, tracker.wanted = self._extras.begin(request), wanted
-        if tracker.pending is not None:
-            known = tracker.pending.poll()
+                state.pending, state.wanted = self._extras.begin(request), wanted
+        if state.pending is not None:
+            known = state.pending.poll()
             if known is not None:
-                tracker.key(known)
-        elif tracker.media is not None and tracker.permissions != NOTHING:
-            tracker.media.check()
+                state.key(known)
+        elif state.media is not None and state.permissions != NOTHING:
+            state.media.check()
 
-    def _waits_for_media(self, tracker: Tracker) -> bool:
+    def _waits_for_media(self, state: RequestState) -> bool:
         """Whether to ask again, as a request's media are being hashed; not for long."""
-        if tracker.pending is None or not (tracker.wanted.load and tracker.pending.hashing):
+        if state.pending is None or not (state.wanted.load and state.pending.hashing):
             return False
         now = time.monotonic()
-        if tracker.pending_since is None:
-            tracker.pending_since = now
-        return now - tracker.pending_since < self._settings.lookup_deadline_ms / 1000
+        if state.pending_since is None:
+            state.pending_since = now
+        return now - state.pending_since < self._settings.lookup_deadline_ms / 1000
 
     @contextmanager
-    def _keying(self, tracker: Tracker) -> Iterator[None]:
+    def _keying(self, state: RequestState) -> Iterator[None]:
         """Let a request go uncached when anything is wrong with its keys; say why, once a kind."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - what cannot be keyed is not cached, whatever it is
-            tracker.forbid()
+            state.forbid()
             reason = type(error).__name__
             if reason not in self._complaints:
                 self._complaints.add(reason)
-                name = printable(tracker.request.request_id)
+                name = printable(state.request.request_id)
                 logger.warning("request %s is not cached: %s (more are not logged)", name, error)
 
     def _follow_weights(self) -> None:
@@ -390,62 +385,59 @@ class SchedulerSide:
                 "found by this engine any more"
             )
             self.reset()
-            self._extras.media.encoder_changed()
+            self._extras.weights_changed()
             self._weights = weights
             # What was promised and not handed out yet is of the old weights: it has to fail.
             self._loads = [replace(job, places=()) for job in self._loads]
 
     def _distrust(self, adapter: CacheName) -> None:
         """Save nothing that the engine holds of an adapter: its content has changed."""
-        self._extras.media.adapter_changed()
-        self._leave_alone(self._epoch.distrust(self._trackers, self.block_pool, adapter))
+        self._extras.adapter_changed()
+        self._leave_alone(self._epoch.distrust(self._states, self.held_blocks, adapter))
 
     def _leave_alone(self, requests: Iterable[str]) -> None:
         """Neither load nor save for requests as long as they live."""
         for request_id in requests:
             self._left_alone.add(request_id)
-            tracker = self._trackers.get(request_id)
-            if tracker is not None:
-                tracker.forbid()
-                self._lookups.drop(tracker)
+            state = self._states.get(request_id)
+            if state is not None:
+                state.forbid()
+                self._lookups.drop(state)
 
     def _admitted(self, request_id: str, blocks: Sequence[Sequence[int]], computed: int) -> None:
         """A request starts or resumes, with `computed` tokens of its KV in its blocks."""
         self._saves.note_new(blocks, computed)
         filled = -(-computed // self._block_sizes[0])
         current = self._epoch.admitted(request_id, blocks[0], filled)
-        tracker = self._trackers.get(request_id)
-        if tracker is not None:
-            tracker.replace_blocks(blocks)
+        state = self._states.get(request_id)
+        if state is not None:
+            state.replace_blocks(blocks)
             if not current:
-                tracker.forbid()
-            if tracker.unproven is not None:
-                self._first_steps.append(tracker.unproven)
-                tracker.unproven = None
+                state.forbid()
+            if state.unproven is not None:
+                self._first_steps.append(state.unproven)
+                state.unproven = None
 
     def _extended(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:
         """A running request got further blocks."""
         self._saves.note_new(blocks)
         self._epoch.extended(request_id, blocks[0])
-        tracker = self._trackers.get(request_id)
-        if tracker is not None:
-            tracker.append_blocks(blocks)
+        state = self._states.get(request_id)
+        if state is not None:
+            state.append_blocks(blocks)
 
-    def _plan_saves(
-        self, request_id: str, computed: int, output: "SchedulerOutput"
-    ) -> list[SaveJob]:
-        tracker = self._trackers.get(request_id)
-        if tracker is None or not (tracker.permissions.save or tracker.wanted.save):
+    def _plan_saves(self, request_id: str, end: int) -> list[SaveJob]:
+        state = self._states.get(request_id)
+        if state is None or not (state.permissions.save or state.wanted.save):
             return []
-        scheduled = output.num_scheduled_tokens.get(request_id, 0)
-        if not self._saves.due(tracker, computed + scheduled):
+        if not self._saves.due(state, end):
             return []
-        with self._keying(tracker):
-            self._follow(tracker)
+        with self._keying(state):
+            self._follow(state)
             # Its blocks may be those of a request that came with other media under the same
             # identifiers: until it is known that it did not, nothing is saved.
-            if tracker.permissions.save and (tracker.media is None or tracker.media.settled):
-                return self._saves.plan(tracker, computed + scheduled)
+            if state.permissions.save and (state.media is None or state.media.settled):
+                return self._saves.plan(state, end)
         return []
 
     def _plan(self, saves: list[SaveJob], fence: list[int]) -> StepPlan:
@@ -456,18 +448,18 @@ class SchedulerSide:
         failed, weights = dict(self._failed_loads), dict(self._weights)
         return StepPlan(loads, saves, fence, services, failed, weights, first_steps)
 
-    def _plan_load(self, tracker: Tracker, offer: Offer, end: int) -> LoadJob:
+    def _plan_load(self, state: RequestState, offer: PendingLoad, end: int) -> LoadJob:
         """Plan the copy of tokens `offer.start` to `end` into the request's blocks.
 
         Blocks before the start are the engine's own, possibly shared: never written.
         """
-        size = tracker.chunk_size
+        size = state.chunk_size
         first, last = offer.start // size, -(-end // size)
         groups = []
         for group, block_size in enumerate(self._block_sizes):
             start_block, end_block = offer.start // block_size, -(-end // block_size)
             per_chunk = size // block_size
-            ids = tracker.blocks[group]
+            ids = state.blocks[group]
             groups.append(
                 tuple(
                     tuple(
@@ -479,12 +471,12 @@ class SchedulerSide:
             )
         skipped = first - offer.first_chunk
         return LoadJob(
-            request_id=tracker.request.request_id,
+            request_id=state.request.request_id,
             ticket=offer.lease.ticket,
             service=offer.lease.service,
             places=tuple(offer.lease.extents[skipped : skipped + last - first]),
             shard_offsets=offer.lease.offsets,
             blocks=tuple(groups),
             asynchronous=self._asynchronous,
-            adapter=tracker.adapter,
+            adapter=state.adapter,
         )

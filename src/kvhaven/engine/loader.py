@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from kvhaven.client.rank import RankClient
 from kvhaven.devices.base import CopyJob, Device
+from kvhaven.engine.copies import COPY_DEADLINE_S, LOST_S, CopyWatch, all_ended
+from kvhaven.engine.jobs import LoadJob
+from kvhaven.engine.loaded_model import LoadedModel
+from kvhaven.engine.stats import Stats
 from kvhaven.errors import ArenaError, KVHavenError, UnreportedLoadError
-from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, LOST_S, CopyWatch, all_ended
-from kvhaven.integrations.vllm.loaded_model import LoadedModel
-from kvhaven.integrations.vllm.metadata import LoadJob
-from kvhaven.integrations.vllm.stats import KVHavenStats
 from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class _Load:
     begun: float
 
 
-class RankLoads:
+class Loader:
     """Starts loads, says which have ended, and acknowledges each so that its lease ends.
 
     The engine counts on every load that it was promised. So each one ends in one of three ways:
@@ -47,7 +47,7 @@ class RankLoads:
         layout: Layout,
         watch: CopyWatch,
         rank: int,
-        stats: KVHavenStats,
+        stats: Stats,
         model: LoadedModel,
         *,
         heard: bool = True,
@@ -107,8 +107,8 @@ class RankLoads:
         """
         if not self._heard:
             raise UnreportedLoadError(
-                f"request {job.request_id}: a load failed ({reason}), and on this platform vLLM "
-                "cannot be told; it would go on with KV that was never computed"
+                f"request {job.request_id}: a load failed ({reason}), and this engine cannot be "
+                "told; it would go on with KV that was never computed"
             )
         logger.error("request %s: a load failed: %s", job.request_id, reason)
         self._stats.add("failed_loads")
@@ -141,7 +141,7 @@ class RankLoads:
         self.poll()
         for job in first_steps:
             if not self._is_current(job):
-                ended = replace(job, asynchronous=False)  # vLLM heard of its end before
+                ended = replace(job, asynchronous=False)  # the engine heard of its end before
                 self.fail(ended, "its adapter was loaded anew with another content")
 
     def take_finished(self) -> set[str]:

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's worker side: one rank's copies, in the order of the engine's step."""
+"""Worker side of an engine: one rank's copies, in the order of the engine's step."""
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvhaven.client.rank import RankClient
 from kvhaven.config import Settings
 from kvhaven.devices.base import Device
-from kvhaven.errors import DeviceCopyError
-from kvhaven.integrations.vllm.copies import COPY_DEADLINE_S, CopyWatch
-from kvhaven.integrations.vllm.loaded_model import LoadedModel
-from kvhaven.integrations.vllm.metadata import LoadJob, StepPlan, StepReport
-from kvhaven.integrations.vllm.stats import KVHavenStats
-from kvhaven.integrations.vllm.worker_loads import RankLoads
-from kvhaven.integrations.vllm.worker_saves import RankSaves
+from kvhaven.engine.copies import COPY_DEADLINE_S, CopyWatch
+from kvhaven.engine.jobs import LoadJob, StepPlan, StepReport
+from kvhaven.engine.loaded_model import LoadedModel
+from kvhaven.engine.loader import Loader
+from kvhaven.engine.saver import Saver
+from kvhaven.engine.stats import Stats
+from kvhaven.errors import DeviceCopyError, UnreportedLoadError
 from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
@@ -53,11 +55,11 @@ class WorkerSide:
         self._loads_due: list[LoadJob] = []
         self._first_steps: list[LoadJob] = []
         self._watch = CopyWatch(synchronous=device.synchronous)
-        self.stats = KVHavenStats()
-        self._loads = RankLoads(
+        self.stats = Stats()
+        self._loads = Loader(
             client, device, layout, self._watch, rank, self.stats, self._model, heard=heard
         )
-        self._saves = RankSaves(
+        self._saves = Saver(
             client, device, layout, self._watch, self.stats, self._model, settings.chunk_size
         )
         self._model.listen(self._model_changed)
@@ -91,8 +93,39 @@ class WorkerSide:
             self._loads.start(self._loads_due[0])
             del self._loads_due[0]
 
+    @contextmanager
+    def step(self, plan: StepPlan) -> Iterator[None]:
+        """Do a whole step's copies around the forward, which is the body of the `with`.
+
+        For engines that need no finer control: `begin` and `start_loads` before it, `save` after
+        it. An error of KVHaven is logged, and what it left is reported as failed or dropped; it
+        does not reach the engine. One of the forward does, and then nothing of the step is saved.
+        Raises `UnreportedLoadError` if blocks may be read before they are loaded: end the engine.
+        """
+        with self._forgiving():
+            self.begin(plan)
+            self.start_loads()
+        try:
+            yield
+        except BaseException:
+            self.forward_failed()
+            raise
+        with self._forgiving():
+            self.save()
+
+    @contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        try:
+            yield
+        except UnreportedLoadError:
+            raise
+        except Exception:  # a cache must not end the engine; `doubt` gives up what was half done
+            logger.exception("rank %d: the step's copies are given up", self._rank)
+            self.stats.add("errors")
+            self.doubt()
+
     def end_forward(self) -> None:
-        """Note which loads the step computed from in vain, before vLLM asks for them.
+        """Note which loads the step computed from in vain, before the engine asks for them.
 
         With speculation vLLM's V1 runner asks before it has drafted, and has the step's chunks
         saved after that: a failure that comes to light then is too late.

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that decide the KV of an engine, and their identity, which covers every byte.
+"""Files that determine an engine's KV, and their identity, which covers every byte.
 
-Files in the hub's cache count by the names of their blobs, which are hashes of their content.
-Others are read whole (see `content`), which takes a while for large models: in the background,
-while the engine serves without a cache.
+Files in the hub's cache are identified by the names of their blobs, which are hashes of their
+content. Other files are read whole (see `content`). For large models that takes a while: it is
+done in the background, while the engine serves without a cache.
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -22,8 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvhaven.errors import IncompatibleEngineError, KVHavenError
-from kvhaven.integrations.vllm.content import DigestMemory, Stamp, digest_files
-from kvhaven.integrations.vllm.namespace_fields import NO_DRAFT_KV
+from kvhaven.identity.content import DigestMemory, Stamp, digest_files
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +37,10 @@ IGNORED_FILES: Final[Mapping[str, str]] = {
         README* LICENSE* NOTICE* USE_POLICY* *.md *.pdf *.bib *.png *.jpg *.jpeg *.gif *.svg *.webp
     """,
     "a prompt is made of it, whose tokens are in the key": "chat_template.json *.jinja",
-    "formats that vLLM does not load": "*.onnx *.onnx_data *.h5 *.msgpack *.ot *.tflite *.mlmodel",
-    "leftovers of training, which vLLM leaves out": """
+    "formats that engines on torch do not load": """
+        *.onnx *.onnx_data *.h5 *.msgpack *.ot *.tflite *.mlmodel
+    """,
+    "leftovers of training, which engines leave out": """
         training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt
         trainer_state.json trainer_log.jsonl
     """,
@@ -58,28 +58,18 @@ IGNORED_FOLDERS: Final[Mapping[str, str]] = {
     "hidden: of git, of the hub's client, of a desktop": ".*",
     "Llama's own checkpoint beside the converted one, which LoadConfig leaves out": "original",
     "prompts are made of it, whose tokens are in the key": "additional_chat_templates",
-    "formats that vLLM does not load": "onnx openvino coreml",
+    "formats that engines on torch do not load": "onnx openvino coreml",
     "compiled from files that count": "__pycache__",
     "leftovers of training: other states of the model, and its course": """
         checkpoint-* global_step* runs logs wandb
     """,
 }
 
-_LOCAL_FORMATS: Final = frozenset(
-    {
-        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache"),
-        *("pt", "gguf", "bitsandbytes", "sharded_state", "runai_streamer"),
-        *("runai_streamer_sharded", "tensorizer"),
-    }
-)
-"""Load formats that take the weights from the model's folder, or from files that are named."""
-_PARTS_OF: Final[Mapping[str, Sequence[str]]] = {"ultravox": ("text_model_id", "audio_model_id")}
-"""Where the configuration of a type of model names others, whose weights vLLM loads as well."""
 _LINKS_MOST: Final = 40
 """As many as the kernel follows."""
 _BLOB: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _PROGRESS_S: Final = 10.0
-_ADVICE: Final = (
+ADVICE: Final = (
     "set `model_fingerprint` to a text of your own that names these weights, and change it "
     "whenever they change"
 )
@@ -97,68 +87,6 @@ class Source(NamedTuple):
     place: Path
     only: tuple[str, ...] = ()
     """Patterns of names of which one must match; none: all that are not ignored."""
-
-
-def model_sources(config: Any) -> list[Source]:
-    """Return what vLLM's `VllmConfig` loads weights, code and processors from.
-
-    Raises `IncompatibleEngineError` where that cannot be known: random or remote weights, a model
-    that is not found. `model_fingerprint` is then needed.
-    """
-    model, load = config.model_config, config.load_config
-    sources = [*_model_sources("weights", model, load)]
-    sources += [
-        Source(f"weights.{key}", _local_place(str(name), None, load))
-        for key in _PARTS_OF.get(str(getattr(model.hf_config, "model_type", "")), ())
-        if (name := getattr(model.hf_config, key, None))
-    ]
-    sources += _foreign_code(model)
-    if _reads_tokenizer(config) and str(model.tokenizer) != str(model.model):
-        place = _local_place(str(model.tokenizer), _commit(model.tokenizer_revision), None)
-        sources.append(Source("tokenizer", place, ("*token*", "*vocab*", "merges.txt", "*.model")))
-    speculative = getattr(config, "speculative_config", None)
-    draft = getattr(speculative, "draft_model_config", None)
-    method = getattr(speculative, "method", None)
-    if draft is not None and method not in NO_DRAFT_KV and str(draft.model) != str(model.model):
-        draft_load = getattr(speculative, "draft_load_config", None) or load
-        sources += _model_sources("draft.weights", draft, draft_load)
-    return sources + _gaudi_scales(config)
-
-
-def _local_place(model: str, revision: str | None, load_config: Any) -> Path:
-    """Return the folder or file of a model, which may be a name in the hub's cache.
-
-    Raises `IncompatibleEngineError` when it is not there, `OSError`.
-    """
-    if Path(model).exists():
-        return Path(model)
-    try:
-        from huggingface_hub import snapshot_download  # noqa: PLC0415 - only where needed
-
-        found = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=getattr(load_config, "download_dir", None),
-            local_files_only=True,
-            allow_patterns=[],  # vLLM downloads a part: no file is missed
-        )
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno not in {None, errno.ENOENT}:
-            raise  # storage in trouble does not mean that it is not there
-        raise IncompatibleEngineError(
-            f"{model}: no local path, and not in the hub's cache ({error}); {_where()}{_ADVICE}"
-        ) from error
-    return Path(found)
-
-
-def _where() -> str:
-    """Return what to do about a model that may be in another hub's cache."""
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() not in {"1", "true"}:
-        return ""
-    return (
-        "models of ModelScope (VLLM_USE_MODELSCOPE) are not found by name: serve the folder that "
-        "`modelscope download` prints, or "
-    )
 
 
 class EngineFiles:
@@ -182,7 +110,7 @@ class EngineFiles:
         if not any(name.endswith(WEIGHTS) for _, name, _ in self._records):
             places = ", ".join(str(source.place) for source in sources)
             raise IncompatibleEngineError(
-                f"{places}: no file of weights ({', '.join(WEIGHTS)}); {_ADVICE}"
+                f"{places}: no file of weights ({', '.join(WEIGHTS)}); {ADVICE}"
             )
 
     @property
@@ -235,15 +163,8 @@ class EngineFiles:
                 self.changed = self.changed or f"{place} was put there"
 
 
-def loading_began_ns(config: Any) -> int:
-    """Return a time (ns since the epoch) before which the engine had loaded nothing.
-
-    vLLM names an engine by the time at which its configuration was made; else it is this
-    process's start.
-    """
-    instance = str(getattr(config, "instance_id", ""))
-    if re.fullmatch(r"\d{19}", instance):
-        return int(instance)
+def process_began_ns() -> int:
+    """Return when this process started, in ns since the epoch."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return int((time.time() - age_s) * 1e9)
@@ -275,96 +196,6 @@ class _Progress:
         )
 
 
-def _model_sources(field: str, model: Any, load: Any) -> Iterator[Source]:
-    """Yield where a model is loaded from."""
-    name = str(getattr(model, "model_weights", "") or model.model)
-    load_format = str(getattr(load, "load_format", "auto")).lower()
-    if load_format == "dummy":
-        raise IncompatibleEngineError(
-            f"load_format is 'dummy': {name} has random weights that nothing identifies; {_ADVICE}"
-        )
-    if load_format not in _LOCAL_FORMATS:
-        raise IncompatibleEngineError(
-            f"load_format is {load_format!r}: it is not known where the weights of {name} come "
-            f"from; {_ADVICE}"
-        )
-    revision = _commit(getattr(model, "revision", None))
-    weights = _local_place(_local(name), revision, load)
-    yield Source(field, weights)
-    # From a `download_dir` only weights are loaded: what else is used lies in the default cache.
-    with contextlib.suppress(IncompatibleEngineError):
-        if (place := _local_place(name, revision, None)) != weights:
-            yield Source(f"{field}.repository", place)
-    if load_format == "tensorizer":
-        yield Source(f"{field}.tensors", _tensorizer_folder(load.model_loader_extra_config))
-
-
-def _local(name: str) -> str:
-    if "://" in name:
-        raise IncompatibleEngineError(f"the weights {name} are remote: {_ADVICE}")
-    return name
-
-
-def _tensorizer_folder(extra: Any) -> Path:
-    """Return the folder of the files that tensorizer loads, by `model_loader_extra_config`."""
-    settings = extra if isinstance(extra, Mapping) else vars(extra)
-    settings = settings.get("tensorizer_config", settings)
-    if folder := settings.get("tensorizer_dir"):
-        return Path(_local(str(folder)))
-    return Path(_local(str(settings.get("tensorizer_uri", "")))).parent
-
-
-def _commit(revision: Any) -> str | None:
-    """Return the commit that vLLM resolved a revision to, so that a branch that moves is none."""
-    commit: str | None = getattr(revision, "resolved", None) or revision
-    return commit
-
-
-def _foreign_code(model: Any) -> Iterator[Source]:
-    """Yield the repositories that a model takes its code from, where these are others.
-
-    One that is not in the hub's cache was not used: vLLM has an implementation of its own.
-    """
-    code = getattr(model.hf_config, "auto_map", None) or {}
-    names = [name for entry in code.values() for name in (entry if _is_list(entry) else [entry])]
-    for repository in sorted({str(name).split("--")[0] for name in names if "--" in str(name)}):
-        with contextlib.suppress(IncompatibleEngineError):
-            place = _local_place(repository, getattr(model, "code_revision", None), None)
-            yield Source(f"code.{repository}", place, ("*.py",))
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _reads_tokenizer(config: Any) -> bool:
-    """Whether a model may read the tokenizer itself, besides being given its tokens."""
-    multimodal = getattr(config.model_config, "multimodal_config", None)
-    return multimodal is not None or getattr(config, "engram_config", None) is not None
-
-
-def _gaudi_scales(config: Any) -> list[Source]:
-    """Return the files of scales that Gaudi's quantization measured before.
-
-    `QUANT_CONFIG` names a JSON file, which names the beginning of their paths.
-    """
-    named = os.environ.get("QUANT_CONFIG")
-    if not named or str(config.device_config.device_type) != "hpu":
-        return []
-    try:
-        scales = json.loads(Path(named).read_text())
-        beginning = Path(scales.get("dump_stats_path", "stats"))
-    except (OSError, ValueError, AttributeError) as error:
-        raise IncompatibleEngineError(
-            f"QUANT_CONFIG={named}: the file cannot be read ({error}); expected Intel Neural "
-            "Compressor's JSON"
-        ) from error
-    sources = [Source("scales.config", Path(named))]
-    if beginning.parent.is_dir():
-        sources.append(Source("scales", beginning.parent, (f"{beginning.name}*",)))
-    return sources
-
-
 def _files(source: Source) -> Iterator[tuple[str, Path]]:
     """Yield the files of a source that count, with their names in it."""
     if source.place.is_file():
@@ -389,7 +220,7 @@ def _files(source: Source) -> Iterator[tuple[str, Path]]:
                 if count > MOST_FILES:
                     raise UnidentifiedError(
                         f"{source.place}: more than {MOST_FILES} files; expected the folder of "
-                        f"one model. Move it to a folder of its own, or {_ADVICE}"
+                        f"one model. Move it to a folder of its own, or {ADVICE}"
                     )
                 yield str(path.relative_to(source.place)), path
 

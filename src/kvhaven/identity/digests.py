@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of values that vLLM holds in memory: media after preprocessing, adapters once loaded."""
+"""Digests of values in memory: tensors, and what consists of them."""
 
 import struct
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,21 @@ _NONE, _BOOL, _INT, _FLOAT, _TEXT, _BYTES, _TENSOR, _SEQUENCE, _MAPPING, _OBJECT
 _Buffer = bytes | memoryview
 
 
-def content_digest(value: object) -> bytes:
+def content_digest(value: object, *, objects_of: str = "") -> bytes:
     """Return the SHA-256 of a value by its content: equal in every process for equal content.
 
     Understands None, booleans, numbers, texts, bytes, tensors and arrays (by dtype, shape and
-    elements), sequences, mappings, and vLLM's own objects by their attributes. Raises
-    `KeyInputError` for anything else: a digest that left something out could name two contents.
+    elements), sequences and mappings; with `objects_of`, the beginning of module names, also
+    objects of these modules by their attributes. Raises `KeyInputError` for anything else: a
+    digest that left something out could name two contents.
     """
     digest = sha256()
-    for part in _parts(value):
+    for part in _parts(value, objects_of):
         digest.update(part)
     return digest.digest()
 
 
-def _parts(value: object) -> Iterator[_Buffer]:
+def _parts(value: object, objects_of: str) -> Iterator[_Buffer]:
     """Yield an encoding that can be decoded in one way only: a kind, a length, the content."""
     plain = _plain(value)
     if plain is not None:
@@ -41,17 +42,21 @@ def _parts(value: object) -> Iterator[_Buffer]:
     elif isinstance(value, list | tuple):
         yield _head(_SEQUENCE, len(value))
         for item in value:
-            yield from _parts(item)
+            yield from _parts(item, objects_of)
     elif isinstance(value, Mapping):
-        yield from _mapping(_MAPPING, value)
-    elif type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__"):
+        yield from _mapping(_MAPPING, value, objects_of)
+    elif objects_of and _is_of(value, objects_of) and hasattr(value, "__dict__"):
         yield from _leaf(_TEXT, type(value).__qualname__.encode())
-        yield from _mapping(_OBJECT, vars(value))
+        yield from _mapping(_OBJECT, vars(value), objects_of)
     else:
         raise KeyInputError(
             f"content digest: a value cannot be named by its content (got {type(value)!r}); "
             "expected tensors, numbers, texts, and sequences or mappings of them"
         )
+
+
+def _is_of(value: object, modules: str) -> bool:
+    return type(value).__module__.startswith(modules)
 
 
 def _plain(value: object) -> tuple[_Buffer, ...] | None:
@@ -72,21 +77,21 @@ def _plain(value: object) -> tuple[_Buffer, ...] | None:
     return parts
 
 
-def _mapping(kind: int, value: Mapping[Any, object]) -> Iterator[_Buffer]:
+def _mapping(kind: int, value: Mapping[Any, object], objects_of: str) -> Iterator[_Buffer]:
     if not all(isinstance(name, str) for name in value):
         raise KeyInputError("content digest: a mapping has names that are not texts")
     yield _head(kind, len(value))
     for name in sorted(value, key=str):
-        yield from _parts(name)
-        yield from _parts(value[name])
+        yield from _parts(name, objects_of)
+        yield from _parts(value[name], objects_of)
 
 
 def _tensor(tensor: torch.Tensor) -> Iterator[_Buffer]:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise KeyInputError(f"content digest: cannot read a tensor (got layout {tensor.layout})")
     yield _head(_TENSOR, tensor.dim())
-    yield from _parts(str(tensor.dtype))
-    yield from _parts(list(tensor.shape))
+    yield from _parts(str(tensor.dtype), "")
+    yield from _parts(list(tensor.shape), "")
     plain = tensor.detach().cpu().contiguous()
     elements = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, "u1")
     yield from _leaf(_BYTES, elements.data)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
 from kvhaven.config import Settings
-from kvhaven.integrations.vllm.tracker import Offer, Tracker
+from kvhaven.engine.request_state import PendingLoad, RequestState
 from kvhaven.types import ChunkKey
 
 _ASK_AGAIN_S = 1.0
@@ -46,53 +46,53 @@ class Lookups:
         """Begin with a fresh budget."""
         self._waited_s = 0.0
 
-    def lease(self, tracker: Tracker) -> Lease | Outcome:
+    def lease(self, state: RequestState) -> Lease | Outcome:
         """Return the lease on what follows the computed tokens; ask for one if there is none."""
-        keys, first = tracker.chain.keys, tracker.computed // tracker.chunk_size
-        if self.worth(tracker, len(keys)) <= 0:
+        keys, first = state.chain.keys, state.computed // state.chunk_size
+        if self.gained_tokens(state, len(keys)) <= 0:
             return Outcome.MISS
-        if self._another_loads(tracker, keys[first]):
+        if self._another_loads(state, keys[first]):
             return Outcome.PENDING
-        if tracker.ticket is not None and tracker.ticket_chunk > first:
-            self.drop(tracker)
-        if tracker.ticket is None:
-            if self._clock() < tracker.ask_after:
+        if state.ticket is not None and state.ticket_chunk > first:
+            self.drop(state)
+        if state.ticket is None:
+            if self._clock() < state.ask_after:
                 return Outcome.MISS
-            tracker.ticket = self._client.ask(keys[first:], tracker.chain.tenant)
-            tracker.ticket_chunk = first
-        answer = Outcome.MISS if tracker.ticket is None else self._look_up(tracker.ticket)
+            state.ticket = self._client.ask(keys[first:], state.chain.tenant)
+            state.ticket_chunk = first
+        answer = Outcome.MISS if state.ticket is None else self._look_up(state.ticket)
         if answer is Outcome.MISS:
-            tracker.ticket = tracker.offer = None
-            tracker.ask_after = self._clock() + _ASK_AGAIN_S
+            state.ticket = state.offer = None
+            state.ask_after = self._clock() + _ASK_AGAIN_S
         return answer
 
-    def worth(self, tracker: Tracker, chunks: int) -> int:
+    def gained_tokens(self, state: RequestState, chunks: int) -> int:
         """Return the tokens that the first `chunks` chunks bring beyond those computed.
 
         A synchronous load leaves the last token to be computed: the engine needs its logits.
         """
-        tokens = int(tracker.request.num_tokens)
-        end = min(chunks * tracker.chunk_size, tokens)
+        tokens = int(state.request.num_tokens)
+        end = min(chunks * state.chunk_size, tokens)
         spare = self._spare_tokens
         if end == tokens and not self._asynchronous:
             spare = max(spare, 1)
-        return end - spare - tracker.computed
+        return end - spare - state.computed
 
-    def take(self, tracker: Tracker, offer: Offer) -> None:
+    def take(self, state: RequestState, offer: PendingLoad) -> None:
         """The engine loads what it was offered: the ranks will end the lease."""
         self._client.dispatched(offer.lease.ticket)
-        tracker.loaded, tracker.offer, tracker.ticket = offer, None, None
+        state.loaded, state.offer, state.ticket = offer, None, None
         if self._shared:
-            name, size = tracker.request.request_id, offer.chunk_size
-            keys = tracker.chain.keys[offer.start // size : -(-offer.end // size)]
+            name, size = state.request.request_id, offer.chunk_size
+            keys = state.chain.keys[offer.start // size : -(-offer.end // size)]
             self._keys_loading[name] = keys
             self._loading.update(dict.fromkeys(keys, name))
 
-    def drop(self, tracker: Tracker) -> None:
+    def drop(self, state: RequestState) -> None:
         """Give back what the request leased, unless the ranks were told of it."""
-        if tracker.ticket is not None:
-            self._client.release([tracker.ticket])
-        tracker.ticket = tracker.offer = None
+        if state.ticket is not None:
+            self._client.release([state.ticket])
+        state.ticket = state.offer = None
 
     def load_ended(self, request_id: str) -> None:
         """Nobody waits for this request's load any more: it has ended, or was aborted.
@@ -104,16 +104,16 @@ class Lookups:
             if self._loading.get(key) == request_id:
                 del self._loading[key]
 
-    def _another_loads(self, tracker: Tracker, key: ChunkKey) -> bool:
+    def _another_loads(self, state: RequestState, key: ChunkKey) -> bool:
         """Whether to wait for another request's load, after which the engine has the chunk."""
         owner = self._loading.get(key)
-        if owner is None or owner == tracker.request.request_id:
-            tracker.waits_since = None
+        if owner is None or owner == state.request.request_id:
+            state.waits_since = None
             return False
         now = self._clock()
-        if tracker.waits_since is None:
-            tracker.waits_since = now
-        return now - tracker.waits_since < self._patience_s
+        if state.waits_since is None:
+            state.waits_since = now
+        return now - state.waits_since < self._patience_s
 
     def _look_up(self, ticket: int) -> Lease | Outcome:
         """Look at the table; wait for the answer as far as this step's budget goes."""

@@ -1,33 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters as the scheduler's side knows them: by the content that the ranks have loaded."""
+"""Identity of LoRA adapters on the scheduler side: the content that the ranks have loaded."""
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvhaven.protocol import AdapterVersion, ModelState
 
 CacheName = tuple[Any, ...]
 """What the engine's own prefix cache knows an adapter by; empty for the model without one."""
-
-
-def cache_name(lora_request: Any) -> CacheName:
-    """Return what vLLM puts into its blocks' hashes for an adapter (`LoRARequest` or None).
-
-    That is the name, and in newer versions the path too, so vLLM itself is asked.
-    """
-    if lora_request is None:
-        return ()
-    try:
-        from vllm.v1.core import kv_cache_utils  # noqa: PLC0415 - the only use of vLLM here
-
-        hashed = kv_cache_utils._gen_lora_extra_hash_keys  # noqa: SLF001 - no public way
-        name = tuple(hashed(SimpleNamespace(lora_request=lora_request)))
-        hash(name)
-    except Exception:  # noqa: BLE001 - it is not public: whatever has become of it, the name counts
-        name = ()
-    return name or (getattr(lora_request, "lora_name", None),)
 
 
 class AdapterUse(NamedTuple):
@@ -65,14 +46,13 @@ class Adapters:
         self._computed: dict[CacheName, tuple[int, int]] = {}  # adapter and generation
         self._unknown: dict[CacheName, set[int]] = {}  # adapters that ran before being known
 
-    def use_of(self, lora_request: Any) -> AdapterUse | None:
-        """Return what vLLM's `LoRARequest` stands for now, None while that is not known.
+    def use_of(self, name: CacheName, adapter: int) -> AdapterUse | None:
+        """Return the content that adapter number `adapter` has now, None while it is not known.
 
-        To be asked for every request, cached or not, when it comes and whenever it starts to run:
-        it may compute with it.
+        `name` is the engine's own name for it. To be asked for every request, cached or not, when
+        it comes and whenever it starts to run: it may compute with it.
         """
         self._follow()
-        name, adapter = cache_name(lora_request), int(lora_request.lora_int_id)
         use = self._uses.get(adapter)
         if use is None:
             unknown = self._unknown.setdefault(name, set())

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from kvhaven.client.rank import Grant, RankClient, Reservation
 from kvhaven.devices.base import CopyJob, Device, FinishedCopy
-from kvhaven.integrations.vllm.copies import CopyWatch, all_ended
-from kvhaven.integrations.vllm.loaded_model import LoadedModel
-from kvhaven.integrations.vllm.metadata import SaveJob, StepReport
-from kvhaven.integrations.vllm.stats import KVHavenStats
+from kvhaven.engine.copies import CopyWatch, all_ended
+from kvhaven.engine.jobs import SaveJob, StepReport
+from kvhaven.engine.loaded_model import LoadedModel
+from kvhaven.engine.stats import Stats
 from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class _Save:
         return sum(grant.writes for grant in self.grants)
 
 
-class RankSaves:
+class Saver:
     """Reserves space, starts saves after the forward, and commits what was written.
 
     Called from the worker's thread. Commits are sent when a copy has ended, also while the
@@ -60,7 +60,7 @@ class RankSaves:
         device: Device,
         layout: Layout,
         watch: CopyWatch,
-        stats: KVHavenStats,
+        stats: Stats,
         model: LoadedModel,
         chunk_size: int,
     ) -> None:
@@ -170,7 +170,7 @@ class RankSaves:
         return report
 
     def finish(self, deadline: float) -> bool:
-        """Give up what was not started, and wait for copies as `RankLoads.finish` does."""
+        """Give up what was not started, and wait for copies as `Loader.finish` does."""
         self.give_up()
         self._client.abort(self._withheld)
         self._withheld = []

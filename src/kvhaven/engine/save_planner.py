@@ -4,11 +4,11 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from kvhaven.config import Settings
-from kvhaven.integrations.vllm.events import StoredEvents
-from kvhaven.integrations.vllm.metadata import SaveJob, StepReport
-from kvhaven.integrations.vllm.tracker import Tracker
+from kvhaven.engine.jobs import SaveJob, StepReport
+from kvhaven.engine.request_state import RequestState
 from kvhaven.types import ChunkKey
 
 _REPORT_S = 120.0
@@ -20,7 +20,23 @@ _Block = tuple[int, int]
 _NONE: frozenset[int] = frozenset()
 
 
-class Saves:
+class SaveEvents(Protocol):
+    """Listener for chunks of this engine that become available to others."""
+
+    def planned(self, job: SaveJob, request: Any, first_chunk: int) -> None:
+        """Note that the chunks of a job, from the request's `first_chunk` on, are to be saved."""
+
+    def saved(self, job: SaveJob, unwritten: set[int]) -> None:
+        """Note that all ranks have written a job's chunks, but for those `unwritten`."""
+
+    def forget(self, job: SaveJob) -> None:
+        """Note that a job is not reported any more."""
+
+    def take(self) -> list[Any]:
+        """Return the events since the last call, in the engine's own form."""
+
+
+class SavePlanner:
     """Saves under way, until all `world` ranks have reported them.
 
     A block that a save reads may be given to another request before the copy ended, by a
@@ -36,7 +52,7 @@ class Saves:
         settings: Settings,
         block_sizes: Sequence[int],
         world: int,
-        events: StoredEvents | None = None,
+        events: SaveEvents | None = None,
         *,
         hears_workers: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -54,43 +70,41 @@ class Saves:
         self._reading: dict[_Block, set[int]] = {}
         self._new_blocks: set[_Block] = set()
 
-    def due(self, tracker: Tracker, end: int) -> bool:
+    def due(self, state: RequestState, end: int) -> bool:
         """Whether `plan` could have anything to save; quick, since every step asks for all."""
-        request = tracker.request
-        wanted = (tracker.planned_chunks + 1) * tracker.chunk_size
+        request = state.request
+        wanted = (state.planned_chunks + 1) * state.chunk_size
         if end < wanted and not request.resumable:
             return False
         return self._decode_too or request.num_prompt_tokens >= wanted or request.resumable
 
-    def plan(self, tracker: Tracker, end: int) -> list[SaveJob]:
+    def plan(self, state: RequestState, end: int) -> list[SaveJob]:
         """Plan the save of the chunks that are complete at the end of this step.
 
         `end` tokens will have been computed then, some of them perhaps speculative. Raises
         `KVHavenError` when the request's tokens cannot be keyed.
         """
-        request = tracker.request
+        request = state.request
         # Tokens beyond `num_tokens` are speculative or not sampled yet.
         known = request.num_tokens if self._decode_too else request.num_prompt_tokens
         end = min(end, known, request.num_tokens)
-        complete = end // tracker.chunk_size
-        if complete <= tracker.planned_chunks:
+        complete = end // state.chunk_size
+        if complete <= state.planned_chunks:
             return []
-        tracker.extend_keys(end)
+        state.extend_keys(end)
         jobs = []
-        for first, last in self._runs(tracker, complete):
-            keys = tuple(tracker.chain.keys[first:last])
-            chunks = [tracker.chunk_blocks(at, self._block_sizes) for at in range(first, last)]
-            parent = tracker.chain.keys[first - 1] if first else None
+        for first, last in self._runs(state, complete):
+            keys = tuple(state.chain.keys[first:last])
+            chunks = [state.chunk_blocks(at, self._block_sizes) for at in range(first, last)]
+            parent = state.chain.keys[first - 1] if first else None
             blocks = tuple(zip(*chunks, strict=True))
-            job = SaveJob(
-                next(self._ids), parent, keys, blocks, tracker.chain.tenant, tracker.adapter
-            )
+            job = SaveJob(next(self._ids), parent, keys, blocks, state.chain.tenant, state.adapter)
             jobs.append(job)
             self._jobs[job.id] = job, self._clock()
             self._saving.update(dict.fromkeys(keys, job.id))
             if self._events is not None:
-                self._events.planned(job, tracker, first)
-        tracker.planned_chunks = complete
+                self._events.planned(job, request, first)
+        state.planned_chunks = complete
         return jobs
 
     def note_new(self, blocks: Sequence[Sequence[int]], tokens: int = 0) -> None:
@@ -142,13 +156,13 @@ class Saves:
         """How many saves have been planned and not reported by all ranks."""
         return len(self._jobs)
 
-    def _runs(self, tracker: Tracker, complete: int) -> list[tuple[int, int]]:
+    def _runs(self, state: RequestState, complete: int) -> list[tuple[int, int]]:
         """Return runs of chunks to save: not just loaded, and in no job that is under way."""
-        loaded = tracker.loaded
+        loaded = state.loaded
         skipped = range(loaded.first_chunk, loaded.end_chunk) if loaded is not None else ()
         runs: list[tuple[int, int]] = []
-        for chunk in range(tracker.planned_chunks, complete):
-            if chunk in skipped or tracker.chain.keys[chunk] in self._saving:
+        for chunk in range(state.planned_chunks, complete):
+            if chunk in skipped or state.chain.keys[chunk] in self._saving:
                 continue
             if runs and runs[-1][1] == chunk:
                 runs[-1] = (runs[-1][0], chunk + 1)

@@ -4,14 +4,17 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from kvhaven.integrations.vllm.adapters import CacheName
+from kvhaven.engine.adapters import CacheName
 from kvhaven.keys import epoch_root
 from kvhaven.types import NamespaceDigest
 
 logger = logging.getLogger(__name__)
+
+HeldBlocks = Callable[[], Iterable[int]]
+"""Returns the blocks of group 0 whose KV the engine uses, or may use again for other requests."""
 
 _LATE_STEPS: Final = 64
 """A rank reports a failed load within so many steps of the first one that uses it: more than
@@ -57,20 +60,25 @@ class Epoch:
         digest = NamespaceDigest(namespace)
         return epoch_root(digest, self._salt) if self._salt else digest
 
-    def reset(self, running: Iterable[str], pool: Any) -> None:
-        """Begin anew. `running` requests go on with old KV; `pool` is the engine's, or None."""
+    def reset(self, running: Iterable[str], held: HeldBlocks | None) -> None:
+        """Begin anew. `running` requests go on with old KV, and `held` blocks hold it."""
         self.known = False
         self._salt = os.urandom(16)
-        self.distrust(running, pool)
+        self.distrust(running, held)
         self.known = True
 
     def distrust(
-        self, running: Iterable[str], pool: Any, adapter: CacheName | None = None, *, since: int = 0
+        self,
+        running: Iterable[str],
+        held: HeldBlocks | None,
+        adapter: CacheName | None = None,
+        *,
+        since: int = 0,
     ) -> set[str]:
         """Save nothing that the engine holds now: what it was computed from is not known.
 
         Of one adapter, or of all and of none; of blocks those alone that were written from step
-        `since` on. Returns the requests that are concerned. `running` and `pool` as in `reset`.
+        `since` on. Returns the requests that are concerned. `running` and `held` as in `reset`.
         What is in the cache stays valid.
         """
 
@@ -80,13 +88,11 @@ class Epoch:
         requests, blocks = self._adapter_of_request, self._adapter_of_block
         old = {name for name in {*running, *requests} if concerned(requests.get(name))}
         self._old_requests |= old
-        if pool is not None:
+        if held is not None:
             self._old_blocks.update(
-                block.block_id
-                for block in pool.blocks
-                if (block.ref_cnt > 0 or block.block_hash is not None)
-                and self._written.get(block.block_id, since) >= since
-                and concerned(blocks.get(block.block_id))
+                block
+                for block in held()
+                if self._written.get(block, since) >= since and concerned(blocks.get(block))
             )
         return old
 
@@ -109,7 +115,7 @@ class Epoch:
             if load.gone:
                 self._load_over(request_id)
 
-    def distrust_loads(self, running: Iterable[str], pool: Any) -> set[str]:
+    def distrust_loads(self, running: Iterable[str], held: HeldBlocks | None) -> set[str]:
         """Distrust what may depend on a load that has failed just now, whichever it was; as above.
 
         Blocks that were written before any such load was planned do not: a system prompt that
@@ -117,7 +123,7 @@ class Epoch:
         """
         loads = [load.since for load in self._loading.values()]
         since = min([*loads, *(since for _, since in self._loaded)], default=0)
-        return self.distrust(running, pool, since=since)
+        return self.distrust(running, held, since=since)
 
     def _load_over(self, request_id: str) -> None:
         load = self._loading.pop(request_id, None)
@@ -136,15 +142,15 @@ class Epoch:
         adapter = self._adapter_of_request.get(request_id)
         self._adapter_of_block.update(dict.fromkeys(blocks, adapter))
 
-    def doubt(self, running: Iterable[str], pool: Any) -> set[str]:
+    def doubt(self, running: Iterable[str], held: HeldBlocks | None) -> set[str]:
         """Distrust all that the engine holds, as a step of it may not have been noted; as above.
 
-        Never raises: where `pool` cannot be read, nothing is known any more.
+        Never raises: where `held` does, nothing is known any more.
         """
         self.known = False
         self._adapter_of_block.clear()  # the engine may have given some to others
         try:
-            old = self.distrust(running, pool)
+            old = self.distrust(running, held)
         except Exception:  # it ends what was begun with another error; requests go uncached
             logger.exception("the engine's blocks cannot be told apart: nothing is cached any more")
             return {*running}

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's side tells the workers each step, and what they tell it back."""
+"""Messages between the two sides of an engine: the plan of a step, and the ranks' reports."""
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
-
 from kvhaven.devices.base import SKIP
-from kvhaven.integrations.vllm.adapters import AdapterUse
+from kvhaven.engine.adapters import AdapterUse
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 
 
@@ -57,7 +52,7 @@ class SaveJob:
 
 
 @dataclass
-class StepPlan(KVConnectorMetadata):
+class StepPlan:
     """The plan of one step. Workers must not change it: ranks of one process share it.
 
     `fence` lists save jobs whose source blocks were given to somebody else: nothing may
@@ -75,12 +70,10 @@ class StepPlan(KVConnectorMetadata):
     failed_loads: dict[int, int] = field(default_factory=dict)
     weights: dict[int, int] = field(default_factory=dict)
     first_steps: list[LoadJob] = field(default_factory=list)
-    requests: list[object] = field(default_factory=list)
-    """vllm-gaudi's runner reads this; an empty list is what it needs."""
 
 
 @dataclass
-class StepReport(KVConnectorWorkerMetadata):
+class StepReport:
     """Save jobs that ended, and by how many ranks each was reported.
 
     `unwritten` names the chunks of a job, by their index, that some rank did not write: no
@@ -98,9 +91,8 @@ class StepReport(KVConnectorWorkerMetadata):
         """Whether there is nothing to report."""
         return not (self.saved or self.failed_loads)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """Add up the reports of two ranks."""
-        assert isinstance(other, StepReport)
+    def aggregate(self, other: "StepReport") -> "StepReport":
+        """Return the sum of the reports of two ranks."""
         total = StepReport(dict(self.saved), dict(self.unwritten), dict(self.failed_loads))
         for job, ranks in other.saved.items():
             total.saved[job] = total.saved.get(job, 0) + ranks

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from kvhaven.errors import KVHavenError, ServiceUnavailableError
-from kvhaven.integrations.vllm.content import DigestMemory, FileChangedError, ReadingStoppedError
-from kvhaven.integrations.vllm.model_files import AT_ONCE_BYTES, EngineFiles, UnidentifiedError
+from kvhaven.identity.content import DigestMemory, FileChangedError, ReadingStoppedError
+from kvhaven.identity.files import AT_ONCE_BYTES, EngineFiles, UnidentifiedError
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connecting the two sides of an engine to the node service."""
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from kvhaven.client.arena import HostMemory
+from kvhaven.client.embedded import EmbeddedService, embedded_address
+from kvhaven.client.rank import RankClient
+from kvhaven.client.scheduler import SchedulerClient
+from kvhaven.config import Settings
+from kvhaven.devices.base import Device
+from kvhaven.devices.cpu import usable_cores
+from kvhaven.devices.detect import open_device
+from kvhaven.devices.selftest import self_test
+from kvhaven.engine.adapters import Adapters
+from kvhaven.engine.loaded_model import LoadedModel
+from kvhaven.engine.requests import EVERYTHING, ExtrasSource, Permissions
+from kvhaven.engine.save_planner import SaveEvents
+from kvhaven.engine.scheduler import SchedulerSide
+from kvhaven.engine.worker import WorkerSide
+from kvhaven.errors import (
+    IncompatibleEngineError,
+    IncompleteEngineError,
+    ServiceUnavailableError,
+)
+from kvhaven.keys import namespace_digest
+from kvhaven.layouts import Layout, PagedLayout, describe_kv_caches
+from kvhaven.protocol import AttachRank, AttachScheduler
+from kvhaven.types import Shard, ShardId
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED_START_S = 60.0
+"""How long an embedded service may take to start."""
+ATTACH_S = 10.0
+"""How long a start waits for a service that is not embedded."""
+RANKS_WAIT_MS = 20_000
+"""How long the service waits for an engine's ranks before it answers the scheduler side."""
+
+_COPY_THREADS_MOST = 4
+_NAMED = ("model", "weights")
+
+
+@dataclass(frozen=True)
+class EngineIdentity:
+    """Identity of one running engine; equal on its scheduler side and on all its ranks.
+
+    `engine_id` is a name that no other running engine of the node has. `namespace` names all that
+    determines KV besides tokens and extras, a text for each field: `model` (its name), `weights`
+    (a digest of their content), and whatever else the engine can be set to that changes KV, such
+    as dtype, attention implementation, rotary scaling, its own version. Engines with equal
+    namespaces share KV, so a field that is left out can mean wrong output.
+
+    Raises `IncompatibleEngineError` if `model` or `weights` is missing or empty.
+    """
+
+    engine_id: str
+    namespace: Mapping[str, str]
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        for field in _NAMED:
+            if not self.namespace.get(field):
+                raise IncompatibleEngineError(
+                    f"namespace: field {field!r} is missing (got {sorted(self.namespace)}); "
+                    "expected a text that only engines with the same KV share. Add it."
+                )
+
+
+def connect_worker(
+    settings: Settings,
+    identity: EngineIdentity,
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    block_size: int,
+    num_blocks: int,
+    rank: int = 0,
+    shard: ShardId | None = None,
+    model: LoadedModel | None = None,
+) -> WorkerSide:
+    """Return the worker side of a rank, connected to the service; ranks connect first.
+
+    `kv_caches` has a tensor of shape `[num_blocks, heads, block_size, content]` for each layer
+    (content: K and V of a head and token next to each other), or `[num_blocks, block_size,
+    content]`; the dimensions may lie in memory in any order in which a block's bytes are dense.
+    `block_size` is in tokens and divides the setting `chunk_size`. `shard` says which layers and
+    heads of the model the rank holds; by default all of them, which takes a `world_size` of 1.
+
+    Raises `LayoutError` for tensors that are not understood, `IncompatibleEngineError` for other
+    refusals, `ConfigError` for settings that do not fit. A service that does not answer is no
+    error: the engine runs without a cache until it does.
+    """
+    if settings.format == "portable":
+        raise IncompatibleEngineError(
+            "format: the inside of this engine's pages is not described (got 'portable'); "
+            "expected 'paged'. Set format: paged."
+        )
+    if shard is None and identity.world_size > 1:
+        raise IncompatibleEngineError(
+            f"shard: missing, with a world size of {identity.world_size}; expected the layers "
+            f"and heads that rank {rank} holds. Pass shard=ShardId(...)."
+        )
+    require_chunk_size(settings.chunk_size, block_size)
+    device = device_of(settings, kv_caches)
+    layout = paged_layout(kv_caches, block_size=block_size, num_blocks=num_blocks, device=device)
+    if settings.self_test:
+        test_device(device, layout)
+    payload_bytes = layout.shard_bytes(settings.chunk_size // block_size)
+    fields = {
+        **identity.namespace,
+        "layout": layout.fingerprint,
+        "format": "paged",
+        "chunk_size": str(settings.chunk_size),
+    }
+    whole = ShardId(0, (0, len(kv_caches)), (0, 1))
+    client = rank_client(
+        settings,
+        AttachRank(
+            id=1,
+            session=identity.engine_id,
+            member=f"rank-{uuid.uuid4().hex}",
+            rank=rank,
+            world=identity.world_size,
+            namespace=namespace_digest(fields),
+            fields=fields,
+            shards=(Shard(shard or whole, payload_bytes),),
+        ),
+        device,
+    )
+    start_or_warn(client.start, settings)
+    return WorkerSide(settings, client, device, layout, rank, model=model)
+
+
+def paged_layout(
+    kv_caches: Mapping[str, torch.Tensor], *, block_size: int, num_blocks: int, device: Device
+) -> PagedLayout:
+    """Return the layout of KV tensors as `connect_worker` reads them, for `WorkerSide.move`."""
+    page_bytes = {
+        layer: tensor.numel() * tensor.element_size() // num_blocks
+        for layer, tensor in kv_caches.items()
+    }
+    return describe_kv_caches(
+        kv_caches,
+        layer_specs={layer: (size, block_size) for layer, size in page_bytes.items()},
+        num_blocks=num_blocks,
+        kernel_tag=device.kernel_tag,
+    )
+
+
+def connect_scheduler(
+    settings: Settings,
+    identity: EngineIdentity,
+    *,
+    block_size: int,
+    asynchronous: bool = False,
+    prefix_cache: bool = False,
+    role: Permissions = EVERYTHING,
+    events: SaveEvents | None = None,
+    extras: Callable[[Adapters], ExtrasSource] | None = None,
+) -> SchedulerSide:
+    """Return the scheduler side of an engine, connected to the service.
+
+    `asynchronous` loads run between steps, others before the forward of the step that admits
+    their request. `prefix_cache` says that the engine keeps KV of finished requests; it then sets
+    `held_blocks` of the result. The other arguments are those of `SchedulerSide`.
+
+    Errors are those of `connect_worker`.
+    """
+    require_chunk_size(settings.chunk_size, block_size)
+    attach = AttachScheduler(
+        1,
+        identity.engine_id,
+        f"scheduler-{uuid.uuid4().hex}",
+        identity.world_size,
+        RANKS_WAIT_MS,
+    )
+    client = scheduler_client(settings, attach)
+    start_or_warn(client.start, settings)
+    return SchedulerSide(
+        settings,
+        client,
+        block_sizes=[block_size],
+        world=identity.world_size,
+        asynchronous=asynchronous,
+        shared=prefix_cache,
+        events=events,
+        role=role,
+        extras=extras,
+    )
+
+
+def rank_client(settings: Settings, attach: AttachRank, device: Device) -> RankClient:
+    """Return a rank's client, not started, whose arena is registered with the device."""
+    address, ensure = _service(settings, attach.session)
+    memory = HostMemory(device.register_host, device.unregister_host)
+    return RankClient(address, attach, memory=memory, ensure_service=ensure)
+
+
+def scheduler_client(settings: Settings, attach: AttachScheduler) -> SchedulerClient:
+    """Return a scheduler's client, not started, with the deadlines of the settings."""
+    address, ensure = _service(settings, attach.session)
+    return SchedulerClient(
+        address,
+        attach,
+        lookup_deadline_s=settings.lookup_deadline_ms / 1000,
+        promote_deadline_s=settings.promote_deadline_ms / 1000,
+        ensure_service=ensure,
+    )
+
+
+def start_or_warn(start: Callable[[float], None], settings: Settings) -> None:
+    """Start a client; if no service answers, log it: the client goes on trying."""
+    with serving_without_a_cache():
+        start(wait_seconds(settings))
+
+
+def wait_seconds(settings: Settings) -> float:
+    """Return how long a start waits for the service that the settings name."""
+    return EMBEDDED_START_S if settings.service_address is None else ATTACH_S
+
+
+@contextmanager
+def serving_without_a_cache() -> Iterator[None]:
+    """Log a missing service or missing ranks instead of raising: the engine serves without KV."""
+    try:
+        yield
+    except IncompleteEngineError as error:
+        logger.error("serving without a cache: %s", error)  # noqa: TRY400 - it is no mistake of ours
+    except ServiceUnavailableError as error:
+        logger.warning("serving without a cache for now: %s", error)
+
+
+def device_of(
+    settings: Settings, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+) -> Device:
+    """Open the device that holds an engine's KV tensors. Raises `IncompatibleEngineError`."""
+    first = next(iter(tensors.values()))
+    tensor = first if isinstance(first, torch.Tensor) else first[0]
+    threads = settings.copy_threads or min(_COPY_THREADS_MOST, len(usable_cores()))
+    return open_device(settings.device, threads, torch_type=tensor.device.type)
+
+
+def test_device(device: Device, layout: Layout) -> None:
+    """Write, read and compare bytes of the layout. Raises `LayoutError` where they differ."""
+    self_test(device, layout, memoryview(bytearray(layout.payload_bytes(2))))
+
+
+def require_chunk_size(chunk_size: int, block_size: int) -> None:
+    """Raise `IncompatibleEngineError` when a chunk is not a whole number of blocks."""
+    if chunk_size % block_size:
+        raise IncompatibleEngineError(
+            f"chunk_size is {chunk_size} tokens and the engine's block {block_size}: a chunk "
+            f"must be a whole number of blocks; set chunk_size to a multiple of {block_size}, "
+            "or the engine's --block-size to a divisor"
+        )
+
+
+def _service(settings: Settings, engine_id: str) -> tuple[str, Callable[[], None]]:
+    """Return the service's socket, and what makes sure that a service listens there."""
+    if settings.service_address is not None:
+        return settings.service_address, lambda: None
+    address = embedded_address(settings, engine_id)
+    return address, EmbeddedService(settings, address).ensure

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory for the KV of prompts in blocks, and its views as a `DynamicCache` has them."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+BLOCK = 256
+"""Tokens in a block, unless the setting `chunk_size` is smaller or no multiple of it."""
+
+
+class LayerShape(NamedTuple):
+    """KV of one layer: heads, and the elements of K and of V for a head and token."""
+
+    heads: int
+    keys: int
+    values: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Blocks:
+    """Blocks for several rows of prompts, a tensor for each layer.
+
+    A layer's memory is `[block, token, head, K then V]`, so that consecutive blocks are one run of
+    tokens and need no copy to be used as a cache. `kv_caches` has views of shape
+    `[block, head, token, K then V]`, which `connect_worker` takes.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], blocks: int, size: int) -> None:
+        self.size = size
+        self._layers = layers
+        self._memory = [
+            torch.empty(
+                (blocks, size, layer.heads, layer.keys + layer.values),
+                dtype=layer.dtype,
+                device=layer.device,
+            )
+            for layer in layers
+        ]
+
+    @property
+    def kv_caches(self) -> Mapping[str, torch.Tensor]:
+        """The tensors by the names of their layers."""
+        return {f"layer {at}": one.transpose(1, 2) for at, one in enumerate(self._memory)}
+
+    def fill(self, cache: DynamicCache, rows: Sequence[range], tokens: int) -> None:
+        """Begin an empty cache with the first `tokens` tokens of each row's blocks."""
+        for at, (layer, memory) in enumerate(zip(self._layers, self._memory, strict=True)):
+            kv = torch.stack([self._row(memory, row)[:tokens] for row in rows]).transpose(1, 2)
+            cache.update(kv[..., : layer.keys], kv[..., layer.keys :], at)
+
+    def take(self, cache: DynamicCache, rows: Sequence[range], start: int, end: int) -> None:
+        """Copy the KV of tokens `start` to `end` from a cache into each row's blocks."""
+        for at, (layer, memory) in enumerate(zip(self._layers, self._memory, strict=True)):
+            keys, values = cache.layers[at].keys, cache.layers[at].values
+            for index, row in enumerate(rows):
+                target = self._row(memory, row)[start:end]
+                target[..., : layer.keys] = keys[index, :, start:end].transpose(0, 1)
+                target[..., layer.keys :] = values[index, :, start:end].transpose(0, 1)
+
+    def _row(self, memory: torch.Tensor, row: range) -> torch.Tensor:
+        """Return the tokens of consecutive blocks, shape `[token, head, K then V]`."""
+        return memory[row.start : row.stop].flatten(0, 1)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models and which calls of `generate` can be cached rightly."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kvhaven.errors import IncompatibleEngineError
+from kvhaven.integrations.transformers.blocks import LayerShape
+
+_WITHOUT: Final = "Use model.generate for it."
+_LENGTH_MATTERS: Final = frozenset({"dynamic", "longrope"})
+"""Kinds of rotary embedding with which a token's KV depends on the tokens after it."""
+
+_ARGUMENTS: Final = frozenset(
+    {
+        *("attention_mask", "generation_config", "logits_processor", "stopping_criteria"),
+        *("streamer", "prefix_allowed_tokens_fn", "tokenizer", "use_model_defaults"),
+    }
+)
+"""Arguments of `generate` that are no generation settings, and do not change KV."""
+_SAMPLING: Final = frozenset(
+    {
+        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time"),
+        *("stop_strings", "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h"),
+        *("typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "bad_words_ids"),
+        *("encoder_repetition_penalty", "no_repeat_ngram_size", "renormalize_logits"),
+        *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+        *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+        *("sequence_bias", "output_scores", "output_logits", "return_dict_in_generate"),
+        *("pad_token_id", "bos_token_id", "eos_token_id", "watermarking_config"),
+        *("length_penalty", "early_stopping", "transformers_version", "token_healing"),
+    }
+)
+"""Generation settings that choose tokens, and do not change KV. Others must be off."""
+_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+    "use_cache": (None, True),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
+}
+"""Values of other generation settings with which they are off, where not None or False."""
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks")
+
+
+def require_supported(model: Any) -> None:
+    """Raise `IncompatibleEngineError` unless the model's KV is a plain sequence of tokens."""
+    name = type(model).__name__
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        _refuse(f"{name}: an encoder-decoder model; its KV depends on the encoder's input")
+    if getattr(model, "hf_quantizer", None) is not None:
+        _refuse(f"{name}: quantized weights, which are more than their tensors show")
+    if any(type(parameter.data) is not torch.Tensor for parameter in model.parameters()):
+        _refuse(f"{name}: parameters that are no plain tensors of torch")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        _refuse(f"{name}: parameters on several devices (got {sorted(map(str, devices))})")
+    text = config.get_text_config(decoder=True)
+    kinds = _rotary_kinds(getattr(text, "rope_parameters", None))
+    kinds |= _rotary_kinds(getattr(text, "rope_scaling", None))
+    if kinds & _LENGTH_MATTERS:
+        _refuse(f"{name}: rotary embedding {sorted(kinds)}, which depends on the prompt's length")
+    layers = {type(layer) for layer in DynamicCache(config=text).layers}
+    if others := layers - {DynamicLayer}:
+        names = ", ".join(sorted(layer.__name__ for layer in others))
+        _refuse(f"{name}: cache layers other than full attention (got {names})")
+
+
+def layer_shapes(model: Any) -> list[LayerShape]:
+    """Return the shape of each layer's KV, as a forward of one token leaves it in the cache.
+
+    Raises `IncompatibleEngineError` for caches that are not understood.
+    """
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=token, past_key_values=cache, use_cache=True)
+    shapes = []
+    for at, layer in enumerate(cache.layers):
+        if type(layer) is not DynamicLayer or layer.keys is None or layer.keys.dim() != 4:  # noqa: PLR2004 - batch, heads, tokens, elements
+            _refuse(f"{type(model).__name__}: layer {at} leaves no KV of its own in the cache")
+        keys, values = layer.keys, layer.values
+        alike = keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
+        if not alike or keys.shape[0] != 1 or keys.shape[2] != 1:
+            _refuse(
+                f"{type(model).__name__}: layer {at} has KV of an unknown form (got K "
+                f"{tuple(keys.shape)} of {keys.dtype}, V {tuple(values.shape)} of {values.dtype})"
+            )
+        shapes.append(
+            LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        )
+    return shapes
+
+
+def reason_against_call(model: Any, ids: Any, arguments: Mapping[str, Any]) -> str:
+    """Return why a call of `generate` is not cached; empty if it can be."""
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.numel():  # noqa: PLR2004 - batch and tokens
+        return "no token ids of shape [batch, tokens]"
+    if ids.is_floating_point() or bool((ids < 0).any()):
+        return "token ids that are not natural numbers"
+    return _reason_of_model(model) or _reason_of_arguments(model, ids, arguments)
+
+
+def _reason_of_model(model: Any) -> str:
+    if model.training:
+        return "the model is in training mode; call model.eval()"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is enabled"
+    for module in model.modules():
+        if type(module).__module__.split(".")[0] == "peft":
+            return "the model has adapters, which may be switched from call to call"
+        if "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS):
+            return "modules of the model have hooks, or another forward than their class"
+    return ""
+
+
+def _reason_of_arguments(model: Any, ids: torch.Tensor, arguments: Mapping[str, Any]) -> str:
+    settings = {n: v for n, v in arguments.items() if n not in _ARGUMENTS and v is not None}
+    given = arguments.get("generation_config") or model.generation_config
+    settings = {n: v for n, v in given.to_diff_dict().items() if v is not None} | settings
+    for name, value in settings.items():
+        if not (name in _SAMPLING or name.startswith("_") or _is_off(name, value)):
+            return f"the argument {name}={value!r:.40}"
+    mask = arguments.get("attention_mask")
+    if mask is not None and not (mask.shape == ids.shape and bool((mask == 1).all())):
+        return "an attention mask that leaves tokens out (padding)"
+    pad = settings.get("pad_token_id")
+    if mask is None and isinstance(pad, int) and bool((ids == pad).any()):
+        return "padding tokens without an attention mask"
+    return ""
+
+
+def _is_off(name: str, value: object) -> bool:
+    """Return whether a generation setting has a value with which it changes nothing."""
+    off = _NEUTRAL.get(name, (None, False))
+    return any(type(value) is type(other) and value == other for other in off)
+
+
+def _rotary_kinds(parameters: Any) -> set[str]:
+    if not isinstance(parameters, Mapping):
+        return set()
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    found = {str(parameters.get(name, "")) for name in ("rope_type", "type")}
+    return found.union(*map(_rotary_kinds, nested))
+
+
+def _refuse(problem: str) -> None:
+    raise IncompatibleEngineError(f"{problem}; expected a decoder with full attention. {_WITHOUT}")

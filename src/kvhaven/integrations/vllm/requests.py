@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's requests, plans and reports in the form that `kvhaven.engine` reads."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvhaven.engine.adapters import CacheName
+from kvhaven.engine.jobs import StepPlan, StepReport
+from kvhaven.engine.requests import MOST_TAGS, Permissions, ScheduledRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+_PREFIXES = ("kvhaven.", "lmcache.")
+
+
+class VllmRequest:
+    """One of vLLM's requests as an `EngineRequest`; `raw` is vLLM's own object."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: "Request") -> None:
+        self.raw = raw
+
+    @property
+    def request_id(self) -> str:
+        """VLLM's name for it."""
+        return str(self.raw.request_id)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the output so far."""
+        return int(self.raw.num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.raw.num_prompt_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in the request's blocks."""
+        return int(self.raw.num_computed_tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids."""
+        ids: list[int] = self.raw._all_token_ids  # noqa: SLF001 - its public view is slower
+        return ids
+
+    @property
+    def priority(self) -> int:
+        """VLLM's priority: a larger number is less important."""
+        return int(self.raw.priority)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether it is a streaming session."""
+        return bool(getattr(self.raw, "resumable", False))
+
+    @property
+    def turn(self) -> Hashable:
+        """A value that changes when a session gets more input. Its clients may choose the times."""
+        request = self.raw
+        features = getattr(request, "mm_features", None) or ()
+        parameters = id(request.sampling_params)
+        return request.arrival_time, request.num_prompt_tokens, len(features), parameters
+
+    @property
+    def adapter_name(self) -> CacheName:
+        """What vLLM's prefix cache knows the request's adapter by."""
+        return cache_name(self.raw.lora_request)
+
+    @property
+    def permissions(self) -> Permissions:
+        """What the request may do by its own parameters."""
+        request = self.raw
+        parameters: Mapping[str, Any] = request.kv_transfer_params or {}
+        load = save = request.prompt_embeds is None
+        sampling = request.sampling_params
+        if sampling is not None and getattr(sampling, "prompt_logprobs", None) is not None:
+            # The log-probabilities of cached prompt tokens would never be computed.
+            load = False
+        if getattr(request, "skip_reading_prefix_cache", False):
+            load = False
+        if _is_on(_parameter(parameters, "skip_save")):
+            save = False
+        return Permissions(load, save, _tags(_parameter(parameters, "tags")))
+
+
+def cache_name(lora_request: Any) -> CacheName:
+    """Return what vLLM puts into its blocks' hashes for an adapter (`LoRARequest` or None).
+
+    That is the name, and in newer versions the path too, so vLLM itself is asked.
+    """
+    if lora_request is None:
+        return ()
+    try:
+        from vllm.v1.core import kv_cache_utils  # noqa: PLC0415 - slow to import, and only here
+
+        hashed = kv_cache_utils._gen_lora_extra_hash_keys  # noqa: SLF001 - no public way
+        name = tuple(hashed(SimpleNamespace(lora_request=lora_request)))
+        hash(name)
+    except Exception:  # noqa: BLE001 - it is not public: whatever has become of it, the name counts
+        name = ()
+    return name or (getattr(lora_request, "lora_name", None),)
+
+
+def scheduled_requests(output: "SchedulerOutput") -> list[ScheduledRequest]:
+    """Return the requests of a step that vLLM has scheduled."""
+    counts = output.num_scheduled_tokens
+    scheduled = [
+        ScheduledRequest(
+            new.req_id,
+            new.block_ids,
+            new.num_computed_tokens,
+            counts.get(new.req_id, 0),
+            starts=True,
+        )
+        for new in output.scheduled_new_reqs
+    ]
+    cached = output.scheduled_cached_reqs
+    resumed = cached.resumed_req_ids
+    for index, name in enumerate(cached.req_ids):
+        blocks, computed = cached.new_block_ids[index], cached.num_computed_tokens[index]
+        scheduled.append(
+            ScheduledRequest(name, blocks, computed, counts.get(name, 0), name in resumed)
+        )
+    return scheduled
+
+
+def held_blocks(pool: "BlockPool") -> list[int]:
+    """Return the blocks of vLLM's pool that requests use, or that its prefix cache has."""
+    return [
+        block.block_id for block in pool.blocks if block.ref_cnt > 0 or block.block_hash is not None
+    ]
+
+
+@dataclass
+class PlanMetadata(KVConnectorMetadata):
+    """A step's plan, on its way to the workers."""
+
+    plan: StepPlan
+    requests: list[object] = field(default_factory=list)
+    """vllm-gaudi's runner reads this; an empty list is what it needs."""
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """The report of one or several ranks, on its way to the scheduler."""
+
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
+        """Add up the reports of two ranks."""
+        assert isinstance(other, ReportMetadata)
+        return ReportMetadata(self.report.aggregate(other.report))
+
+
+def _parameter(parameters: Mapping[str, Any], name: str) -> Any:
+    for prefix in _PREFIXES:
+        if prefix + name in parameters:
+            return parameters[prefix + name]
+    return None
+
+
+def _is_on(value: Any) -> bool:
+    """Return whether a switch is on; JSON clients also write it as text."""
+    if isinstance(value, str):
+        return value.strip().lower() in {"true", "1", "yes", "on"}
+    return bool(value)
+
+
+def _tags(given: Any) -> tuple[str, ...]:
+    """Return a request's tags, whatever a client sent."""
+    if not isinstance(given, str | list | tuple):
+        return ()
+    texts: Sequence[Any] = (given,) if isinstance(given, str) else given
+    return tuple(map(str, texts[:MOST_TAGS]))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine-neutral interface, by the toy engine of `docs/integrating.md`."""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the toy engine computes with torch")
+
+from examples.toy_engine.engine import Engine, Sequence
+from kvhaven.engine import EngineIdentity
+from kvhaven.errors import IncompatibleEngineError
+from tests.crash.node import NodeThread
+
+CHUNK = 256
+LIMIT = 150
+"""Lines that the toy engine may have: what an engine must do for KVHaven is little."""
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def engine(node: NodeThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    made = make_engine(node, monkeypatch)
+    yield made
+    made.close()
+
+
+def make_engine(node: NodeThread, patch: pytest.MonkeyPatch, seed: int = 0) -> Engine:
+    patch.setenv("KVHAVEN_SERVICE_ADDRESS", node.address)
+    patch.setenv("KVHAVEN_LOOKUP_DEADLINE_MS", "10000")
+    patch.setenv("KVHAVEN_SAVE_DEADLINE_MS", "10000")
+    return Engine(f"toy-{next(_numbers)}", seed)
+
+
+def prompts(seed: int, count: int = 3) -> list[list[int]]:
+    dice = random.Random(seed)
+    shared = [dice.randrange(101) for _ in range(600)]
+    return [shared + [dice.randrange(101) for _ in range(200)] for _ in range(count)]
+
+
+def run(engine: Engine, asked: list[list[int]]) -> list[list[int]]:
+    requests: list[Sequence] = [
+        engine.add(f"request {next(_numbers)}", prompt, 6) for prompt in asked
+    ]
+    engine.computed_tokens = 0
+    engine.run()
+    return [request.output for request in requests]
+
+
+def wait_until_cached(node: NodeThread, chunks: int) -> None:
+    end = time.monotonic() + 30
+    while node.status().catalog.resident_chunks < chunks:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_prompts_that_were_computed_are_loaded(engine: Engine, node: NodeThread) -> None:
+    asked = prompts(0)
+    expected = run(engine, asked)
+    cold = engine.computed_tokens
+    wait_until_cached(node, 5)  # two chunks that all share, and one of each
+    assert run(engine, asked) == expected
+    assert cold - engine.computed_tokens == 3 * 3 * CHUNK
+
+
+def test_another_engine_finds_what_the_first_one_computed(
+    engine: Engine, node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompts(1)
+    expected = run(engine, asked)
+    wait_until_cached(node, 5)
+    other = make_engine(node, monkeypatch)
+    assert run(other, asked) == expected
+    assert other.scheduler.stats.take()["hit_tokens"] == 3 * 3 * CHUNK
+    other.close()
+
+
+def test_an_engine_of_other_weights_finds_nothing(
+    engine: Engine, node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompts(2)
+    run(engine, asked)
+    wait_until_cached(node, 5)
+    other = make_engine(node, monkeypatch, seed=1)
+    run(other, asked)
+    assert other.scheduler.stats.take()["hit_tokens"] == 0
+    other.close()
+
+
+def test_a_load_that_fails_is_computed(
+    engine: Engine, node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompts(3)
+    expected = run(engine, asked)
+    wait_until_cached(node, 5)
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.worker.device, "load", fails)
+        assert run(engine, asked) == expected
+    assert engine.worker.stats.take()["failed_loads"] == 3
+    assert run(engine, asked) == expected
+
+
+def test_a_forward_that_fails_reaches_the_engine_and_saves_nothing(
+    engine: Engine, node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise RuntimeError("out of memory")
+
+    engine.add("fails", prompts(4)[0], 4)
+    monkeypatch.setattr(engine.model, "forward", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.run()
+    end = time.monotonic() + 30
+    while node.status().catalog.reserved_bytes:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert node.status().catalog.resident_chunks == 0
+
+
+def test_an_identity_without_weights_is_refused() -> None:
+    with pytest.raises(IncompatibleEngineError, match="'weights' is missing"):
+        EngineIdentity("toy", {"model": "toy"})
+
+
+def test_the_toy_engine_is_short() -> None:
+    source = Path(__file__).parents[2] / "examples" / "toy_engine" / "engine.py"
+    assert len(source.read_text().splitlines()) < LIMIT

@@ -17,7 +17,7 @@ from benchmarks.results import Result
 from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
-from kvhaven.tiers.remote import PER_CORE, THREADS
+from kvhaven.tiers.registry import PER_CORE, THREADS
 
 _PART = 0.85
 

@@ -1,51 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every tier there is, over a store of its own: how to open it, and how to damage what it holds."""
 
-import contextlib
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
+from kvhaven.testing.tiers import Change, Kit, online
 from kvhaven.tiers import worth
 from kvhaven.tiers.base import StoredShard, Tier
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
 from kvhaven.tiers.memory import MemoryStore, memory_tier
 from kvhaven.tiers.shared_store import blob_name
-from tests.tiers import disk_tier, file_of, until
-
-Change = Callable[[bytes], bytes]
-
-
-class Kit(NamedTuple):
-    """A store that nobody else uses."""
-
-    open: Callable[[], AbstractAsyncContextManager[Tier]]
-    """Opens a tier of `CAPACITY` bytes over the store, again and again; two at once if shared."""
-    change: Callable[[StoredShard, Change], None]
-    """Changes the bytes that are stored for a shard, behind the tier's back."""
-
-
-@contextlib.asynccontextmanager
-async def opened(tier: Tier) -> AsyncIterator[Tier]:
-    """Start a tier, and close it in the end."""
-    await tier.start()
-    try:
-        yield tier
-    finally:
-        await tier.close(5)
-
-
-@contextlib.asynccontextmanager
-async def online(tier: Tier) -> AsyncIterator[Tier]:
-    """Start a tier, wait until it is connected, and close it in the end."""
-    async with opened(tier):
-        await until(lambda: bool(tier.health().online))
-        yield tier
+from tests.tiers import disk_tier, file_of
 
 
 def change_file(file: Path, change: Change) -> None:

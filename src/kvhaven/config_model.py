@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvhaven import plugins
 from kvhaven.config_sizes import GIB, MIB
 from kvhaven.config_values import duration, quotas, setting, size, switch
 
@@ -32,39 +33,41 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 256
     discard_partial_chunks: Annotated[
-        bool, setting("Do not keep the incomplete chunk at a prompt's end.", "true")
+        bool, setting("Discard the incomplete chunk at a prompt's end. It is always on.", "true")
     ] = True
     save_decode_cache: Annotated[
         bool, switch("Also keep the KV of generated tokens, not only of prompts.")
     ] = False
     device: Annotated[
-        Literal["auto", "hpu", "cuda", "rocm", "xpu", "cpu"],
+        str,
         setting(
-            "The kind of device that holds the engine's KV; auto asks the KV tensors themselves.",
-            "auto, hpu, cuda, rocm, xpu or cpu",
+            "Kind of device that holds the engine's KV; auto: the kind of the KV tensors.",
+            "auto, hpu, cuda, rocm, xpu, cpu, or a device of an installed package",
+            choices=("auto", "hpu", "cuda", "rocm", "xpu", "cpu"),
+            plugins=plugins.DEVICES,
         ),
     ] = "auto"
     load_mode: Annotated[
         Literal["auto", "sync", "async"],
         setting(
-            "When loads run: before the forward (sync), between steps (async), or as the "
-            "platform does it best (auto).",
+            "When loads run: before the forward (sync), between steps (async), or whichever suits "
+            "the platform (auto).",
             "auto, sync or async",
         ),
     ] = "auto"
     format: Annotated[
         Literal["auto", "paged", "portable"],
         setting(
-            "How a shard's bytes are arranged: as the device holds its pages (paged), or so that "
-            "engines of another make, block size or tensor-parallel degree can read them "
-            "(portable). auto is paged.",
+            "Format of shards: the device's own pages (paged), or one that engines on other "
+            "accelerators, with other block sizes or tensor-parallel degrees can read "
+            "(portable). auto: paged.",
             "auto, paged or portable",
         ),
     ] = "auto"
     model_fingerprint: Annotated[
         str | None,
         setting(
-            "Identity of the model's files, instead of one by their content.",
+            "Name of the model's weights, instead of a digest of their content.",
             "a text of 1 to 256 characters that only equal weights share, or none",
             least=1,
             most=256,
@@ -72,34 +75,41 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     priority_limit: Annotated[
         int | None,
-        setting("Do not save requests with a larger priority value.", "a whole number, or none"),
+        setting("Save no KV of requests with a larger priority value.", "a whole number, or none"),
     ] = None
-    force_skip_save: Annotated[bool, switch("Save nothing; only load what is there.")] = False
+    force_skip_save: Annotated[bool, switch("Save nothing; only load.")] = False
 
-    local_cpu: Annotated[
-        bool, setting("Keep chunks in host memory, where everything lands first.", "true")
-    ] = True
+    local_cpu: Annotated[bool, setting("Keep chunks in host memory. It is always on.", "true")] = (
+        True
+    )
     max_local_cpu_size: Annotated[
         int, size("Size of the arena: host memory for chunks, shared by a service's engines.")
     ] = 4 * GIB
     arena_strict: Annotated[
-        bool, switch("Refuse to start where memory does not suffice, not take a smaller arena.")
+        bool, switch("Refuse to start when memory is short, instead of using a smaller arena.")
     ] = False
     cache_policy: Annotated[
-        Literal["LRU", "LFU", "FIFO", "MRU", "S3-FIFO"],
-        setting("Which chunks leave the arena first.", "LRU, LFU, FIFO, MRU or S3-FIFO"),
+        str,
+        setting(
+            "Eviction policy of host memory.",
+            "LRU, LFU, FIFO, MRU, S3-FIFO, or a policy of an installed package",
+            choices=("LRU", "LFU", "FIFO", "MRU", "S3-FIFO"),
+            plugins=plugins.EVICTION_POLICIES,
+        ),
     ] = "LRU"
     verify_memory: Annotated[
         Literal["off", "sample", "always"],
         setting(
-            "Which resident shards are checked again: none, some behind answers, or all before.",
+            "Verify checksums of leased shards again: never (off), a sample after "
+            "replying (sample), "
+            "or all before replying (always).",
             "off, sample or always",
         ),
     ] = "sample"
     copy_threads: Annotated[
         int,
         setting(
-            "Threads of a worker that copy; 0: one for each core it may use, at most 4.",
+            "Copy threads of each worker; 0: one for each core it may use, at most 4.",
             "a whole number from 0 to 256",
             least=0,
             most=256,
@@ -108,55 +118,59 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     tenant_memory: Annotated[
         str | None,
-        quotas("Bytes of the arena that each tenant (a cache salt) may take; none: any number."),
+        quotas("Limit of host memory for each tenant (a cache salt). Default: no limit."),
     ] = None
 
     local_disk: Annotated[
         str | None,
         setting(
-            "Directory of the disk tier, which outlives restarts; none: no disk tier.",
+            "Directory of the disk tier, which survives restarts. Default: no disk tier.",
             "a path, or none",
             kind="path",
         ),
     ] = None
-    max_local_disk_size: Annotated[int, size("Bytes that the disk tier may take.")] = 20 * GIB
+    max_local_disk_size: Annotated[int, size("Size limit of the disk tier.")] = 20 * GIB
     tenant_disk: Annotated[
-        str | None, quotas("Bytes of the disk tier that each tenant may take; none: any number.")
+        str | None, quotas("Limit of the disk tier for each tenant. Default: no limit.")
     ] = None
     disk_direct_io: Annotated[
         Literal["auto", "on", "off"],
         setting(
-            "Bypass the page cache: where the filesystem can (auto), or else no disk tier (on).",
+            "Bypass the page cache: where the filesystem supports it (auto), or "
+            "always (on: without "
+            "support there is no disk tier).",
             "auto, on or off",
         ),
     ] = "auto"
     disk_write: Annotated[
         Literal["behind", "through"],
         setting(
-            "Whether what waits to be written to the disk may be evicted before (behind), or "
-            "stays in memory until then (through).",
+            "Whether chunks that wait to be written to disk may be evicted (behind), or stay in "
+            "memory until they are written (through).",
             "behind or through",
         ),
     ] = "behind"
     disk_compression: Annotated[
         Literal["off", "zstd"],
         setting(
-            "Compress what goes to the disk, without loss (zstd), where that is found to pay. "
-            "What is there is read in any case.",
+            "Compress chunks on disk without loss (zstd) where it saves time. Both "
+            "forms are always "
+            "readable.",
             "off or zstd",
         ),
     ] = "off"
     disk_store_on: Annotated[
         Literal["first", "second"],
         setting(
-            "Whether chunks go to the disk when they were computed, or when they are used again.",
+            "Write chunks to disk when they are computed (first), or when they are "
+            "used again (second).",
             "first or second",
         ),
     ] = "first"
     remote_url: Annotated[
         str | None,
         setting(
-            "Tiers that several nodes share, the fastest first; none: none.",
+            "Shared tiers, fastest first. Default: none.",
             "one or more URLs separated by spaces: file:///mnt/kv, s3://bucket/prefix, "
             "redis://host:6379; or none",
             kind="urls",
@@ -165,7 +179,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     s3_endpoint_url: Annotated[
         str | None,
         setting(
-            "Where the S3 store of remote_url answers, if it is not AWS; several take turns.",
+            "Endpoints of the S3 store in remote_url, used in turn. Default: AWS.",
             "one or more URLs separated by spaces, such as http://ceph:7480, or none",
             kind="urls",
         ),
@@ -173,26 +187,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_remote_size: Annotated[
         int | None,
         size(
-            "Bytes that a shared directory may hold, set alike on all nodes; the least recently "
-            "used go first. none: nobody limits it."
+            "Size limit of a shared directory; set it alike on all nodes. The least recently used "
+            "entries are deleted first. Default: no limit."
         ),
     ] = None
     max_remote_namespace_size: Annotated[
         int | None,
-        size("The same for each namespace, that is for each model, format and so on."),
+        size("The same limit for each namespace (model, format and so on)."),
     ] = None
     tenant_remote: Annotated[
         str | None,
         quotas(
-            "Bytes of a shared directory that each tenant may take, set alike on all nodes; none: "
-            "any number."
+            "Limit of a shared directory for each tenant; set it alike on all nodes. Default: no "
+            "limit."
         ),
     ] = None
     remote_ttl_s: Annotated[
         float | None,
         duration(
-            "What nobody used for so long leaves a shared directory, or Redis; none: stays in a "
-            "directory, and a day in Redis.",
+            "Delete entries of a shared directory, or of Redis, that were unused for so long. "
+            "Default: never in a directory, after a day in Redis.",
             "seconds",
             most=10 * 365 * 86400,
             least=1,
@@ -200,22 +214,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     remote_write: Annotated[
         Literal["behind", "through", "off"],
-        setting(
-            "The same as disk_write for shared tiers; off: only read.", "behind, through or off"
-        ),
+        setting("Like disk_write, for shared tiers; off: only read.", "behind, through or off"),
     ] = "behind"
     remote_store_on: Annotated[
         Literal["first", "second"],
-        setting("The same as disk_store_on for shared tiers.", "first or second"),
+        setting("Like disk_store_on, for shared tiers.", "first or second"),
     ] = "first"
     remote_compression: Annotated[
         Literal["off", "zstd"],
-        setting("The same as disk_compression for shared tiers.", "off or zstd"),
+        setting("Like disk_compression, for shared tiers.", "off or zstd"),
     ] = "off"
     remote_believe_s: Annotated[
         float,
         duration(
-            "How long it is believed what a shared tier said: that it has a chunk, or has not.",
+            "How long to cache lookup results of shared tiers.",
             "seconds",
             most=3600,
             least=0.1,
@@ -224,23 +236,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fill_faster_tiers: Annotated[
         bool,
         setting(
-            "Write what was read from a tier to the faster ones as well: from a shared one to "
-            "the disk.",
+            "Also write chunks that were read from a shared tier to the faster tiers.",
             "true or false",
         ),
     ] = True
     write_queue_size: Annotated[
         int | None,
         size(
-            "Bytes that may wait for each tier, the oldest are dropped beyond; "
-            "none: an eighth of the arena, at least 64MiB, at most half the arena.",
+            "Limit of chunks that wait to be written to a tier; the oldest are "
+            "dropped. Default: an "
+            "eighth of host memory, at least 64MiB, at most half.",
             "half of max_local_cpu_size",
         ),
     ] = None
     breaker_pause_s: Annotated[
         float,
         duration(
-            "How long a failing tier is left alone before it is tried again.",
+            "How long a failing tier is not used before it is tried again.",
             "seconds",
             most=3600,
             least=0.1,
@@ -250,7 +262,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     service_address: Annotated[
         str | None,
         setting(
-            "Unix socket of a node service to attach to; none: an embedded service of our own.",
+            "Unix socket of the node service. Default: the engine starts an embedded one.",
             "the path of a unix socket, at most 107 bytes, or none",
             kind="socket",
         ),
@@ -266,21 +278,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     embedded_linger_s: Annotated[
         float,
-        duration("How long an embedded service outlives its last session.", "seconds", most=3600),
+        duration(
+            "How long an embedded service runs after its last engine has ended.",
+            "seconds",
+            most=3600,
+        ),
     ] = 2.0
     stop_deadline_s: Annotated[
         float,
-        duration("How long a stopping service may finish its writes.", "seconds", most=3600),
+        duration("How long a service that stops may finish its writes.", "seconds", most=3600),
     ] = 10.0
 
     lookup_deadline_ms: Annotated[
         float,
-        duration("How long until an unanswered look-up is a miss.", "milliseconds", most=600_000),
+        duration(
+            "Deadline of a lookup; without an answer it is a miss.", "milliseconds", most=600_000
+        ),
     ] = 100.0
     promote_deadline_ms: Annotated[
         float,
         duration(
-            "How long a request waits for chunks from a tier; then it takes what is ready.",
+            "How long a request waits for chunks from tiers; then it loads those that are ready.",
             "milliseconds",
             most=600_000,
         ),
@@ -288,7 +306,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     save_deadline_ms: Annotated[
         float,
         duration(
-            "How long until an unanswered reservation makes a save be skipped.",
+            "Deadline of a reservation; without an answer the save is skipped.",
             "milliseconds",
             most=600_000,
         ),
@@ -296,21 +314,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     step_budget_ms: Annotated[
         float,
         duration(
-            "How long KVHaven may hold up the scheduler in one step, all requests together.",
+            "Time that KVHaven may wait in one scheduler step, for all requests together.",
             "milliseconds",
             most=1000,
         ),
     ] = 2.0
 
     kv_events: Annotated[
-        bool, switch("Report stored chunks as KV events, for cache-aware routers.")
+        bool, switch("Publish KV events for stored chunks, for cache-aware routers.")
     ] = True
-    self_test: Annotated[bool, switch("Write, read and compare bytes on the device at start.")] = (
-        True
-    )
+    self_test: Annotated[bool, switch("Test copies on the device at start.")] = True
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR"],
-        setting("Least severity that is logged.", "DEBUG, INFO, WARNING or ERROR"),
+        setting("Minimum severity of log messages.", "DEBUG, INFO, WARNING or ERROR"),
     ] = "INFO"
 
     @property

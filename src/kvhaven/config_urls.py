@@ -13,6 +13,10 @@ _SECRETS = re.compile(
 )
 
 
+DIRECTORIES = ("fs", "file")
+"""Schemes of URLs that are directories."""
+
+
 def parse_urls(value: object) -> str:
     """Return URLs separated by single spaces; a path is a `file` URL.
 
@@ -30,7 +34,7 @@ def redacted(text: str) -> str:
 
 def has_directory(urls: str) -> bool:
     """Whether one of these URLs is a directory."""
-    return any(urlsplit(url).scheme.lower() in {"file", "fs"} for url in urls.split())
+    return any(urlsplit(url).scheme.lower() in DIRECTORIES for url in urls.split())
 
 
 def _parse_url(url: str) -> str:
@@ -41,6 +45,6 @@ def _parse_url(url: str) -> str:
     parts = urlsplit(url)
     if not parts.scheme or "://" not in url:
         raise ValueError(f"{redacted(url)} is no URL, nor an absolute path")
-    if parts.scheme in {"file", "fs"} and (parts.netloc or not parts.path.strip("/")):
+    if parts.scheme in DIRECTORIES and (parts.netloc or not parts.path.strip("/")):
         raise ValueError(f"{url} names no absolute path: write {parts.scheme}:///path")
     return url

@@ -9,6 +9,7 @@ from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from kvhaven import plugins
 from kvhaven.config_sizes import GIB, MIB, format_size, parse_size
 from kvhaven.config_sources import MASK, RawValue
 from kvhaven.config_urls import parse_urls, redacted
@@ -42,6 +43,7 @@ class SettingInfo(msgspec.Struct, frozen=True):
     least: float | None
     most: float | None
     step: int
+    plugins: str = ""
 
 
 def setting(
@@ -53,13 +55,17 @@ def setting(
     least: float | None = None,
     most: float | None = None,
     step: int = 1,
+    choices: tuple[str, ...] = (),
+    plugins: str = "",
 ) -> msgspec.Meta:
     """Annotate a field of the settings; `kind` is told by the type unless given.
 
     `least` and `most` bound a number, or a text's length; `step` is what a number must be a
-    multiple of.
+    multiple of. `choices` are the words that a text may be, where its type does not say so;
+    packages may add others by entry points of the group `plugins`.
     """
-    extra = {"allowed": allowed, "kind": kind, "secret": secret}
+    extra: dict[str, object] = {"allowed": allowed, "kind": kind, "secret": secret}
+    extra |= {"choices": choices, "plugins": plugins}
     limits = {"least": least, "most": most, "step": step}
     return msgspec.Meta(description=doc, extra={**extra, **limits})
 
@@ -106,15 +112,14 @@ def _info(name: str, annotated: object, default: Value) -> SettingInfo:
     optional = isinstance(typ, types.UnionType)
     inner = get_args(typ)[0] if optional else typ
     by_type: dict[object, Kind] = {bool: "bool", int: "int", float: "float", str: "text"}
-    choices = get_args(inner) if get_origin(inner) is Literal else ()
+    choices = get_args(inner) if get_origin(inner) is Literal else extra["choices"]
     extra["kind"] = extra["kind"] or ("choice" if choices else by_type[inner])
     return SettingInfo(
         name=name,
         doc=meta.description,
         default=default,
         optional=optional,
-        choices=choices,
-        **extra,
+        **extra | {"choices": choices},
     )
 
 
@@ -206,7 +211,10 @@ def _parse_choice(info: SettingInfo, value: object) -> str:
     if isinstance(value, bool):  # JSON's true, where "on" is meant
         value = "on" if value else "off"
     by_lower = {choice.lower(): choice for choice in info.choices}
-    return by_lower[_known(str(value), by_lower)]
+    lower = str(value).strip().lower()
+    if lower not in by_lower and info.plugins and lower in plugins.installed(info.plugins):
+        return lower
+    return by_lower[_known(lower, by_lower)]
 
 
 def _known(text: str, among: Mapping[str, object]) -> str:

@@ -5,8 +5,6 @@ Each is compared with a reference that says the same in a sentence or two: lists
 or searched from end to end for every answer.
 """
 
-import random
-import tracemalloc
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -22,11 +20,17 @@ from hypothesis.stateful import (
 
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.policy import EvictionPolicy
+from kvhaven.testing.policy_suite import *  # noqa: F403 - its tests are collected here
+from kvhaven.testing.policy_suite import KEYS, MakePolicy, filled, keys_of
 from kvhaven.types import ChunkKey
-from tests.unit.catalog_kit import keys_of
 
 EVERY_POLICY = pytest.mark.parametrize("name", POLICIES)
-KEYS = keys_of("k", 12)
+
+
+@pytest.fixture(params=POLICIES)
+def make_policy(request: pytest.FixtureRequest) -> MakePolicy:
+    """Return what makes each policy in turn."""
+    return POLICIES[request.param]
 
 
 class Reference:
@@ -241,92 +245,12 @@ def test_it_proposes_what_its_reference_does(name: str) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40))
 
 
-def filled(name: str, keys: Iterable[ChunkKey]) -> EvictionPolicy:
-    policy = POLICIES[name]()
-    for key in keys:
-        policy.added(key)
-    return policy
-
-
-@EVERY_POLICY
-def test_it_proposes_exactly_what_it_was_given(name: str) -> None:
-    policy, rng = POLICIES[name](), random.Random(1)
-    known = set[ChunkKey]()
-    for _ in range(500):
-        key = rng.choice(KEYS)
-        if key not in known:
-            policy.added(key)
-            known.add(key)
-        elif rng.random() < 0.6:
-            policy.touched([key, *(known - {key})][: rng.randrange(1, 4)])
-        else:
-            rng.choice([policy.evicted, policy.removed])(key)
-            known.discard(key)
-        proposed = list(policy.candidates())
-        assert len(proposed) == len(known)
-        assert set(proposed) == known
-
-
-@EVERY_POLICY
-def test_a_fresh_policy_is_empty_and_of_the_same_kind(name: str) -> None:
-    policy = filled(name, KEYS)
-    fresh = policy.fresh()
-    assert fresh.name == policy.name == name
-    assert type(fresh) is type(policy)
-    assert list(fresh.candidates()) == []
-
-
-@EVERY_POLICY
-def test_looking_changes_nothing(name: str) -> None:
-    policy = filled(name, KEYS)
-    policy.touched(KEYS[3:7])
-    assert list(policy.candidates()) == list(policy.candidates())
-
-
-@EVERY_POLICY
-def test_a_chain_goes_from_its_tail(name: str) -> None:
-    """Saved from the head on, then used as a whole, then extended."""
-    policy = filled(name, KEYS[:4])
-    policy.arranged(KEYS[3::-1])
-    assert list(policy.candidates()) == KEYS[3::-1]
-    policy.touched(KEYS[3::-1])
-    assert list(policy.candidates()) == KEYS[3::-1]
-    for key in KEYS[4:6]:
-        policy.added(key)
-    policy.arranged(KEYS[5::-1])
-    assert list(policy.candidates()) == KEYS[5::-1]
-
-
-@EVERY_POLICY
-def test_what_was_passed_over_makes_way(name: str) -> None:
-    """It comes back when the policy has nothing else, and not before."""
-    policy = filled(name, KEYS)
-    first = list(policy.candidates())
-    policy.passed(first[:4])
-    again = list(policy.candidates())
-    assert again[:8] == first[4:]
-    assert set(again[8:]) == set(first[:4])
-
-
-@EVERY_POLICY
-def test_the_first_proposals_of_many_cost_next_to_nothing(name: str) -> None:
-    policy = filled(name, keys_of("many", 20_000))
-    tracemalloc.start()
-    try:
-        found = next(policy.candidates())
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert found
-    assert peak < 8000, "proposals were copied"
-
-
 def test_what_is_read_once_does_not_push_out_what_is_used() -> None:
     """The point of S3-FIFO: LRU would have nothing left."""
     used, scan = keys_of("used", 20), keys_of("scan", 1000)
     left = {}
     for name in ("lru", "s3-fifo"):
-        policy = filled(name, used)
+        policy = filled(POLICIES[name], used)
         policy.touched(used)
         known = set(used)
         for key in scan:
@@ -341,7 +265,7 @@ def test_what_is_read_once_does_not_push_out_what_is_used() -> None:
 
 
 def test_a_ghost_that_comes_again_counts_as_used() -> None:
-    policy = filled("s3-fifo", KEYS)
+    policy = filled(POLICIES["s3-fifo"], KEYS)
     first = next(policy.candidates())
     policy.evicted(first)
     policy.added(first)

@@ -19,11 +19,20 @@ import msgspec
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
+from kvhaven.testing.tier_damage import DAMAGE
+from kvhaven.testing.tiers import (
+    Kit,
+    Piece,
+    content,
+    make_namespace,
+    make_piece,
+    page_buffer,
+    store,
+    until,
+)
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.faulty import EVERYTHING, FaultyTier
-from tests.tier_damage import DAMAGE
-from tests.tier_kits import KITS, Kit
-from tests.tiers import Piece, content, make_namespace, make_piece, page_buffer, store, until
+from tests.tier_kits import KITS
 
 _log = logging.getLogger(__name__)
 

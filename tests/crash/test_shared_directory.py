@@ -28,14 +28,14 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.tiers.filesystem_survey import Limits
-from kvhaven.tiers.remote import open_tier
-from tests.tiers import content, fetch, make_namespace, make_piece
+from kvhaven.tiers.registry import TierOptions, open_tier
+from kvhaven.testing.tiers import content, fetch, make_namespace, make_piece
 
 async def main(folder, quota, first):
     space = make_namespace("model", (508 << 10,))
     limits = Limits(quota_bytes=quota, beat_s=0.2, lease_s=2.0, credit_s=2.0,
                     survey_s=5.0, least_wanted_bytes=quota // 32)
-    tier = open_tier(folder, limits=limits, retry_s=0.1)
+    tier = open_tier(folder, TierOptions(limits=limits, retry_s=0.1))
     await tier.start()
     await tier.add_namespace(space)
     print(f"owner-id {tier._store.caretaker._id}", flush=True)

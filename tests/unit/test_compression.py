@@ -23,6 +23,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhaven.errors import TierMissError
+from kvhaven.testing.tiers import (
+    PAYLOAD,
+    Piece,
+    content,
+    fetch,
+    make_namespace,
+    make_piece,
+    opened,
+    page_buffer,
+    scanned,
+    store,
+    until,
+)
 from kvhaven.tiers import worth
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import FilesystemStore, filesystem_tier
@@ -41,21 +54,8 @@ from kvhaven.tiers.shared_store import blob_name
 from kvhaven.types import Checksum
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeThread, eventually, flush
-from tests.tier_kits import KITS, opened
-from tests.tiers import (
-    PAYLOAD,
-    Piece,
-    content,
-    disk_tier,
-    fetch,
-    file_of,
-    make_namespace,
-    make_piece,
-    page_buffer,
-    scanned,
-    store,
-    until,
-)
+from tests.tier_kits import KITS
+from tests.tiers import disk_tier, file_of
 
 pytest.importorskip("zstandard", reason="pip install 'kvhaven[zstd]'")
 pytest.importorskip("numpy", reason="pip install 'kvhaven[zstd]'")
@@ -175,7 +175,7 @@ from kvhaven.config import Settings
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import FilesystemStore, filesystem_tier
 from kvhaven.tiers.filesystem_survey import Limits
-from tests.tiers import fetch, make_namespace, make_piece
+from kvhaven.testing.tiers import fetch, make_namespace, make_piece
 
 said = []
 for name, value in (("local_disk", "disk"), ("remote_url", "remote")):

@@ -94,7 +94,7 @@ def test_the_value_of_an_unknown_key_that_may_be_a_secret_is_not_shown() -> None
         ("chunk_size", 256.5, "a positive multiple of 16 tokens"),
         ("discard_partial_chunks", False, "smaller chunk_size"),
         ("local_cpu", "off", "max_local_cpu_size"),
-        ("cache_policy", "random", "LRU, LFU, FIFO, MRU or S3-FIFO"),
+        ("cache_policy", "random", "LRU, LFU, FIFO, MRU, S3-FIFO, or a policy"),
         ("save_decode_cache", "maybe", "true or false"),
         ("max_local_cpu_size", "4 gigs", "unknown unit gigs"),
         ("max_local_cpu_size", 4 * GIB, "plain number of GiB"),

@@ -12,20 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhaven.errors import TierMissError
-from kvhaven.tiers.disk import DiskTier
-from kvhaven.tiers.header import HEADER_BYTES, stored_bytes
-from tests.tier_damage import DAMAGE
-from tests.tiers import (
+from kvhaven.testing.tier_damage import DAMAGE
+from kvhaven.testing.tiers import (
     PAYLOAD,
     content,
-    disk_tier,
     fetch,
-    file_of,
     make_namespace,
     make_piece,
     page_buffer,
     store,
 )
+from kvhaven.tiers.disk import DiskTier
+from kvhaven.tiers.header import HEADER_BYTES, stored_bytes
+from tests.tiers import disk_tier, file_of
 
 SPACE = make_namespace("model", (PAYLOAD, PAYLOAD))
 PIECE = make_piece(SPACE)

@@ -13,22 +13,19 @@ from pathlib import Path
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
-from kvhaven.tiers.disk import DiskTier
-from kvhaven.tiers.executor import Lane, TierExecutor
-from tests.tiers import (
+from kvhaven.testing.tiers import (
     content,
-    disk_tier,
-    ext4,
     fetch,
     make_namespace,
     make_piece,
     page_buffer,
-    run_or_skip,
     scanned,
     store,
-    tmpfs,
     until,
 )
+from kvhaven.tiers.disk import DiskTier
+from kvhaven.tiers.executor import Lane, TierExecutor
+from tests.tiers import disk_tier, ext4, run_or_skip, tmpfs
 
 SPACE = make_namespace("model", (64 << 10,))
 ROOT = Path(__file__).parents[2]

@@ -19,12 +19,13 @@ from kvhaven.config import Settings
 from kvhaven.errors import ConfigError, TierError
 from kvhaven.service.ladder import make_tiers
 from kvhaven.service.tier_runner import TierRunner
+from kvhaven.testing.tiers import content, fetch, make_namespace, make_piece, scanned, store, until
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.disk_lock import Directory
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.types import TenantId
-from tests.tiers import content, disk_tier, fetch, make_namespace, make_piece, scanned, store, until
+from tests.tiers import disk_tier
 from tests.unit.catalog_kit import DISK, Node
 
 SPACE = make_namespace()
@@ -34,7 +35,8 @@ HOLDER = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from tests.tiers import disk_tier, make_namespace, make_piece, store
+from kvhaven.testing.tiers import make_namespace, make_piece, store
+from tests.tiers import disk_tier
 
 async def main():
     async with disk_tier(Path(sys.argv[1])) as tier:

@@ -7,18 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvhaven.errors import TierMissError
+from kvhaven.testing.tiers import content, fetch, make_namespace, make_piece, scanned, store
 from kvhaven.tiers import disk_files
 from kvhaven.tiers.disk_manifest import folder_name, pack_manifest, unpack_manifest
-from tests.tiers import (
-    content,
-    disk_tier,
-    fetch,
-    file_of,
-    make_namespace,
-    make_piece,
-    scanned,
-    store,
-)
+from tests.tiers import disk_tier, file_of
 
 SPACE = make_namespace("model", (10_000, 5000))
 OTHER = make_namespace("other model")

@@ -19,12 +19,12 @@ from kvhaven.config_lmcache import NOT_TAKEN, TAKEN
 from kvhaven.config_values import shown_value
 from kvhaven.protocol import Message
 from kvhaven.service.status import ServiceStatus
+from kvhaven.testing.tiers import content, make_namespace, make_piece
 from kvhaven.tiers import header
 from kvhaven.tiers.disk_manifest import pack_manifest
 from kvhaven.tiers.header import pack_header
 from kvhaven.tiers.packing import Packing
 from kvhaven.types import align_up
-from tests.tiers import content, make_namespace, make_piece
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

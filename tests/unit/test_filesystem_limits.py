@@ -16,6 +16,16 @@ import pytest
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.keys import tenant_id
 from kvhaven.tenants import Quotas
+from kvhaven.testing.tiers import (
+    Piece,
+    content,
+    fetch,
+    make_namespace,
+    make_piece,
+    opened,
+    store,
+    until,
+)
 from kvhaven.tiers import filesystem_credits as credit
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import FilesystemStore
@@ -27,8 +37,6 @@ from kvhaven.tiers.filesystem_survey import Limits, Survey
 from kvhaven.tiers.packing import Packing
 from kvhaven.tiers.shared import SharedTier
 from kvhaven.tiers.shared_store import Blob, blob_name, folder_of
-from tests.tier_kits import opened
-from tests.tiers import Piece, content, fetch, make_namespace, make_piece, store, until
 
 SPACE = make_namespace("model", (252 << 10,))
 FILE = 256 << 10

@@ -15,24 +15,22 @@ from typing import Any
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
+from kvhaven.testing.tiers import (
+    content,
+    fetch,
+    make_namespace,
+    make_piece,
+    opened,
+    scanned,
+    store,
+    until,
+)
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
 from kvhaven.tiers.filesystem_files import MARKER
 from kvhaven.tiers.shared_store import blob_name
-from tests.tier_kits import opened
-from tests.tiers import (
-    content,
-    ext4,
-    fetch,
-    make_namespace,
-    make_piece,
-    run_or_skip,
-    scanned,
-    store,
-    tmpfs,
-    until,
-)
+from tests.tiers import ext4, run_or_skip, tmpfs
 
 SPACE = make_namespace("model", (64 << 10,))
 PIECE = make_piece(SPACE)

@@ -11,14 +11,14 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 _LEVELS = (
     {
-        *("errors", "types", "keys", "maps", "tenants", "protocol", "config"),
+        *("errors", "types", "keys", "maps", "tenants", "plugins", "protocol", "config"),
         *("config_checks", "config_lmcache", "config_model", "config_sizes", "config_sources"),
         *("config_urls", "config_values"),
     },
     {"arena", "catalog", "devices", "layouts", "tiers"},
     {"client", "service"},
     {"engine", "identity"},
-    {"cli", "integrations"},
+    {"cli", "integrations", "testing"},
 )
 """Parts of KVHaven, lowest first: each imports from its own level and those below."""
 

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 
 from kvhaven.errors import ConfigError, TierError, TierMissError
-from kvhaven.tiers.base import Tier
-from kvhaven.tiers.shared_store import blob_name
-from tests import servers
-from tests.tier_kits import opened
-from tests.tiers import (
+from kvhaven.testing.tiers import (
     content,
     fetch,
     make_namespace,
     make_piece,
+    opened,
     page_buffer,
-    run_or_skip,
     scanned,
     store,
     until,
 )
+from kvhaven.tiers.base import Tier
+from kvhaven.tiers.shared_store import blob_name
+from tests import servers
+from tests.tiers import run_or_skip
 
 pytest.importorskip("redis", reason="pip install 'kvhaven[redis]'")
 from redis import Redis

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvhaven.errors import ConfigError
-from kvhaven.tiers.remote import open_tier
+from kvhaven.tiers.registry import open_tier
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_missing_package_names_its_extra(extra: str, package: str, url: str) -
         "import sys\n"
         f"sys.modules[{package!r}] = None\n"  # as if it were not installed
         "from kvhaven.errors import ConfigError\n"
-        "from kvhaven.tiers.remote import open_tier\n"
+        "from kvhaven.tiers.registry import open_tier\n"
         "try:\n"
         f"    open_tier({url!r})\n"
         "except ConfigError as error:\n"

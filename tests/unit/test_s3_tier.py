@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 
 from kvhaven.errors import ConfigError, TierError, TierMissError
+from kvhaven.testing.tiers import (
+    content,
+    fetch,
+    make_namespace,
+    make_piece,
+    opened,
+    page_buffer,
+    store,
+    until,
+)
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.header import pack_header
 from tests.scripted_http import Answer, ScriptedServer, error
 from tests.servers import Bucket, free_port
-from tests.tier_kits import opened
-from tests.tiers import content, fetch, make_namespace, make_piece, page_buffer, store, until
 
 pytest.importorskip("obstore", reason="pip install 'kvhaven[s3]'")
 from kvhaven.tiers.s3 import s3_tier

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import pytest
 
 from kvhaven.keys import tenant_id
+from kvhaven.testing.tiers import Piece, make_namespace, make_piece
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
 from kvhaven.tiers.shared_store import blob_name
 from tests.commands import kvhaven
-from tests.tiers import Piece, make_namespace, make_piece
 
 SPACES = [make_namespace("one"), make_namespace("two")]
 PIECES = [make_piece(space, number) for space in SPACES for number in range(10)]

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
-from kvhaven.tiers.base import Tier
-from kvhaven.tiers.faulty import Faults, FaultyTier
-from tests.tiers import (
+from kvhaven.testing.tiers import (
     content,
-    disk_tier,
     fetch,
     make_namespace,
     make_piece,
@@ -21,6 +18,9 @@ from tests.tiers import (
     scanned,
     store,
 )
+from kvhaven.tiers.base import Tier
+from kvhaven.tiers.faulty import Faults, FaultyTier
+from tests.tiers import disk_tier
 
 SPACE = make_namespace()
 PIECE = make_piece(SPACE)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvhaven.errors import TierMissError
+from kvhaven.testing.tiers import content, fetch, make_namespace, make_piece
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem import filesystem_tier
@@ -18,7 +19,7 @@ from kvhaven.tiers.shared import SharedTier
 from kvhaven.tiers.shared_audit import audit
 from kvhaven.tiers.shared_store import blob_name
 from kvhaven.tiers.tools import collect
-from tests.tiers import content, disk_tier, fetch, file_of, make_namespace, make_piece
+from tests.tiers import disk_tier, file_of
 
 SPACE = make_namespace("model", (5000,))
 PIECE = make_piece(SPACE)

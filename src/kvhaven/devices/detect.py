@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvhaven import plugins
 from kvhaven.devices import cuda, hpu, xpu
 from kvhaven.devices.base import Device
 from kvhaven.devices.cpu import CpuDevice
@@ -35,6 +36,12 @@ KINDS: dict[str, Kind] = {
 `torch.cuda.is_available()` is true on Gaudi."""
 
 
+def known_kinds() -> dict[str, Kind]:
+    """Return the kinds of devices, those of installed packages first."""
+    others = plugins.installed(plugins.DEVICES)
+    return {name: plugins.load(entry) for name, entry in others.items()} | KINDS
+
+
 def open_device(kind: str = "auto", copy_threads: int = 1, *, torch_type: str = "") -> Device:
     """Open the device of a kind, or with `auto` the first kind that there is.
 
@@ -42,10 +49,14 @@ def open_device(kind: str = "auto", copy_threads: int = 1, *, torch_type: str = 
     kinds of it come into question, since a machine with a GPU can run the engine's CPU build.
     Raises `IncompatibleEngineError`, with all that was looked for and why each was refused.
     """
-    if kind not in {"auto", *KINDS}:
-        raise IncompatibleEngineError(f"device {kind!r}: this is none of auto, {', '.join(KINDS)}")
+    kinds = known_kinds()
+    if kind not in {"auto", *kinds}:
+        raise IncompatibleEngineError(
+            f"device: unknown (got {kind!r}); expected one of auto, {', '.join(kinds)}. Correct "
+            "it, or install the package that adds the device."
+        )
     refused = []
-    for name, found in KINDS.items():
+    for name, found in kinds.items():
         if kind not in {"auto", name}:
             continue
         if torch_type and found.torch_type != torch_type:

@@ -5,9 +5,8 @@ import contextlib
 import math
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from kvhaven.catalog import StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import TierName
@@ -21,10 +20,8 @@ from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.disk_lock import check_place
 from kvhaven.tiers.executor import TierExecutor
 from kvhaven.tiers.filesystem_survey import Limits
-from kvhaven.tiers.remote import open_tier
+from kvhaven.tiers.registry import TierOptions, open_tier
 from kvhaven.tiers.shared_store import SharedStore
-
-_DIRECTORIES = ("fs", "file")
 
 
 def make_tiers(settings: Settings) -> dict[TierName, Tier]:
@@ -47,7 +44,7 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
         )
         tiers[TierName(disk.name)] = disk
     for url in (settings.remote_url or "").split():
-        tier = _open(url, settings)
+        tier = open_tier(url, _options(settings))
         tiers[_free_name(tier.name, tiers)] = tier
     return tiers
 
@@ -72,8 +69,7 @@ def store_at(url: str, settings: Settings) -> SharedStore:
 
     Raises `ConfigError` for a URL whose kind is unknown.
     """
-    of_tools = {"limits": None, "known": True} if _kind(url) in _DIRECTORIES else {}
-    return open_tier(url, **(_settings_of(url, settings) | of_tools)).store
+    return open_tier(url, replace(_options(settings), limits=None, known=True)).store
 
 
 def _check_in_time(path: Path) -> None:
@@ -96,39 +92,23 @@ def _check_in_time(path: Path) -> None:
         checked.result(START_WAIT_S)
 
 
-def _open(url: str, settings: Settings) -> Tier:
-    return open_tier(
-        url,
+def _options(settings: Settings) -> TierOptions:
+    """Return the settings of shared tiers."""
+    limits = Limits(
+        settings.max_remote_size,
+        settings.max_remote_namespace_size,
+        settings.remote_ttl_s,
+        quotas_of(settings.tenant_remote),
+    )
+    ttl_s = settings.remote_ttl_s
+    return TierOptions(
         retry_s=settings.breaker_pause_s,
         compress=settings.remote_compression == "zstd",
-        **_settings_of(url, settings),
+        direct_io=settings.disk_direct_io,
+        limits=limits if limits.any else None,
+        ttl_s=None if ttl_s is None else math.ceil(ttl_s),
+        endpoints=tuple((settings.s3_endpoint_url or "").split()),
     )
-
-
-def _kind(url: str) -> str:
-    return urlsplit(url).scheme.lower()
-
-
-def _settings_of(url: str, settings: Settings) -> dict[str, Any]:
-    """Return the settings of this kind of store, as `open_tier` takes them."""
-    if _kind(url) in _DIRECTORIES:
-        return _filesystem_settings(settings)
-    return _s3_settings(settings) if _kind(url) == "s3" else _redis_settings(settings)
-
-
-def _filesystem_settings(settings: Settings) -> dict[str, Any]:
-    quota, ttl_s = settings.max_remote_size, settings.remote_ttl_s
-    tenants = quotas_of(settings.tenant_remote)
-    limits = Limits(quota, settings.max_remote_namespace_size, ttl_s, tenants)
-    return {"direct_io": settings.disk_direct_io, "limits": limits if limits.any else None}
-
-
-def _s3_settings(settings: Settings) -> dict[str, Any]:
-    return {"endpoints": (settings.s3_endpoint_url or "").split()}
-
-
-def _redis_settings(settings: Settings) -> dict[str, Any]:
-    return {} if settings.remote_ttl_s is None else {"ttl_s": math.ceil(settings.remote_ttl_s)}
 
 
 def _free_name(name: str, taken: dict[TierName, Tier]) -> TierName:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import Action, TierName, Update
-from kvhaven.catalog.policies import POLICIES
+from kvhaven.catalog.policies import make_policy
 from kvhaven.config import Settings
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import (
@@ -72,7 +72,7 @@ class Service:
         self.arena = arena
         self.catalog = Catalog(
             SlabAllocator({SEGMENT: arena.size}, usable={SEGMENT: arena.usable}),
-            POLICIES[settings.cache_policy.lower()](),
+            make_policy(settings.cache_policy),
             tiers=specs_of(settings, tiers),
             write_queue_bytes=settings.write_queue_bytes,
             fill_faster=settings.fill_faster_tiers,

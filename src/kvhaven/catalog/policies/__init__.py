@@ -3,16 +3,36 @@
 
 from collections.abc import Callable
 
+from kvhaven import plugins
 from kvhaven.catalog.policies.fifo import FIFO
 from kvhaven.catalog.policies.lfu import LFU
 from kvhaven.catalog.policies.lru import LRU
 from kvhaven.catalog.policies.mru import MRU
 from kvhaven.catalog.policies.s3fifo import S3FIFO
 from kvhaven.catalog.policy import EvictionPolicy
+from kvhaven.errors import ConfigError
 
-__all__ = ["FIFO", "LFU", "LRU", "MRU", "POLICIES", "S3FIFO"]
+__all__ = ["FIFO", "LFU", "LRU", "MRU", "POLICIES", "S3FIFO", "make_policy"]
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     policy.name: policy for policy in (LRU, LFU, FIFO, MRU, S3FIFO)
 }
-"""Every policy by its name in the settings. A new one is a file and a line here."""
+"""Policies that come with KVHaven, by their names in the settings. Packages add others."""
+
+
+def make_policy(name: str) -> EvictionPolicy:
+    """Return a new policy by the value of `cache_policy`, which may be an installed package's.
+
+    Raises `ConfigError` for a name that neither KVHaven nor an entry point has.
+    """
+    name = name.lower()
+    if name in POLICIES:
+        return POLICIES[name]()
+    others = plugins.installed(plugins.EVICTION_POLICIES)
+    if name in others:
+        policy: EvictionPolicy = plugins.load(others[name])()
+        return policy
+    raise ConfigError(
+        f"cache_policy: unknown (got {name!r}); expected one of {', '.join([*POLICIES, *others])}. "
+        "Correct it, or install the package that adds the policy."
+    )

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import msgspec
 import xxhash
 
+from kvhaven.testing.tiers import PAYLOAD, Piece, make_namespace
 from kvhaven.tiers.header import HEADER_BYTES, PLAIN, Form, form_of, pack_header
 from kvhaven.types import ChunkKey, ShardId
-from tests.tiers import PAYLOAD, Piece, make_namespace
 
 Damage = Callable[[bytes, Piece], bytes]
 

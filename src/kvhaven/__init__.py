@@ -18,7 +18,7 @@ from kvhaven.errors import (
 from kvhaven.keys import Extras, KeyInputError, MediaItem
 from kvhaven.types import ShardId
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ConfigError",

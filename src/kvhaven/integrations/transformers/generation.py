@@ -119,7 +119,8 @@ class KVHaven:
 
     def _connect(self) -> Prompts:
         self._signature = (signature(self._model), numerics())
-        return Prompts(self._settings, namespace_of(self._model), self._layers)
+        namespace = namespace_of(self._model, self._settings.model_fingerprint)
+        return Prompts(self._settings, namespace, self._layers)
 
     def _explain(self, reason: str) -> None:
         if reason not in self._reasons:

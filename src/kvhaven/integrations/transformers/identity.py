@@ -19,14 +19,17 @@ _PLACES = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "arc
 Signature = tuple[object, ...]
 
 
-def namespace_of(model: Any) -> dict[str, str]:
-    """Return the fields of the model's namespace. Reads every byte of its weights once."""
+def namespace_of(model: Any, fingerprint: str | None = None) -> dict[str, str]:
+    """Return the fields of the model's namespace.
+
+    Reads every byte of its weights once, unless a `fingerprint` names them.
+    """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _PLACES}
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     return {
         "engine": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "model": Path(name).name,
-        "weights": _weights(model),
+        "weights": fingerprint or _weights(model),
         "config": _digest(json.dumps(config, sort_keys=True, default=repr)),
         "attention": str(getattr(model.config, "_attn_implementation", "")),
         "code": _code(model),

@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick servers demo test test-quick test-ceph bench bench-tiers lint format clean
+.PHONY: help setup setup-quick servers demo test test-quick test-ceph bench bench-tiers docs lint format clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -43,6 +43,13 @@ bench: setup servers  ## Measure, and compare with the limits of this machine
 
 bench-tiers: setup servers  ## Measure disk, shared directory, S3 and Redis, and time to first token from each
 	@$(PYTHON) -m benchmarks tiers
+
+docs:  ## Build the documentation site in build/site; a warning or a broken link fails
+	@$(PYTHON3) scripts/setup-venv --venv .venv-docs --docs
+	@mkdir -p build
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=src .venv-docs/bin/python -m mkdocs build --strict \
+		> build/docs.log 2>&1 || (cat build/docs.log; exit 1)
+	@echo "docs: build/site/index.html"
 
 lint: setup  ## Check style, format and types
 	@$(PYTHON) -m ruff check .

@@ -15,7 +15,7 @@ from kvhaven.catalog.policies import make_policy
 from kvhaven.config import load_settings
 from kvhaven.devices import detect
 from kvhaven.devices.cpu import CpuDevice
-from kvhaven.errors import ConfigError
+from kvhaven.errors import ConfigError, IncompatibleEngineError
 from kvhaven.tiers.registry import open_tier
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
@@ -80,6 +80,19 @@ def test_a_package_that_cannot_be_imported_is_named() -> None:
     broken = EntryPoint("sqlite", "no_such_module:open", plugins.TIERS)
     with pytest.raises(ConfigError, match=r"kvhaven\.tiers: 'sqlite'.*no_such_module"):
         plugins.load(broken)
+
+
+def test_a_broken_package_stops_no_engine_that_does_not_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = EntryPoint("npu", "no_such_module:kind", plugins.DEVICES)
+    monkeypatch.setattr(plugins, "installed", lambda _: {"npu": broken})
+    detect.open_device("auto", torch_type="cpu").close()
+    detect.open_device("cpu").close()
+    with pytest.raises(ConfigError, match="no_such_module"):
+        detect.open_device("npu")
+    with pytest.raises(IncompatibleEngineError, match=r"npu: .*no_such_module"):
+        detect.open_device("auto", torch_type="meta")
 
 
 def test_a_device_of_a_package_is_found_by_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

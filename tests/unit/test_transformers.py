@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KVHaven in Hugging Face transformers: equal output, what is reused, what is refused."""
 
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ pytest.importorskip("transformers", reason="the integration is for transformers"
 import torch
 from transformers import (
     BertConfig,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -25,7 +27,7 @@ from transformers import (
 
 from kvhaven.errors import IncompatibleEngineError
 from kvhaven.integrations.transformers import KVHaven
-from kvhaven.integrations.transformers.support import layer_shapes, require_supported
+from kvhaven.integrations.transformers.support import layer_shapes
 from tests.crash.node import NodeThread
 
 pytestmark = pytest.mark.slow
@@ -220,6 +222,58 @@ def test_a_call_that_is_more_than_its_tokens_is_not_cached(
     kept(haven, ids, 192)
 
 
+def test_defaults_of_the_model_count_beside_a_configuration_that_is_given(
+    model: Any, haven: KVHaven
+) -> None:
+    """transformers fills in what the given one leaves open: here a padding mask, and beams."""
+    ids = prompt(14)
+    ids[:, :20] = 5
+    given = GenerationConfig(max_new_tokens=8, do_sample=False)
+    for name, value in (("pad_token_id", 5), ("num_beams", 3)):
+        setattr(model.generation_config, name, value)
+        expected = model.generate(ids, given)
+        assert torch.equal(haven.generate(ids, given), expected)
+        assert haven.cached_tokens == 0
+        setattr(model.generation_config, name, None)
+    generate(haven, ids)
+    assert haven.cached_tokens == 0, "nothing was kept of those calls"
+    assert torch.equal(kept(haven, ids, 192), generate(model, ids))
+
+
+def test_what_is_no_tensor_and_changes_the_model_is_noticed(model: Any, haven: KVHaven) -> None:
+    ids = prompt(15)
+    generate(haven, ids)
+    kept(haven, ids, 192)
+    for change in (
+        lambda: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.ReLU()),
+        lambda: setattr(model.model.layers[0].self_attn, "scaling", 0.5),
+        lambda: model.set_attn_implementation("eager"),
+        lambda: model.to(torch.bfloat16),
+    ):
+        change()
+        assert torch.equal(generate(haven, ids), generate(model, ids))
+        assert haven.cached_tokens == 0
+        kept(haven, ids, 192)
+
+
+def test_calls_beside_and_within_a_call_are_computed(model: Any, haven: KVHaven) -> None:
+    ids, inner = prompt(16), []
+    expected = generate(model, ids)
+
+    class Streamer:
+        def put(self, _: Any) -> None:
+            inner.append(generate(haven, ids))
+
+        def end(self) -> None:
+            haven.close()
+
+    assert torch.equal(generate(haven, ids, streamer=Streamer()), expected)
+    assert all(torch.equal(one, expected) for one in inner)
+    assert len(inner) > 1
+    assert torch.equal(generate(haven, ids), expected), "it is closed"
+    assert haven.cached_tokens == 0
+
+
 def test_a_model_that_is_changed_by_hooks_or_training_is_not_cached(
     model: Any, haven: KVHaven, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -303,9 +357,20 @@ def encoder_decoder() -> Any:
     )
 
 
+def bidirectional() -> Any:
+    return make_model(is_causal=False)
+
+
+def made_in_inference_mode() -> Any:
+    with torch.inference_mode():
+        return make_model()
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (bidirectional, "tokens after it"),
+        (made_in_inference_mode, "inference_mode"),
         (sliding_window, "DynamicSlidingWindowLayer"),
         (dynamic_rope, "dynamic"),
         (encoder_decoder, "encoder-decoder"),
@@ -313,7 +378,7 @@ def encoder_decoder() -> Any:
 )
 def test_models_whose_kv_is_not_understood_are_refused(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(IncompatibleEngineError, match=said):
-        require_supported(make())
+        KVHaven(make())
 
 
 def test_a_model_that_leaves_nothing_in_its_cache_is_refused() -> None:
@@ -333,7 +398,15 @@ def test_a_model_that_leaves_nothing_in_its_cache_is_refused() -> None:
 
 def test_the_example_runs_and_finds_everything_after_a_restart() -> None:
     command = [sys.executable, "examples/transformers/main.py", "--tokens", "600"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    patient = {f"KVHAVEN_{name}_DEADLINE_MS": "20000" for name in ("LOOKUP", "SAVE", "PROMOTE")}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | patient,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split("  ")[0]: line for line in done.stdout.splitlines()[1:]}
     assert "512" in lines["memory"], done.stdout

@@ -9,7 +9,7 @@ from kvhaven import plugins
 from kvhaven.devices import cuda, hpu, xpu
 from kvhaven.devices.base import Device
 from kvhaven.devices.cpu import CpuDevice
-from kvhaven.errors import IncompatibleEngineError
+from kvhaven.errors import ConfigError, IncompatibleEngineError
 
 logger = logging.getLogger(__name__)
 
@@ -36,28 +36,30 @@ KINDS: dict[str, Kind] = {
 `torch.cuda.is_available()` is true on Gaudi."""
 
 
-def known_kinds() -> dict[str, Kind]:
-    """Return the kinds of devices, those of installed packages first."""
-    others = plugins.installed(plugins.DEVICES)
-    return {name: plugins.load(entry) for name, entry in others.items()} | KINDS
-
-
 def open_device(kind: str = "auto", copy_threads: int = 1, *, torch_type: str = "") -> Device:
     """Open the device of a kind, or with `auto` the first kind that there is.
 
     `torch_type` is the `device.type` of the engine's KV tensors, where there are any: only
     kinds of it come into question, since a machine with a GPU can run the engine's CPU build.
-    Raises `IncompatibleEngineError`, with all that was looked for and why each was refused.
+    Devices of packages come after those of KVHaven, so that a broken package stops no engine that
+    does not need it. Raises `IncompatibleEngineError`, with all that was looked for and why each
+    was refused, and `ConfigError` if the package of the `kind` cannot be imported.
     """
-    kinds = known_kinds()
-    if kind not in {"auto", *kinds}:
+    others = plugins.installed(plugins.DEVICES)
+    if kind not in {"auto", *KINDS, *others}:
         raise IncompatibleEngineError(
-            f"device: unknown (got {kind!r}); expected one of auto, {', '.join(kinds)}. Correct "
-            "it, or install the package that adds the device."
+            f"device: unknown (got {kind!r}); expected one of auto, "
+            f"{', '.join([*KINDS, *others])}. Correct it, or install the package that adds the "
+            "device."
         )
     refused = []
-    for name, found in kinds.items():
-        if kind not in {"auto", name}:
+    for name in [*KINDS, *others] if kind == "auto" else [kind]:
+        try:
+            found = KINDS.get(name) or plugins.load(others[name])
+        except ConfigError as error:
+            if kind != "auto":
+                raise
+            refused.append(f"{name}: {error}")
             continue
         if torch_type and found.torch_type != torch_type:
             reason = f"the engine's KV tensors are on {torch_type}"

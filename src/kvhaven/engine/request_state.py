@@ -3,6 +3,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvhaven.client.scheduler import Lease
 from kvhaven.engine.adapters import AdapterUse
@@ -10,6 +11,9 @@ from kvhaven.engine.jobs import LoadJob
 from kvhaven.engine.requests import NOTHING, EngineRequest, KnownExtras, Media, PendingExtras
 from kvhaven.errors import KVHavenError
 from kvhaven.keys import KeyChain
+
+NO_TURN: Final = object()
+"""The turn of a request that was not keyed yet."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class RequestState:
         """What is not known yet of its extras; then `wanted` is what it may have with them."""
         self.wanted = NOTHING
         self.pending_since: float | None = None
-        self.turn: Hashable = None
+        self.turn: Hashable = NO_TURN
         """The input that it was keyed for; a streaming session gets more."""
         self.blocks: list[list[int]] = []
         self.planned_chunks = 0

@@ -15,7 +15,7 @@ from kvhaven.engine.adapters import Adapters, CacheName
 from kvhaven.engine.epoch import Epoch, HeldBlocks
 from kvhaven.engine.jobs import LoadJob, SaveJob, StepPlan, StepReport
 from kvhaven.engine.lookups import Lookups
-from kvhaven.engine.request_state import PendingLoad, RequestState
+from kvhaven.engine.request_state import NO_TURN, PendingLoad, RequestState
 from kvhaven.engine.requests import (
     EVERYTHING,
     NOTHING,
@@ -334,7 +334,7 @@ class SchedulerSide:
         """
         request = state.request
         turn = request.turn
-        if state.turn != turn and (state.turn is None or request.resumable):
+        if state.turn != turn and (state.turn is NO_TURN or request.resumable):
             state.forbid()
             state.turn = turn
             self._extras.note(request)

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+from kvhaven.errors import KVHavenError
 
 BLOCK = 256
 """Tokens in a block, unless the setting `chunk_size` is smaller or no multiple of it."""
@@ -19,6 +21,15 @@ class LayerShape(NamedTuple):
     values: int
     dtype: torch.dtype
     device: torch.device
+
+    def require(self, layer: CacheLayerMixin, rows: int, tokens: int) -> None:
+        """Raise `KVHavenError` unless a cache's layer has so many rows of KV of this shape."""
+        for found, elements in ((layer.keys, self.keys), (layer.values, self.values)):
+            shape = tuple(found.shape) if found is not None else ()
+            wanted = (rows, self.heads, "at least", tokens, elements)
+            alike = len(shape) == 4 and (*shape[:2], shape[3]) == (rows, self.heads, elements)  # noqa: PLR2004 - batch, heads, tokens, elements
+            if found is None or not alike or shape[2] < tokens or found.dtype != self.dtype:
+                raise KVHavenError(f"the cache has KV of another form (got {shape}, not {wanted})")
 
 
 class Blocks:

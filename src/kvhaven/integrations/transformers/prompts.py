@@ -99,6 +99,8 @@ class Prompts:
     def keep(self, batch: Batch, cache: DynamicCache) -> None:
         """Save the full chunks of the prompts that were not loaded from a cache that has them."""
         length, start = batch.requests[0].num_prompt_tokens, batch.loaded
+        for layer, at in zip(self._layers, cache.layers, strict=True):
+            layer.require(at, len(batch.rows), length)
         batch.blocks.take(cache, batch.rows, start, length)
         self._step(
             [

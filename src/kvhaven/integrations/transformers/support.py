@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which models and which calls of `generate` can be cached rightly."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ _SAMPLING: Final = frozenset(
         *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
         *("sequence_bias", "output_scores", "output_logits", "return_dict_in_generate"),
         *("pad_token_id", "bos_token_id", "eos_token_id", "watermarking_config"),
-        *("length_penalty", "early_stopping", "transformers_version", "token_healing"),
+        *("length_penalty", "early_stopping", "transformers_version"),
     }
 )
 """Generation settings that choose tokens, and do not change KV. Others must be off."""
@@ -40,6 +41,7 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
 }
 """Values of other generation settings with which they are off, where not None or False."""
+_TEST_TOKENS: Final = 32
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks")
 
 
@@ -49,6 +51,10 @@ def require_supported(model: Any) -> None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         _refuse(f"{name}: an encoder-decoder model; its KV depends on the encoder's input")
+    if config.get_text_config(decoder=True) is not config:
+        _refuse(f"{name}: a model of several parts; its KV may depend on more than tokens")
+    if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
+        _refuse(f"{name}: made in torch.inference_mode, so that changes cannot be noticed")
     if getattr(model, "hf_quantizer", None) is not None:
         _refuse(f"{name}: quantized weights, which are more than their tensors show")
     if any(type(parameter.data) is not torch.Tensor for parameter in model.parameters()):
@@ -72,10 +78,8 @@ def layer_shapes(model: Any) -> list[LayerShape]:
 
     Raises `IncompatibleEngineError` for caches that are not understood.
     """
-    cache = DynamicCache(config=model.config)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    with torch.inference_mode():
-        model(input_ids=token, past_key_values=cache, use_cache=True)
+    cache = _computed(model, token)
     shapes = []
     for at, layer in enumerate(cache.layers):
         if type(layer) is not DynamicLayer or layer.keys is None or layer.keys.dim() != 4:  # noqa: PLR2004 - batch, heads, tokens, elements
@@ -91,6 +95,37 @@ def layer_shapes(model: Any) -> list[LayerShape]:
             LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
         )
     return shapes
+
+
+def require_causal(model: Any) -> None:
+    """Raise `IncompatibleEngineError` if the KV of a token depends on the tokens after it."""
+    size = min(int(model.config.vocab_size), 1 << 15)
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, size, (1, _TEST_TOKENS), generator=dice).to(model.device)
+    other = ids.clone()
+    half = _TEST_TOKENS // 2
+    other[:, half:] = (ids[:, half:] + 1) % size
+    whole, changed = _computed(model, ids), _computed(model, other)
+    for one, two in zip(whole.layers, changed.layers, strict=True):
+        for a, b in ((one.keys, two.keys), (one.values, two.values)):
+            before, after = a[:, :, :half].float(), b[:, :, :half].float()
+            allowed = min(0.05, 1000 * torch.finfo(a.dtype).eps) * float(before.abs().max())
+            if not float((before - after).abs().max()) <= allowed:
+                _refuse(f"{type(model).__name__}: the KV of a token depends on the tokens after it")
+
+
+def _computed(model: Any, ids: torch.Tensor) -> DynamicCache:
+    """Return the cache that a forward leaves. Raises `IncompatibleEngineError`."""
+    cache = DynamicCache(config=model.config)
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:
+        raise IncompatibleEngineError(
+            f"{type(model).__name__}: a forward with a cache failed (got {error!r}); expected a "
+            f"decoder that takes past_key_values. {_WITHOUT}"
+        ) from error
+    return cache
 
 
 def reason_against_call(model: Any, ids: Any, arguments: Mapping[str, Any]) -> str:
@@ -116,18 +151,21 @@ def _reason_of_model(model: Any) -> str:
 
 
 def _reason_of_arguments(model: Any, ids: torch.Tensor, arguments: Mapping[str, Any]) -> str:
-    settings = {n: v for n, v in arguments.items() if n not in _ARGUMENTS and v is not None}
-    given = arguments.get("generation_config") or model.generation_config
-    settings = {n: v for n, v in given.to_diff_dict().items() if v is not None} | settings
-    for name, value in settings.items():
+    given = arguments.get("generation_config")
+    sources = [
+        model.generation_config.to_diff_dict(),  # fills in what the others leave open
+        given.to_diff_dict() if given is not None else {},
+        {name: value for name, value in arguments.items() if name not in _ARGUMENTS},
+    ]
+    for name, value in itertools.chain.from_iterable(source.items() for source in sources):
         if not (name in _SAMPLING or name.startswith("_") or _is_off(name, value)):
             return f"the argument {name}={value!r:.40}"
     mask = arguments.get("attention_mask")
     if mask is not None and not (mask.shape == ids.shape and bool((mask == 1).all())):
         return "an attention mask that leaves tokens out (padding)"
-    pad = settings.get("pad_token_id")
-    if mask is None and isinstance(pad, int) and bool((ids == pad).any()):
-        return "padding tokens without an attention mask"
+    for pad in (source.get("pad_token_id") for source in sources):
+        if mask is None and pad is not None and bool((ids == int(pad)).any()):
+            return "padding tokens without an attention mask"
     return ""
 
 

@@ -213,6 +213,7 @@ PERMISSION_LOST = """
 import asyncio, concurrent.futures.thread, os, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
+from kvhaven.testing.tiers import *
 from tests.tiers import *
 from kvhaven.errors import TierError
 

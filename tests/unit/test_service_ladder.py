@@ -340,7 +340,7 @@ def test_tiers_are_made_in_the_order_of_the_settings(tmp_path: Path) -> None:
 
 def test_a_url_without_a_tier_is_refused_without_its_password() -> None:
     settings = load_settings({"remote_url": "gopher://me:hunter2@host/x?secret=abc"}, {}).settings
-    with pytest.raises(ConfigError, match="no tier for gopher") as error:
+    with pytest.raises(ConfigError, match="no tier has the scheme gopher") as error:
         make_tiers(settings)
     assert "hunter2" not in str(error.value)
     assert "abc" not in str(error.value)

@@ -22,7 +22,7 @@ import xxhash
 from benchmarks.results import BENCH, Result, at_most, plain
 from examples.demo.processes import ProcessError, node_service
 from kvhaven.client.rank import RankClient
-from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
+from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
 from kvhaven.keys import namespace_digest
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import Checksum, ChunkKey, Shard, ShardId
@@ -73,10 +73,10 @@ def _await_resident(scheduler: SchedulerClient, keys: list[ChunkKey]) -> None:
     """Wait until all are found: the rank commits over another connection than that which asks."""
     end = time.monotonic() + _START_S
     while time.monotonic() < end:
-        ticket = scheduler.ask(keys)
-        lease = None if ticket is None else scheduler.wait(ticket, _WAIT_S)
-        if isinstance(lease, Lease):
-            scheduler.release([lease.ticket])
+        lease_id = scheduler.ask(keys)
+        lease = None if lease_id is None else scheduler.wait(lease_id, _WAIT_S)
+        if isinstance(lease, LeasedChunks):
+            scheduler.release([lease.lease_id])
             if len(lease.extents) == len(keys):
                 return
         time.sleep(_PAUSE_S)
@@ -88,12 +88,14 @@ def _acquire_all(scheduler: SchedulerClient, keys: list[ChunkKey]) -> list[float
     times = []
     for _ in range(_REPETITIONS):
         began = time.perf_counter()
-        ticket = scheduler.ask(keys)
-        lease: Lease | Outcome = Outcome.MISS if ticket is None else scheduler.wait(ticket, _WAIT_S)
+        lease_id = scheduler.ask(keys)
+        lease: LeasedChunks | Outcome = (
+            Outcome.MISS if lease_id is None else scheduler.wait(lease_id, _WAIT_S)
+        )
         times.append((time.perf_counter() - began) * 1e3)
-        if not isinstance(lease, Lease) or len(lease.extents) != len(keys):
+        if not isinstance(lease, LeasedChunks) or len(lease.extents) != len(keys):
             raise ProcessError(f"the service leased {lease} instead of {len(keys)} chunks")
-        scheduler.release([lease.ticket])
+        scheduler.release([lease.lease_id])
         time.sleep(_PAUSE_S)
     return times
 
@@ -105,9 +107,9 @@ def _load(address: str, begun: Any, stop: Any) -> None:
         number = 0
         while not stop.is_set():
             keys = _save_chunks(rank, f"load {number}", 32)
-            ticket = scheduler.ask(keys)
-            if ticket is not None and isinstance(scheduler.wait(ticket, 0.1), Lease):
-                scheduler.release([ticket])
+            lease_id = scheduler.ask(keys)
+            if lease_id is not None and isinstance(scheduler.wait(lease_id, 0.1), LeasedChunks):
+                scheduler.release([lease_id])
             number += 1
 
 

@@ -10,7 +10,7 @@ mantissas are noise: no trained model's KV is at hand, and both are no substitut
 - `zstd.write.*`, `zstd.read.*`: GB/s of payload in one thread, with headers, and with the checksum
   on reading, which uncompressed shards get too; the limit is `memcpy`.
 
-What the automatic choice (`tiers/worth.py`) makes of it is printed: for the disk at hand, and for
+The choice of `tiers/format/compression_policy.py` is printed: for the disk at hand, and for
 stores that move a given number of bytes a second.
 """
 
@@ -30,12 +30,12 @@ from examples.demo.processes import engine, kvhaven, node_service
 from examples.demo.text import make_document
 from kvhaven.arena.segment import Segment
 from kvhaven.tiers.base import Namespace, StoredShard
-from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import Lane, TierExecutor
-from kvhaven.tiers.header import HEADER_BYTES, stored_bytes, unpack_header
-from kvhaven.tiers.packing import Packing
-from kvhaven.tiers.worth import TRIAL_SHARDS
-from kvhaven.tiers.zstd import Zstd
+from kvhaven.tiers.format.codec import ShardCodec
+from kvhaven.tiers.format.compression_policy import TRIAL_SHARDS
+from kvhaven.tiers.format.header import HEADER_BYTES, stored_bytes, unpack_header
+from kvhaven.tiers.format.zstd import Zstd
+from kvhaven.tiers.local.tier import DiskTier
 from kvhaven.types import Checksum, NamespaceDigest, Shard, ShardTable, align_up
 
 _TOKENS = 5200
@@ -127,9 +127,9 @@ def _speeds(kind: str, pieces: Sequence[_Piece]) -> list[Result]:
         assert found is not None
         unsplit += stored_bytes(found[1])
     for repetition in range(-1, _REPETITIONS):
-        packing = Packing(kind, zstd=True)
+        codec = ShardCodec(kind, zstd=True)
         for piece in pieces:  # its trial, which takes longer
-            packing.pack(*piece)
+            codec.pack(*piece)
         seconds = dict.fromkeys(rates, 0.0)
         stored = 0
         for piece in pieces:
@@ -137,13 +137,13 @@ def _speeds(kind: str, pieces: Sequence[_Piece]) -> list[Result]:
             into[: len(piece.payload)] = piece.payload
             seconds["memcpy"] += time.perf_counter() - began
             began = time.perf_counter()
-            head, body = packing.pack(*piece)
+            head, body = codec.pack(*piece)
             seconds["write"] += time.perf_counter() - began
             stored += HEADER_BYTES + len(body)
             into[: len(body)] = body
             buffer = into[: len(piece.payload)]
             began = time.perf_counter()
-            checksum = packing.unpack(head, buffer, HEADER_BYTES + len(body), piece.shard)
+            checksum = codec.unpack(head, buffer, HEADER_BYTES + len(body), piece.shard)
             seconds["read"] += time.perf_counter() - began
             assert checksum == piece.checksum
         if repetition >= 0:  # the first is to warm up
@@ -179,12 +179,12 @@ def _show_choices(kind: str, pieces: Sequence[_Piece], say: Callable[[str], None
     """Say what is chosen for the disk here, and for stores of some speeds."""
     say(f"{kind}, the disk here: {asyncio.run(_choice_of_disk(pieces))}")
     for speed in _SPEEDS_GB_S:
-        packing = Packing(kind, zstd=True)
+        codec = ShardCodec(kind, zstd=True)
         for number in range(TRIAL_SHARDS + 1):
             piece = pieces[number % len(pieces)]
-            size = packing.pack(*piece).size
-            packing.moved(Lane.WRITE, piece.shard.namespace, size, size / speed / 1e9)
-        (status,) = packing.status()
+            size = codec.pack(*piece).size
+            codec.moved(Lane.WRITE, piece.shard.namespace, size, size / speed / 1e9)
+        (status,) = codec.status()
         say(f"{kind}, a store of {speed} GB/s: {'on' if status.on else 'off'}: {status.why}")
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from benchmarks.plain_files import PlainFiles
 from benchmarks.rates import Memory, empty_folder, measure_rates, memory
 from benchmarks.results import Result
-from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import filesystem_tier
+from kvhaven.tiers.filesystem.tier import filesystem_tier
+from kvhaven.tiers.local.tier import DiskTier
 from kvhaven.tiers.registry import PER_CORE, THREADS
 
 _PART = 0.85

@@ -11,10 +11,10 @@ from redis.asyncio import Redis
 
 from benchmarks.rates import NAMES, PAYLOAD, PIECES
 from kvhaven.tiers.executor import Lane
-from kvhaven.tiers.header import HEADER_BYTES, stored_bytes
-from kvhaven.tiers.redis import READERS, WRITERS
-from kvhaven.tiers.remote_store import SLOTS
-from kvhaven.tiers.s3 import HEADS_AT_ONCE
+from kvhaven.tiers.format.header import HEADER_BYTES, stored_bytes
+from kvhaven.tiers.redis.tier import READERS, WRITERS
+from kvhaven.tiers.s3.tier import HEADS_AT_ONCE
+from kvhaven.tiers.shared.remote_store import SLOTS
 
 T = TypeVar("T")
 

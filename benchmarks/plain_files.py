@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.rates import NAMES, PAYLOAD, PIECES
 from kvhaven.arena.segment import Segment
 from kvhaven.tiers.executor import NICENESS
-from kvhaven.tiers.header import HEADER_BYTES, stored_bytes
+from kvhaven.tiers.format.header import HEADER_BYTES, stored_bytes
 
 
 class PlainFiles:

@@ -33,7 +33,7 @@ from itertools import count
 from benchmarks.results import Result, plain
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog
-from kvhaven.catalog.actions import MemberId, SessionId, Ticket
+from kvhaven.catalog.actions import LeaseId, MemberId, SessionId
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import (
@@ -196,8 +196,8 @@ def _hit_rate(chains: list[Chain], policy: str, chunks: int) -> float:
     hits = looked_up = 0
     for number, chain in enumerate(chains):
         catalog.prefetch(digest, chain)
-        hit = len(catalog.acquire(session, Ticket(number), digest, chain).chunks)
-        catalog.release(session, Ticket(number))
+        hit = len(catalog.acquire(session, LeaseId(number), digest, chain).chunks)
+        catalog.release(session, LeaseId(number))
         parent = chain[hit - 1] if hit else None
         for grant in catalog.reserve(rank, digest, parent, chain[hit:], number):
             if grant is not None:

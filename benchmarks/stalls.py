@@ -71,13 +71,13 @@ from kvhaven.protocol import (
 )
 from kvhaven.service.arena import SEGMENT
 from kvhaven.service.connection import Listener
-from kvhaven.service.ladder import make_tiers
 from kvhaven.service.main import collect_young, favour_the_loop, tame_collector
 from kvhaven.service.server import Service
 from kvhaven.service.status import ServiceStatus
+from kvhaven.service.tier_setup import make_tiers
 from kvhaven.tiers.base import Namespace, StoredShard
-from kvhaven.tiers.disk_manifest import MANIFEST_NAME, folder_name, pack_manifest
-from kvhaven.tiers.header import pack_header, stored_bytes
+from kvhaven.tiers.format.header import pack_header, stored_bytes
+from kvhaven.tiers.format.manifest import MANIFEST_NAME, folder_name, pack_manifest
 from kvhaven.types import (
     NO_TENANT,
     Checksum,
@@ -294,15 +294,15 @@ class Engine:
 
     def acquire(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> tuple[int, int]:
         """Lease chunks; return the ticket, and how many there were."""
-        ticket = next(self._numbers)
-        answer = self.scheduler.ask(Acquire(ticket, b"".join(keys), 60_000, tenant), Acquired)
+        lease_id = next(self._numbers)
+        answer = self.scheduler.ask(Acquire(lease_id, b"".join(keys), 60_000, tenant), Acquired)
         while not answer.final:
             answer = self.scheduler.hear(Acquired)
-        return ticket, len(answer.extents)
+        return lease_id, len(answer.extents)
 
-    def release(self, tickets: Sequence[int]) -> None:
+    def release(self, lease_ids: Sequence[int]) -> None:
         """End leases."""
-        self.scheduler.reliably(Release(self.scheduler.next_seq(), list(tickets)))
+        self.scheduler.reliably(Release(self.scheduler.next_seq(), list(lease_ids)))
 
     def close(self) -> None:
         """Disconnect."""
@@ -379,22 +379,22 @@ class Story:
     def promote(self) -> None:
         """Ask for chains that are only on the disk, and for long prompts."""
         for keys in self.cold[:8]:
-            ticket, found = self.one.acquire(keys)
+            lease_id, found = self.one.acquire(keys)
             assert found == len(keys), found
-            self.one.release([ticket])
+            self.one.release([lease_id])
         for first in (8, 16):
             keys = list(itertools.chain.from_iterable(self.cold[first : 2 * first]))
-            ticket, found = self.one.acquire(keys)
+            lease_id, found = self.one.acquire(keys)
             assert found == len(keys), found
-            self.one.release([ticket])
+            self.one.release([lease_id])
 
     def acquire_long(self) -> None:
         """Ask for prompts of 1,000,000 tokens and more."""
         keys = list(itertools.chain.from_iterable(self.other[:64]))
         for length in (4096, 16384, 32768):
-            ticket, found = self.two.acquire(keys[:length])
+            lease_id, found = self.two.acquire(keys[:length])
             assert found == min(length, len(keys)), found
-            self.two.release([ticket])
+            self.two.release([lease_id])
 
     def prefetch(self) -> None:
         """See new requests."""
@@ -438,7 +438,7 @@ class Story:
     def hold(self) -> None:
         """Lease a fifth of all chunks, use the rest, and save until the held ones are oldest."""
         held = self.mine[: _CHUNKS // 5 // _CHAIN]
-        tickets = [self.one.acquire(keys)[0] for keys in held]
+        lease_ids = [self.one.acquire(keys)[0] for keys in held]
         for keys in (*self.mine[len(held) :], *self.other):
             self.one.scheduler.say(Prefetch(b"".join(keys)))
             self.two.scheduler.say(Prefetch(b"".join(keys)))
@@ -446,7 +446,7 @@ class Story:
             self.one.scheduler.say(Prefetch(b"".join(keys), BIG))
         for number in range(40):
             self.two.save(chain(f"held {number}"))
-        for part in batches(tickets, 1000):
+        for part in batches(lease_ids, 1000):
             self.one.release(part)
 
     def burst(self) -> None:
@@ -564,7 +564,7 @@ async def _run(root: Path, say: Callable[[str], None]) -> Watch:
             watch.kind, began = kind, time.monotonic()
             await step(kind)
             await asyncio.sleep(_REST_S)
-            while not service.idle:  # noqa: ASYNC110  whatever makes it idle
+            while not service.driver.idle:  # noqa: ASYNC110  whatever makes it idle
                 await asyncio.sleep(_REST_S)
             stall, took = watch.longest[kind], time.monotonic() - began
             say(f"{kind}: {stall.held:.2f} ms, {stall.wall:.2f} by the clock, in {took:.0f} s")

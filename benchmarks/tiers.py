@@ -24,7 +24,7 @@ from benchmarks.plain_clients import PlainRedis, PlainS3
 from benchmarks.rates import Memory, measure_rates, memory
 from benchmarks.results import Result
 from benchmarks.servers import s3_bucket
-from kvhaven.tiers.redis import redis_tier
+from kvhaven.tiers.redis.tier import redis_tier
 from tests import servers
 from tests.servers import Bucket
 

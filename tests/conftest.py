@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from kvhaven.config_sources import NOT_SETTINGS, NOT_SETTINGS_PREFIXES
+from kvhaven.config.sources import NOT_SETTINGS, NOT_SETTINGS_PREFIXES
 from tests import servers
 
 _SECONDS_BY_MARKER = {"vllm": 1200, "crash": 600, "slow": 600}

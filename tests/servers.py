@@ -209,6 +209,6 @@ class Bucket:
         self._obstore.delete(self._store, name)
 
     def tier(self, prefix: str = "", **settings: Any) -> Tier:
-        from kvhaven.tiers.s3 import s3_tier
+        from kvhaven.tiers.s3.tier import s3_tier
 
         return s3_tier(f"s3://{self.name}/{prefix}", endpoints=[self.url], **settings)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvhaven.testing.memory_store import MemoryStore, memory_tier
 from kvhaven.testing.tiers import Change, Kit, online
-from kvhaven.tiers import worth
 from kvhaven.tiers.base import StoredShard, Tier
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import filesystem_tier
-from kvhaven.tiers.memory import MemoryStore, memory_tier
-from kvhaven.tiers.shared_store import blob_name
+from kvhaven.tiers.filesystem.tier import filesystem_tier
+from kvhaven.tiers.format import compression_policy as worth
+from kvhaven.tiers.shared.store import blob_name
 from tests.tiers import disk_tier, file_of
 
 
@@ -109,7 +109,7 @@ def _redis(request: pytest.FixtureRequest, server: str, **settings: Any) -> Kit:
     pytest.importorskip("redis", reason="pip install 'kvhaven[redis]'")
     from redis import Redis
 
-    from kvhaven.tiers.redis import PREFIX, redis_tier
+    from kvhaven.tiers.redis.tier import PREFIX, redis_tier
 
     url = request.getfixturevalue(server)
 

@@ -11,8 +11,8 @@ import pytest
 
 from kvhaven.testing.tiers import CAPACITY
 from kvhaven.tiers.base import StoredShard
-from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import TierExecutor
+from kvhaven.tiers.local.tier import DiskTier
 
 
 @contextlib.asynccontextmanager

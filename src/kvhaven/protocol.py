@@ -25,7 +25,7 @@ from kvhaven.types import (
 
 T = TypeVar("T")
 
-VERSION: Final = 3
+VERSION: Final = 4
 TENANTS: Final = 1
 """The feature bit of a service that tells tenants apart."""
 FRAME_LIMIT: Final = 4 << 20
@@ -123,7 +123,7 @@ class AttachRank(Message, frozen=True, tag=True):
     session: str
     member: str
     rank: int
-    world: int
+    world_size: int
     namespace: Key
     fields: Fields
     shards: Annotated[tuple[Shard, ...], msgspec.Meta(max_length=MOST_SHARDS)]
@@ -138,7 +138,7 @@ class AttachScheduler(Message, frozen=True, tag=True):
     id: int
     session: str
     member: str
-    world: int
+    world_size: int
     wait_ms: Milliseconds
 
 
@@ -199,7 +199,7 @@ class Prefetch(Message, frozen=True, tag=True):
 class Acquire(Message, frozen=True, tag=True):
     """Lease the longest prefix of `keys`; promotions are waited for, `wait_ms` at most."""
 
-    ticket: int
+    lease_id: int
     keys: Keys
     wait_ms: Milliseconds
     tenant: Tenant = b""
@@ -211,7 +211,7 @@ class Acquired(Message, frozen=True, tag=True):
     `final=False` says that promotions are under way and another answer follows.
     """
 
-    ticket: int
+    lease_id: int
     final: bool
     extents: list[tuple[int, int]]
     sources: bytes
@@ -221,7 +221,7 @@ class Release(Message, frozen=True, tag=True):
     """These leases were not handed to any rank and end now. Reliable."""
 
     seq: int
-    tickets: Annotated[Sequence[int], _FEW]
+    lease_ids: Annotated[Sequence[int], _FEW]
 
 
 class RankModel(Message, frozen=True, tag=True):
@@ -257,7 +257,7 @@ class Loaded(Message, frozen=True, tag=True):
     """The rank's copies for these leases have ended. Reliable."""
 
     seq: int
-    tickets: Annotated[Sequence[int], _FEW]
+    lease_ids: Annotated[Sequence[int], _FEW]
 
 
 class Reserve(Message, frozen=True, tag=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from kvhaven.config_sizes import format_size, parse_size
+from kvhaven.config.sizes import format_size, parse_size
 from kvhaven.keys import tenant_id
 from kvhaven.types import NO_TENANT, TENANT_BYTES, TenantId
 

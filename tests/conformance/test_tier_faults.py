@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
+from kvhaven.testing.faulty_tier import EVERYTHING, FaultyTier
 from kvhaven.testing.tier_damage import DAMAGE
 from kvhaven.testing.tiers import (
     Kit,
@@ -31,7 +32,6 @@ from kvhaven.testing.tiers import (
     until,
 )
 from kvhaven.tiers.base import Tier
-from kvhaven.tiers.faulty import EVERYTHING, FaultyTier
 from tests.tier_kits import KITS
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import xxhash
 
-from kvhaven.client.rank import Grant, RankClient
-from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
+from kvhaven.client.rank import RankClient, RankGrant
+from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
 from kvhaven.keys import namespace_digest
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Shard, ShardId, TenantId, align_up
@@ -37,11 +37,11 @@ def content(key: bytes, head: int, size: int = SHARD_BYTES) -> bytes:
     return hashlib.shake_128(key + bytes([head])).digest(size)
 
 
-def heads_of(rank: int, world: int, heads: int) -> range:
+def heads_of(rank: int, world_size: int, heads: int) -> range:
     """Return the heads of a rank; with fewer heads than ranks, several have the same one."""
-    if heads < world:
-        return range(rank * heads // world, rank * heads // world + 1)
-    return range(rank * heads // world, (rank + 1) * heads // world)
+    if heads < world_size:
+        return range(rank * heads // world_size, rank * heads // world_size + 1)
+    return range(rank * heads // world_size, (rank + 1) * heads // world_size)
 
 
 class WrongBytesError(Exception):
@@ -58,7 +58,7 @@ class Rank:
         self,
         address: str,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         *,
         engine: str = "engine",
         member: str = "",
@@ -68,8 +68,8 @@ class Rank:
         heads: int = 0,
         **client: Any,
     ) -> None:
-        heads = heads or world
-        self.heads = heads_of(rank, world, heads)
+        heads = heads or world_size
+        self.heads = heads_of(rank, world_size, heads)
         self.rank = rank
         self.shard_bytes = shard_bytes
         self.pause_s = pause_s
@@ -79,13 +79,13 @@ class Rank:
             session=engine,
             member=member or f"{engine}-rank{rank}-{time.monotonic_ns()}",
             rank=rank,
-            world=world,
+            world_size=world_size,
             namespace=namespace_digest(fields),
             fields=fields,
             shards=tuple(
                 Shard(ShardId(0, (0, 4), (head, head + 1)), shard_bytes) for head in self.heads
             ),
-            shared=heads < world,
+            shared=heads < world_size,
         )
         self.client = RankClient(address, self.attach, **client)
 
@@ -102,7 +102,7 @@ class Rank:
         wait_s: float = 5.0,
         save: int = 0,
         tenant: TenantId = NO_TENANT,
-    ) -> list[Grant]:
+    ) -> list[RankGrant]:
         """Return the grants there are."""
         reservation = self.client.reserve(parent, keys, save, tenant)
         if reservation is None:
@@ -111,8 +111,8 @@ class Rank:
         return [grant for grant in grants if grant is not None]
 
     def write(
-        self, grant: Grant, between: Callable[[], None] = lambda: None
-    ) -> tuple[Grant, list[Checksum]]:
+        self, grant: RankGrant, between: Callable[[], None] = lambda: None
+    ) -> tuple[RankGrant, list[Checksum]]:
         """Copy this rank's bytes of a chunk into the arena, in pieces, if they are its to write."""
         checksums = []
         for head, offset in zip(self.heads, self.client.shard_offsets, strict=True):
@@ -148,11 +148,11 @@ class Rank:
         while link._outbox and time.monotonic() < end:
             time.sleep(0.001)
 
-    def load(self, lease: Lease, keys: Sequence[ChunkKey]) -> int:
+    def load(self, lease: LeasedChunks, keys: Sequence[ChunkKey]) -> int:
         """Copy a lease's chunks and compare every byte; return how many could be read."""
         arena = self.client.arena(lease.service)
         if arena is None:
-            self.client.loaded([lease.ticket], lease.service)
+            self.client.loaded([lease.lease_id], lease.service)
             return 0
         for key, (segment, offset) in zip(keys, lease.extents, strict=False):
             first = offset + lease.offsets[self.rank]
@@ -162,7 +162,7 @@ class Rank:
                     raise WrongBytesError(
                         f"rank {self.rank}, head {head}: {key.hex()} at {segment}:{offset}"
                     )
-        self.client.loaded([lease.ticket], lease.service)
+        self.client.loaded([lease.lease_id], lease.service)
         return len(lease.extents)
 
     def _read(self, address: int) -> bytes:
@@ -184,7 +184,7 @@ class Scheduler:
     def __init__(
         self,
         address: str,
-        world: int = 1,
+        world_size: int = 1,
         *,
         engine: str = "engine",
         wait_ms: int = 5000,
@@ -194,7 +194,9 @@ class Scheduler:
     ) -> None:
         self.client = SchedulerClient(
             address,
-            AttachScheduler(1, engine, f"{engine}-sched-{time.monotonic_ns()}", world, wait_ms),
+            AttachScheduler(
+                1, engine, f"{engine}-sched-{time.monotonic_ns()}", world_size, wait_ms
+            ),
             lookup_deadline_s=lookup_s,
             promote_deadline_s=promote_s,
             **client,
@@ -204,14 +206,16 @@ class Scheduler:
         self.client.start(timeout_s)
         return self
 
-    def acquire(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> Lease | None:
+    def acquire(
+        self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT
+    ) -> LeasedChunks | None:
         """Ask, and wait for the final answer."""
-        ticket = self.client.ask(keys, tenant)
-        if ticket is None:
+        lease_id = self.client.ask(keys, tenant)
+        if lease_id is None:
             return None
         while True:
-            answer = self.client.wait(ticket, 0.05)
-            if isinstance(answer, Lease):
+            answer = self.client.wait(lease_id, 0.05)
+            if isinstance(answer, LeasedChunks):
                 return answer
             if answer is Outcome.MISS:
                 return None
@@ -224,7 +228,7 @@ class Scheduler:
         lease = self.acquire(keys, tenant)
         if lease is None:
             return 0
-        self.client.dispatched(lease.ticket)
+        self.client.dispatched(lease.lease_id)
         return min(rank.load(lease, keys) for rank in ranks)
 
     def close(self) -> None:
@@ -236,10 +240,12 @@ class Engine:
 
     _saves = itertools.count(1)
 
-    def __init__(self, address: str, world: int = 1, **options: Any) -> None:
+    def __init__(self, address: str, world_size: int = 1, **options: Any) -> None:
         engine = options.pop("engine", "engine")
-        self.ranks = [Rank(address, n, world, engine=engine, **options) for n in range(world)]
-        self.scheduler = Scheduler(address, world, engine=engine)
+        self.ranks = [
+            Rank(address, n, world_size, engine=engine, **options) for n in range(world_size)
+        ]
+        self.scheduler = Scheduler(address, world_size, engine=engine)
 
     def __enter__(self) -> Self:
         try:

@@ -20,12 +20,12 @@ from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
 from kvhaven.service.arena import Arena
 from kvhaven.service.connection import Listener
-from kvhaven.service.ladder import make_tiers
 from kvhaven.service.server import Service
 from kvhaven.service.status import ServiceStatus
+from kvhaven.service.tier_setup import make_tiers
 from kvhaven.tiers.base import TierAudit
-from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import TierExecutor
+from kvhaven.tiers.local.tier import DiskTier
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def leaks(status: ServiceStatus) -> dict[str, int]:
         "leased_bytes": catalog.leased_bytes,
         "reserved_bytes": catalog.reserved_bytes,
         "promoting_bytes": catalog.promoting_bytes,
-        "doomed_bytes": catalog.doomed_bytes,
+        "doomed_bytes": catalog.retired_bytes,
         "quarantined_bytes": catalog.quarantined_bytes,
         "used_beyond_resident": status.arena_used_bytes - resident,
     }

@@ -51,14 +51,14 @@ def left_behind(path: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def engine_on(settings: Settings, name: str = "e", world: int = 1) -> Iterator[Engine]:
+def engine_on(settings: Settings, name: str = "e", world_size: int = 1) -> Iterator[Engine]:
     address = embedded_address(settings, name)
     ensure = EmbeddedService(settings, address).ensure
     engine = Engine.__new__(Engine)
     engine.ranks = [
-        Rank(address, n, world, engine=name, ensure_service=ensure) for n in range(world)
+        Rank(address, n, world_size, engine=name, ensure_service=ensure) for n in range(world_size)
     ]
-    engine.scheduler = Scheduler(address, world, engine=name, ensure_service=ensure)
+    engine.scheduler = Scheduler(address, world_size, engine=name, ensure_service=ensure)
     with engine:
         yield engine
 
@@ -66,7 +66,7 @@ def engine_on(settings: Settings, name: str = "e", world: int = 1) -> Iterator[E
 def test_it_starts_with_the_engine_and_ends_with_it(short_dir: Path) -> None:
     settings = settings_in(short_dir)
     address = embedded_address(settings, "e")
-    with engine_on(settings, world=2) as engine:
+    with engine_on(settings, world_size=2) as engine:
         pid = status_of(address).pid
         assert pid != os.getpid()
         engine.save(KEYS)

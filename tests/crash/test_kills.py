@@ -35,9 +35,9 @@ def test_kills_at_random_moments_leave_nothing_wrong(short_dir: Path) -> None:
     killed = dict.fromkeys(VICTIMS, 0)
     with node:
         for event in range(events):
-            world, heads = dice.choice(((1, 0), (2, 0), (1, 2), (2, 4), (3, 1)))
+            world_size, heads = dice.choice(((1, 0), (2, 0), (1, 2), (2, 4), (3, 1)))
             name = f"engine{event % 3}"
-            work = Work(node.address, name, world, seed + event, heads=heads)
+            work = Work(node.address, name, world_size, seed + event, heads=heads)
             engine = WorkingEngine(work).wait_ready()
             try:
                 time.sleep(dice.random() * 0.2)

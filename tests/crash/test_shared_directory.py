@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvhaven.tiers.filesystem_lease import NAME, Owner
+from kvhaven.tiers.filesystem.ownership import NAME, Owner
 
 ROOT = Path(__file__).parents[2]
 QUOTA = int(os.environ.get("TEST_QUOTA_MIB", "128")) << 20
@@ -27,7 +27,7 @@ import asyncio, os, random, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from kvhaven.errors import TierError, TierMissError
-from kvhaven.tiers.filesystem_survey import Limits
+from kvhaven.tiers.filesystem.usage import Limits
 from kvhaven.tiers.registry import TierOptions, open_tier
 from kvhaven.testing.tiers import content, fetch, make_namespace, make_piece
 

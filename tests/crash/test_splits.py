@@ -83,8 +83,8 @@ def test_engines_of_all_sizes_work_on_one_model_while_they_are_killed(short_dir:
 
 
 def start(node: NodeProcess, event: int, number: int, dice: random.Random) -> WorkingEngine:
-    world = dice.choice((1, 2, 4))
-    work = Work(node.address, f"e{event}-{number}", world, dice.getrandbits(30), heads=4)
+    world_size = dice.choice((1, 2, 4))
+    work = Work(node.address, f"e{event}-{number}", world_size, dice.getrandbits(30), heads=4)
     return WorkingEngine(work).wait_ready()
 
 

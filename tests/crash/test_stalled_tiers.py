@@ -16,7 +16,7 @@ from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import filesystem_tier
+from kvhaven.tiers.filesystem.tier import filesystem_tier
 from tests import servers
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeProcess, NodeThread, eventually, flush, seconds, status_of

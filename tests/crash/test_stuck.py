@@ -103,10 +103,10 @@ def test_a_service_that_runs_for_long_does_not_grow(short_dir: Path) -> None:
         count = events_of_this_run(20_000)
         for number in range(count):
             keys = dice.choice(prompts)
-            ticket = scheduler.ask(keys)
-            if ticket is not None:
-                scheduler.wait(ticket, 0.01)
-                scheduler.release([ticket])
+            lease_id = scheduler.ask(keys)
+            if lease_id is not None:
+                scheduler.wait(lease_id, 0.01)
+                scheduler.release([lease_id])
             if number % 3 == 0:
                 grants = rank.reserve(keys)
                 if number % 2:

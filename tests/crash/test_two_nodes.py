@@ -18,7 +18,7 @@ import pytest
 from kvhaven.client.control import connect
 from kvhaven.tiers.base import TierAudit
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import filesystem_tier
+from kvhaven.tiers.filesystem.tier import filesystem_tier
 from tests.commands import kvhaven
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeProcess, audit_disk, eventually, flush, settled, status_of
@@ -77,12 +77,12 @@ def working(work: Work) -> Iterator[WorkingEngine]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_node_loads_what_another_computed(short_dir: Path, shared: Path, world: int) -> None:
+def test_a_node_loads_what_another_computed(short_dir: Path, shared: Path, world_size: int) -> None:
     with node_of(short_dir, "a") as a, node_of(short_dir, "b") as b:
-        with Engine(a.address, world) as engine:
+        with Engine(a.address, world_size) as engine:
             assert engine.save(KEYS) == len(KEYS)
         flush(a.address)
-        with Engine(b.address, world) as engine:
+        with Engine(b.address, world_size) as engine:
             assert engine.load([*KEYS, *prompt("unknown", 4)]) == len(KEYS)
             asked = status_of(b.address).catalog.tiers
             assert [t.found for t in asked.values() if t.shared] == [len(KEYS)]

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from kvhaven.client.embedded import EmbeddedService
-from kvhaven.client.scheduler import Lease
+from kvhaven.client.scheduler import LeasedChunks
 from kvhaven.config import Settings
 from kvhaven.types import ChunkKey
 from tests.crash.engine import Rank, Scheduler, prompt
@@ -30,7 +30,7 @@ START_S = 20.0
 class Plan(NamedTuple):
     """One step of an engine, for each of its ranks."""
 
-    load: Lease | None
+    load: LeasedChunks | None
     keys: tuple[ChunkKey, ...]
     save: int
     """The save's number; 0 for none."""
@@ -45,7 +45,7 @@ class Work(NamedTuple):
 
     address: str
     engine: str
-    world: int
+    world_size: int
     seed: int
     prompts: int = 12
     length: int = 12
@@ -81,7 +81,7 @@ def rank_main(work: Work, number: int, plans: Connection, reports: Connection) -
     rank = Rank(
         work.address,
         number,
-        work.world,
+        work.world_size,
         engine=work.engine,
         pause_s=work.pause_s,
         heads=work.heads,
@@ -122,7 +122,7 @@ def scheduler_main(
     """Be a scheduler: step at random; `orders` are "verify" and "stop", answered by a count."""
     dice = random.Random(f"{work.seed} scheduler")
     address = work.scheduler_address or work.address
-    scheduler = Scheduler(address, work.world, engine=work.engine, **_starter(work))
+    scheduler = Scheduler(address, work.world_size, engine=work.engine, **_starter(work))
     try:
         for rank in ranks:
             rank.recv()
@@ -159,9 +159,9 @@ def _schedule(
             scheduler.client.prefetch(keys)
         if dice.random() < 0.1:
             # Aborted before it was planned: given back, perhaps before the answer came.
-            ticket = scheduler.client.ask(keys)
-            if ticket is not None:
-                scheduler.client.release([ticket])
+            lease_id = scheduler.client.ask(keys)
+            if lease_id is not None:
+                scheduler.client.release([lease_id])
             continue
         steps += 1
         loaded += _step(scheduler, ranks, keys, save=steps if dice.random() < 0.8 else 0)
@@ -172,7 +172,7 @@ def _step(
 ) -> int:
     lease = scheduler.acquire(keys)
     if lease is not None:
-        scheduler.client.dispatched(lease.ticket)
+        scheduler.client.dispatched(lease.lease_id)
     services = scheduler.client.services_in_use
     for rank in ranks:
         rank.send(Plan(lease, tuple(keys), save, services))
@@ -186,10 +186,10 @@ class WorkingEngine:
         self.work = work
         self._reports, reports = _processes.Pipe(duplex=False)
         self._orders, orders = _processes.Pipe()
-        ours, theirs = zip(*(_processes.Pipe() for _ in range(work.world)), strict=True)
+        ours, theirs = zip(*(_processes.Pipe() for _ in range(work.world_size)), strict=True)
         self.ranks = [
             _processes.Process(target=rank_main, args=(work, n, theirs[n], reports), daemon=True)
-            for n in range(work.world)
+            for n in range(work.world_size)
         ]
         self.scheduler = _processes.Process(
             target=scheduler_main, args=(work, ours, orders, reports), daemon=True

@@ -215,7 +215,7 @@ def held_bytes(status: ServiceStatus) -> dict[str, int]:
         "leased": catalog.leased_bytes,
         "reserved": catalog.reserved_bytes,
         "promoting": catalog.promoting_bytes,
-        "doomed": catalog.doomed_bytes,
+        "doomed": catalog.retired_bytes,
         "quarantined": catalog.quarantined_bytes,
     }
     return {name: amount for name, amount in held.items() if amount}

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvhaven.catalog.actions import Acquisition, Leased, MemberId, SessionId, Ticket
+from kvhaven.catalog.actions import Acquisition, Leased, LeaseId, MemberId, SessionId
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import ChunkKey, TenantId
 from tests.simulation.catalog_model import (
@@ -27,7 +27,7 @@ from tests.simulation.catalog_model import (
 class Load:
     """A lease as its scheduler sees it; `held` are the claims of a lease nobody loads yet."""
 
-    ticket: Ticket
+    lease_id: LeaseId
     keys: Sequence[ChunkKey]
     chunks: tuple[Leased, ...] = ()
     final: bool = False
@@ -86,7 +86,7 @@ class Engine:
     namespace: Namespace
     split: Split
     processes: list[Process] = field(default_factory=list)
-    loads: dict[Ticket, Load] = field(default_factory=dict)
+    loads: dict[LeaseId, Load] = field(default_factory=dict)
     to_save: list[tuple[int, Save]] = field(default_factory=list)
 
     @property
@@ -211,7 +211,7 @@ class Engines:
         tenant, chain = self._world.pick(CHAIN_KEYS[digest])
         keys = chain[: 1 + self._world.choose(CHAIN_CHUNKS)]
         self._names += 1
-        load = Load(Ticket(self._names), keys)
+        load = Load(LeaseId(self._names), keys)
         resident = 0
         while resident < len(keys) and catalog.checksums(keys[resident]) is not None:
             if end_of(catalog._space.entries[keys[resident]].extent) > engine.reach:
@@ -224,14 +224,14 @@ class Engines:
         busy = {key for key in keys if key in catalog._space.entries}
         roomy = stats.leased_bytes + stats.promoting_bytes + most <= stats.pin_limit_bytes
         with self._world.nobody_else_pays(tenant), self.nobody_goes_in_vain(engine):
-            answer = catalog.acquire(engine.id, load.ticket, digest, keys, tenant)
+            answer = catalog.acquire(engine.id, load.lease_id, digest, keys, tenant)
         at_once = min(resident, PACE.leases) if answer.promoting else resident
         assert len(answer.chunks) >= at_once or not roomy, "a resident prefix was not offered"
         if roomy and not answer.promoting and len(answer.chunks) < len(keys):
             self._expect_gap(engine, keys[len(answer.chunks)], busy)
         if answer.chunks or answer.promoting:
-            assert catalog.acquire(engine.id, load.ticket, digest, keys, tenant) == answer
-            engine.loads[load.ticket] = load
+            assert catalog.acquire(engine.id, load.lease_id, digest, keys, tenant) == answer
+            engine.loads[load.lease_id] = load
             self._world.counts["hits"] += len(answer.chunks)
             self._answered(engine, load, answer)
 
@@ -239,19 +239,19 @@ class Engines:
         """The catalog says that a lease is final; it may not be heard."""
         for engine in self.all:
             scheduler = next((p for p in engine.processes if p.rank is None), None)
-            load = engine.loads.get(answer.ticket)
+            load = engine.loads.get(answer.lease_id)
             if engine.id == session and scheduler is not None and load is not None:
                 assert not load.final, f"{answer} is final twice"
                 assert not answer.promoting
                 if scheduler.connected:
                     self._answered(engine, load, answer)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """A scheduler's deadline is over."""
         found = self._load(lambda p, load: p.connected and not load.final)
         if found is not None:
             engine, load = found
-            answer = self._world.catalog.settle(engine.id, load.ticket)
+            answer = self._world.catalog.finalize(engine.id, load.lease_id)
             assert not answer.promoting
             self._answered(engine, load, answer)
 
@@ -264,7 +264,7 @@ class Engines:
         ranks = [p for p in engine.processes if p.rank is not None and p.alive]
         for process in ranks:
             assert process.rank is not None
-            claim = ("load", process.id, load.ticket)
+            claim = ("load", process.id, load.lease_id)
             bits = bits_of(engine.split[process.rank])
             copies = [Copy(engine.namespace, c.key, c.extent, bits, claim) for c in load.chunks]
             for copy in copies:
@@ -289,10 +289,10 @@ class Engines:
         for copy in copies:
             self._world.memory.drop(copy)
         engine, catalog = process.engine, self._world.catalog
-        self.send(process, lambda: catalog.loaded(engine.id, load.ticket, process.id))
+        self.send(process, lambda: catalog.loaded(engine.id, load.lease_id, process.id))
         self._world.counts["loaded"] += 1
         if not any(other is load for p in engine.processes for other, _ in p.loads):
-            engine.loads.pop(load.ticket, None)
+            engine.loads.pop(load.lease_id, None)
 
     def release(self) -> None:
         """A scheduler does not want a lease any more."""
@@ -388,8 +388,10 @@ class Engines:
     def _attach(self, process: Process) -> None:
         engine = process.engine
         digest = engine.namespace.digest
-        holds = 0 if process.rank is None else engine.split[process.rank]
-        self._world.catalog.attach(engine.id, process.id, process.rank, digest, engine.world, holds)
+        shard_mask = 0 if process.rank is None else engine.split[process.rank]
+        self._world.catalog.attach(
+            engine.id, process.id, process.rank, digest, engine.world, shard_mask
+        )
 
     def _prepare(self, process: Process, prepared: int) -> None:
         def tell() -> None:
@@ -412,13 +414,13 @@ class Engines:
             assert not unready, f"{chunk} is offered, but {unready} cannot load it"
             writer = self._world.memory.splits.get(chunk.extent.generation, engine.split)
             self._world.counts["shared"] += writer != engine.split
-            claim = ("lease", engine.id, load.ticket)
+            claim = ("lease", engine.id, load.lease_id)
             copy = Copy(engine.namespace, chunk.key, chunk.extent, bits, claim)
             self._world.memory.claim(copy)
             load.held.append(copy)
         if load.final and not load.chunks:
-            del engine.loads[load.ticket]
-            self._world.catalog.release(engine.id, load.ticket)
+            del engine.loads[load.lease_id]
+            self._world.catalog.release(engine.id, load.lease_id)
 
     def _let_go(self, load: Load) -> None:
         for copy in load.held:
@@ -427,8 +429,8 @@ class Engines:
 
     def _release(self, engine: Engine, load: Load) -> None:
         self._let_go(load)
-        del engine.loads[load.ticket]
-        self._world.catalog.release(engine.id, load.ticket)
+        del engine.loads[load.lease_id]
+        self._world.catalog.release(engine.id, load.lease_id)
 
     def _kill(self, process: Process) -> None:
         process.alive = process.connected = False
@@ -459,7 +461,7 @@ class Engines:
                 self.all.remove(engine)
 
     def _forget_held(self, engine: Engine) -> None:
-        for ticket, load in tuple(engine.loads.items()):
+        for lease_id, load in tuple(engine.loads.items()):
             if not load.dispatched:
                 self._let_go(load)
-                del engine.loads[ticket]
+                del engine.loads[lease_id]

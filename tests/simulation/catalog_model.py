@@ -18,7 +18,7 @@ from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import Leased, TierName
 from kvhaven.catalog.policies import POLICIES
-from kvhaven.catalog.tierspec import MEMORY
+from kvhaven.catalog.tier_spec import MEMORY
 from kvhaven.catalog.work import Pace
 from kvhaven.keys import tenant_id
 from kvhaven.tenants import Quotas
@@ -44,7 +44,7 @@ Claim = tuple[object, ...]
 WRITING = {"save", "TierRead"}
 """The first word of the claims of those who write."""
 
-PACE = Pace(light=4, leases=3, heavy=2, promotions=2, tickets=1)
+PACE = Pace(light=4, leases=3, heavy=2, promotions=2, lease_ids=1)
 """Pieces so small that whatever takes several chunks takes several events."""
 ARENA_BYTES = 192 << 10
 STEP_BYTES = 32 << 10
@@ -53,11 +53,11 @@ CHAIN_CHUNKS = 6
 CHAINS = 4
 TIERS = (
     TierSpec(TierName("disk"), 768 << 10, 0.8),
-    TierSpec(TierName("fs"), shared=True, believe_s=4.0),
+    TierSpec(TierName("fs"), shared=True, lookup_ttl_s=4.0),
     TierSpec(
         TierName("s3"),
         shared=True,
-        believe_s=8.0,
+        lookup_ttl_s=8.0,
         write=WriteMode.THROUGH,
         store_on=StoreOn.SECOND,
     ),
@@ -351,12 +351,12 @@ class World:
     def may_be_read(self, tier: TierName, key: ChunkKey) -> bool:
         """Whether the catalog was told, not too long ago, that a shared tier has a chunk whole."""
         heard = self.heard.whole.get((tier, key))
-        return heard is not None and self.now - heard < SHARED[tier].believe_s
+        return heard is not None and self.now - heard < SHARED[tier].lookup_ttl_s
 
     def may_be_missed(self, key: ChunkKey) -> bool:
         """Whether every shared tier said, not too long ago, that it has not got a chunk."""
         return all(
-            self.now - self.heard.absent.get((tier, key), -1e9) < spec.believe_s
+            self.now - self.heard.absent.get((tier, key), -1e9) < spec.lookup_ttl_s
             for tier, spec in SHARED.items()
             if self.online[tier]
         )

@@ -39,7 +39,7 @@ class Node:
             (15, engines.notice),
             (15, engines.reconnect),
             (10, engines.start),
-            (8, engines.settle),
+            (8, engines.finalize),
             (8, engines.release),
             (8, engines.prefetch),
             (6, tenants.acquire_as_another),
@@ -101,6 +101,6 @@ class Node:
         assert stats.used_bytes == resident, "bytes leaked"
         assert (stats.sessions, stats.members, stats.leases) == (0, 0, 0)
         assert (stats.leased_bytes, stats.promoting_bytes) == (0, 0)
-        assert (stats.reserved_bytes, stats.doomed_bytes, stats.quarantined_bytes) == (0, 0, 0)
+        assert (stats.reserved_bytes, stats.retired_bytes, stats.quarantined_bytes) == (0, 0, 0)
         assert not any(self.world.memory.claims.values()), "the model itself leaks"
         self.world.catalog.check()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What befalls tenants in the simulation: other quotas, clearing, and being taken for others."""
 
-from kvhaven.catalog.actions import Ticket
+from kvhaven.catalog.actions import LeaseId
 from kvhaven.types import NO_TENANT, PAGE_BYTES, TenantId
 from tests.simulation.catalog_engines import Engines
 from tests.simulation.catalog_model import (
@@ -27,7 +27,7 @@ class TenantEvents:
         self._late = dict.fromkeys(TENANTS, 0)  # events for which it had what it need not have
         self._quotas = {tenant: MEMORY_QUOTAS.of(tenant) for tenant in TENANTS}
         self._excess = dict.fromkeys(TENANTS, 0)  # what one had when its quota was lowered
-        self._tickets = 0  # counted down: engines count up
+        self._lease_ids = 0  # counted down: engines count up
 
     def acquire_as_another(self) -> None:
         """A scheduler asks for a tenant's chain as somebody else: it has nothing of it."""
@@ -38,11 +38,11 @@ class TenantEvents:
         digest = engine.namespace.digest
         owner, keys = self._world.pick(CHAIN_KEYS[digest])
         tenant = self._world.pick([t for t in (NO_TENANT, *TENANTS) if t != owner])
-        self._tickets -= 1
-        ticket = Ticket(self._tickets)
-        answer = catalog.acquire(engine.id, ticket, digest, keys, tenant)
+        self._lease_ids -= 1
+        lease_id = LeaseId(self._lease_ids)
+        answer = catalog.acquire(engine.id, lease_id, digest, keys, tenant)
         assert not answer.chunks, "a tenant's chunk was offered to another"
-        catalog.release(engine.id, ticket)
+        catalog.release(engine.id, lease_id)
         self._world.counts["asked as another"] += 1
 
     def limit(self) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
-from kvhaven.tiers.header import stored_bytes
+from kvhaven.tiers.format.header import stored_bytes
 from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
 from tests.simulation.catalog_model import (
     BY_DIGEST,
@@ -80,7 +80,7 @@ class FakeTiers:
             assert action.tier in SHARED, f"{action}: the catalog knows what is there"
             self._lookups.append((action, self._see(action)))
             return
-        namespace = BY_DIGEST[action.namespace]
+        namespace = action.namespace
         bits = range(len(namespace.table.shards))
         claim = (type(action).__name__, action.tier, action.extent.generation)
         copy = Copy(namespace, action.key, action.extent, bits, claim)
@@ -104,7 +104,7 @@ class FakeTiers:
         world = self._world
         action, before = pair = world.pick(self._lookups)
         self._lookups.remove(pair)
-        complete = BY_DIGEST[action.namespace].table.complete
+        complete = action.namespace.table.complete
         failed = not world.online[action.tier] or world.one_in(8)
         found = before if world.one_in(3) else self._see(action)
         for key in action.keys:
@@ -162,8 +162,10 @@ class FakeTiers:
         memory.drop(copy)
         if ok:
             intact = action.extent.generation not in memory.damaged
-            complete = BY_DIGEST[action.namespace].table.complete
-            self._stores[action.tier][action.key] = Stored(action.namespace, complete, intact)
+            complete = action.namespace.table.complete
+            self._stores[action.tier][action.key] = Stored(
+                action.namespace.digest, complete, intact
+            )
             world.heard.tell(action.tier, action.key, world.now, whole=True)
         world.counts["written" if ok else "write failed"] += 1
         world.counts[f"written to {action.tier}"] += ok

@@ -95,14 +95,14 @@ class Bench:
     """An engine's ranks at a node, without an engine: `side` makes its scheduler's side."""
 
     def __init__(
-        self, node: Node, world: int = 1, namespace: NamespaceDigest | None = None
+        self, node: Node, world_size: int = 1, namespace: NamespaceDigest | None = None
     ) -> None:
         self.node = node
-        self.world = world
+        self.world_size = world_size
         self.session = uuid.uuid4().hex
         own = NamespaceDigest(xxhash.xxh3_128_digest(self.session.encode()) * 2)
         self.namespace = namespace or own
-        self.ranks = [self._rank(rank) for rank in range(world)]
+        self.ranks = [self._rank(rank) for rank in range(world_size)]
         self._saves = itertools.count(1_000_000)
         self._clients: list[SchedulerClient] = []
         self._adapters: dict[int, AdapterVersion] = {}
@@ -123,7 +123,7 @@ class Bench:
         chosen = Settings(**({"chunk_size": CHUNK, "lookup_deadline_ms": 2000} | settings))
         client = SchedulerClient(
             self.node.address,
-            AttachScheduler(1, self.session, uuid.uuid4().hex, self.world, 5000),
+            AttachScheduler(1, self.session, uuid.uuid4().hex, self.world_size, 5000),
             lookup_deadline_s=chosen.lookup_deadline_ms / 1000,
             promote_deadline_s=chosen.promote_deadline_ms / 1000,
         )
@@ -134,7 +134,7 @@ class Bench:
             chosen,
             client,
             block_sizes=[BLOCK],
-            world=self.world,
+            world_size=self.world_size,
             asynchronous=asynchronous,
             shared=shared,
             events=StoredEvents(CHUNK) if events else None,
@@ -206,7 +206,7 @@ class Bench:
                 session=self.session,
                 member=uuid.uuid4().hex,
                 rank=rank,
-                world=self.world,
+                world_size=self.world_size,
                 namespace=self.namespace,
                 fields={"model": "bench"},
                 shards=(Shard(ShardId(0, (0, 1), (rank, rank + 1)), BYTES),),

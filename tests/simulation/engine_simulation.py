@@ -248,7 +248,7 @@ def _check_no_leaks(node: Node) -> None:
             "leases": figures.leases,
             "leased": figures.leased_bytes,
             "reserved": figures.reserved_bytes,
-            "doomed": figures.doomed_bytes,
+            "doomed": figures.retired_bytes,
             "quarantined": figures.quarantined_bytes,
             "used": figures.used_bytes,
         }

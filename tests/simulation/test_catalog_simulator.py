@@ -21,14 +21,14 @@ from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.holdings import Place, Scope
 from kvhaven.catalog.leases import Leases, LettingGo
-from kvhaven.catalog.lookups import Lookups
+from kvhaven.catalog.local_index import LocalTierIndex
+from kvhaven.catalog.lookups import TierLookups
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policies import POLICIES
-from kvhaven.catalog.presence import Presence
 from kvhaven.catalog.reservations import Reservations
+from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Lease, Lookup, Member, Session, Sessions
-from kvhaven.catalog.space import Space
-from kvhaven.catalog.tierindex import TierIndex
+from kvhaven.catalog.shared_index import SharedTierIndex
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.errors import KVHavenError
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey
@@ -142,15 +142,15 @@ def _break_words_of_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _break_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reservations, "_to_write", lambda *args: args[-1].holds)
+    monkeypatch.setattr(Reservations, "_to_write", lambda *args: args[-1].shard_mask)
 
 
 def _break_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grant what is missing of a rank's shards, where only a part of them is."""
 
     def missing(_: Reservations, entry: Entry, member: Member) -> int:
-        lowest = member.holds & -member.holds
-        return 0 if entry.bitmap & member.holds else lowest
+        lowest = member.shard_mask & -member.shard_mask
+        return 0 if entry.bitmap & member.shard_mask else lowest
 
     monkeypatch.setattr(Reservations, "_to_write", missing)
 
@@ -168,13 +168,13 @@ def _adopt(monkeypatch: pytest.MonkeyPatch, joins: Callable[[int, int], bool]) -
         save: int,
     ) -> list[Grant | None]:
         known = self._sessions.members[member]
-        ranks = [m for m in self._sessions.sessions[known.session].members.values() if m.holds]
+        ranks = [m for m in self._sessions.sessions[known.session].members.values() if m.shard_mask]
         for entry in (self._space.entries.get(key) for key in keys):
             if entry is None or entry.state is not State.RESERVED or entry.writers:
                 continue
-            if entry.namespace is namespace and joins(entry.bitmap, known.holds):
+            if entry.namespace is namespace and joins(entry.bitmap, known.shard_mask):
                 entry.owner = known.session, save
-                missing = [m.rank for m in ranks if m.holds & ~entry.bitmap]
+                missing = [m.rank for m in ranks if m.shard_mask & ~entry.bitmap]
                 entry.awaited = sum(1 << rank for rank in missing if rank is not None)
         return reserve(self, member, namespace, parent, keys, save)
 
@@ -237,14 +237,14 @@ def _break_leak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _answer(monkeypatch: pytest.MonkeyPatch, change: Callable[[Lookup, Found], Found]) -> None:
     """Let answers of shared tiers be understood otherwise than they are given."""
-    answered = Presence.answered
+    answered = SharedTierIndex.answered
 
-    def changed(self: Presence, number: int, found: Found | None) -> Lookup:
+    def changed(self: SharedTierIndex, number: int, found: Found | None) -> Lookup:
         if found is None:
             return answered(self, number, found)
         return answered(self, number, change(self.lookups[number], dict(found)))
 
-    monkeypatch.setattr(Presence, "answered", changed)
+    monkeypatch.setattr(SharedTierIndex, "answered", changed)
 
 
 def _break_answers_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,14 +268,14 @@ def _break_answers_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _break_failed_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take it that what a tier did not tell of is there."""
-    answered = Presence.answered
+    answered = SharedTierIndex.answered
 
-    def trusting(self: Presence, number: int, found: Found | None) -> Lookup:
+    def trusting(self: SharedTierIndex, number: int, found: Found | None) -> Lookup:
         lookup = self.lookups[number]
         everything = dict.fromkeys(lookup.keys, lookup.namespace.complete)
         return answered(self, number, everything if found is None else found)
 
-    monkeypatch.setattr(Presence, "answered", trusting)
+    monkeypatch.setattr(SharedTierIndex, "answered", trusting)
 
 
 def _break_missed_promotions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,13 +294,13 @@ def _break_missed_promotions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _break_age(monkeypatch: pytest.MonkeyPatch, *, present: bool) -> None:
-    known = Presence._known
+    known = SharedTierIndex._known
 
-    def ageless(self: Presence, key: ChunkKey) -> object:
+    def ageless(self: SharedTierIndex, key: ChunkKey) -> object:
         answer = self.known.get(key)
         return answer if answer is not None and answer.present is present else known(self, key)
 
-    monkeypatch.setattr(Presence, "_known", ageless)
+    monkeypatch.setattr(SharedTierIndex, "_known", ageless)
 
 
 def _break_age_of_absence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,25 +313,25 @@ def _break_age_of_presence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _break_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Go on believing in what a read did not find."""
-    monkeypatch.setattr(Presence, "forget", lambda _, __: 0)
+    monkeypatch.setattr(SharedTierIndex, "forget", lambda _, __: 0)
 
 
 def _break_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for a tier that is offline."""
-    monkeypatch.setattr(Lookups, "offline", lambda _, __: [])
+    monkeypatch.setattr(TierLookups, "offline", lambda _, __: [])
 
 
 def _break_waking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wake only the first of those who wait for an answer."""
-    answered = Lookups.answered
+    answered = TierLookups.answered
 
-    def drowsy(self: Lookups, tier: TierName, number: int, found: Found | None) -> Lookup:
+    def drowsy(self: TierLookups, tier: TierName, number: int, found: Found | None) -> Lookup:
         lookup = answered(self, tier, number, found)
         for lease in tuple(lookup.waiting)[1:]:
             del lookup.waiting[lease]
         return lookup
 
-    monkeypatch.setattr(Lookups, "answered", drowsy)
+    monkeypatch.setattr(TierLookups, "answered", drowsy)
 
 
 def _break_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,24 +352,24 @@ def _break_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _break_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grant what is asked for, whatever the quota."""
-    monkeypatch.setattr(Space, "_within_quota", lambda *args, **_: args[-1])
+    monkeypatch.setattr(ResidentChunks, "_within_quota", lambda *args, **_: args[-1])
 
 
 def _break_whose_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make room for a tenant among all chunks."""
 
-    def shrink(self: Space[object], tenant: Tenant, most_bytes: int, _: int) -> None:
+    def shrink(self: ResidentChunks[object], tenant: Tenant, most_bytes: int, _: int) -> None:
         for policy in self.orders.classes.values():
             while tenant.memory_bytes > most_bytes and self._evict_some(policy, 1):
                 pass
 
-    monkeypatch.setattr(Space, "_shrink", shrink)
+    monkeypatch.setattr(ResidentChunks, "_shrink", shrink)
 
 
 def _break_lowered_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave a tenant what it has when its quota is lowered."""
-    monkeypatch.setattr(Space, "enforce_quotas", lambda _: None)
-    monkeypatch.setattr(Space, "_begin_quota", lambda _, tenant: iter(()))
+    monkeypatch.setattr(ResidentChunks, "enforce_quotas", lambda _: None)
+    monkeypatch.setattr(ResidentChunks, "_begin_quota", lambda _, tenant: iter(()))
 
 
 def _break_clear_of_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,43 +403,43 @@ def _break_leases_of_what_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
 def _break_reads_of_what_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Believe that a tier has what was cleared until it is deleted."""
 
-    def holds(self: TierIndex, key: ChunkKey, namespace: NamespaceState) -> bool:
+    def holds(self: LocalTierIndex, key: ChunkKey, namespace: NamespaceState) -> bool:
         stored = self.stored.get(key)
         mine = stored is not None and stored.namespace is namespace
         return mine and stored is not None and stored.bitmap == namespace.complete
 
-    monkeypatch.setattr(TierIndex, "holds", holds)
+    monkeypatch.setattr(LocalTierIndex, "holds", holds)
 
 
 def _break_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave what was cleared from memory behind after the first piece."""
-    sweep = Space._sweep
+    sweep = ResidentChunks._sweep
 
-    def lazy(self: Space[SlabId]) -> Iterator[None]:
+    def lazy(self: ResidentChunks[SlabId]) -> Iterator[None]:
         yield from islice(sweep(self), 1)
         self._sweeping = False
 
-    monkeypatch.setattr(Space, "_sweep", lazy)
+    monkeypatch.setattr(ResidentChunks, "_sweep", lazy)
 
 
 def _break_sweeps_of_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave what was cleared from a tier behind after the first piece."""
-    sweep = TierIndex._sweep
+    sweep = LocalTierIndex._sweep
 
-    def lazy(self: TierIndex) -> Iterator[None]:
+    def lazy(self: LocalTierIndex) -> Iterator[None]:
         yield from islice(sweep(self), 1)
         self._sweeping = False
 
-    monkeypatch.setattr(TierIndex, "_sweep", lazy)
+    monkeypatch.setattr(LocalTierIndex, "_sweep", lazy)
 
 
 def _break_settled_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Go on with a long lease whose scheduler was told that it is all."""
-    halt, settle = Leases._halt, Leases._settle
+    halt, finalize = Leases._halt, Leases._finalize
 
     def greedy(self: Leases, home: Session, lease: Lease) -> None:
         monkeypatch.setattr(Leases, "_halt", lambda _, __: None)
-        settle(self, home, lease)
+        finalize(self, home, lease)
         monkeypatch.setattr(Leases, "_halt", halt)
 
     monkeypatch.setattr(Leases, "_settle", greedy)

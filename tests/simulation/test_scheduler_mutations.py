@@ -65,7 +65,7 @@ def lease_ends_when_the_load_begins(patch: Patch) -> None:
     original = Loader.start
 
     def start(loads: Loader, job: Any) -> None:
-        loads._client.loaded([job.ticket], job.service)
+        loads._client.loaded([job.lease_id], job.service)
         original(loads, job)
 
     patch.setattr(Loader, "start", start)
@@ -104,8 +104,8 @@ def loads_are_reported_before_they_ended(patch: Patch) -> None:
     def take(loads: Loader) -> set[str]:
         told: set[int] = loads.__dict__.setdefault("told", set())
         running = [load.job for load in loads._running if load.job.asynchronous]
-        fresh = {job.request_id for job in running if job.ticket not in told}
-        told.update(job.ticket for job in running)
+        fresh = {job.request_id for job in running if job.lease_id not in told}
+        told.update(job.lease_id for job in running)
         loads._finished.clear()
         return fresh
 

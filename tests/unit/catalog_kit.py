@@ -11,9 +11,9 @@ from kvhaven.catalog.actions import (
     Action,
     CommitResult,
     Grant,
+    LeaseId,
     MemberId,
     SessionId,
-    Ticket,
     TierName,
     TierRead,
     TierWrite,
@@ -22,7 +22,7 @@ from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
-from kvhaven.tiers.header import stored_bytes
+from kvhaven.tiers.format.header import stored_bytes
 from kvhaven.types import (
     NO_TENANT,
     Checksum,
@@ -61,7 +61,7 @@ def checksums_of(key: ChunkKey, shards: int = 1) -> tuple[Checksum, ...]:
 
 
 class Node:
-    """A catalog over an arena of `pages` pages, with the session `s` of `world` ranks.
+    """A catalog over an arena of `pages` pages, with the session `s` of `world_size` ranks.
 
     `usable` is how many of the pages there are at first (default: all).
 
@@ -72,7 +72,7 @@ class Node:
     def __init__(
         self,
         pages: int = 16,
-        world: int = 1,
+        world_size: int = 1,
         tiers: Sequence[TierSpec] = (),
         pin_limit: int | None = None,
         write_queue: int | None = None,
@@ -98,13 +98,13 @@ class Node:
             memory_quotas=memory_quotas,
             disk_quotas=disk_quotas,
         )
-        self.world = len(split) or world
-        self.shards = max(split).bit_length() if split else world
+        self.world_size = len(split) or world_size
+        self.shards = max(split).bit_length() if split else world_size
         self.namespace = namespace_of("n", self.shards)
         self.session = SessionId("s")
         self.catalog.add_namespace(self.namespace)
         self.attach("s", split=split, ready=ready)
-        self._ticket = 0
+        self._lease_id = 0
 
     def attach(
         self,
@@ -122,9 +122,9 @@ class Node:
         namespace = namespace or self.namespace
         split = split or [1 << bit for bit in range(len(namespace.table.shards))]
         for rank in (None, *range(len(split))):
-            member, holds = MemberId(f"{session}/{rank}"), 0 if rank is None else split[rank]
+            member, shard_mask = MemberId(f"{session}/{rank}"), 0 if rank is None else split[rank]
             self.catalog.attach(
-                SessionId(session), member, rank, namespace.digest, len(split), holds
+                SessionId(session), member, rank, namespace.digest, len(split), shard_mask
             )
             if ready and rank is not None:
                 self.catalog.ready(member, 0, self.allocator.usable[0])
@@ -163,7 +163,7 @@ class Node:
         tenant: TenantId = NO_TENANT,
     ) -> int:
         """Have all ranks of `s` save chunks; return how many are resident then."""
-        ranks = [f"s/{rank}" for rank in range(self.world)]
+        ranks = [f"s/{rank}" for rank in range(self.world_size)]
         grants = [self.reserve(keys, rank, parent, tenant=tenant) for rank in ranks]
         for rank, granted in enumerate(grants):
             for grant in granted:
@@ -180,9 +180,9 @@ class Node:
         self, keys: Sequence[ChunkKey], session: str = "s", tenant: TenantId = NO_TENANT
     ) -> Acquisition:
         """Acquire under a new ticket."""
-        self._ticket += 1
-        ticket, digest = Ticket(self._ticket), self.namespace.digest
-        return self.catalog.acquire(SessionId(session), ticket, digest, keys, tenant)
+        self._lease_id += 1
+        lease_id, digest = LeaseId(self._lease_id), self.namespace.digest
+        return self.catalog.acquire(SessionId(session), lease_id, digest, keys, tenant)
 
     def store(
         self, keys: Sequence[ChunkKey], tier: TierName = DISK, tenant: TenantId = NO_TENANT

@@ -247,7 +247,7 @@ def test_an_arena_that_will_not_grow_is_used_for_what_it_is() -> None:
     length = 33 * MIB
     allocator = SlabAllocator({0: 4 * GIB}, usable={0: 256 * MIB})
     assert not allocator.fits(length)
-    allocator.settle(0)
+    allocator.finalize(0)
     assert allocator.fits(length)
     assert len(fill(allocator, length)) == 4
     allocator.check()

@@ -98,7 +98,7 @@ def test_an_engine_uses_what_is_there_and_then_what_comes(short_dir: Path, gate:
         assert MIB // chunk - 2 <= engine.save(KEYS) <= MIB // chunk
         lease = eventually(lambda: engine.scheduler.acquire(KEYS))
         assert all(offset + chunk <= MIB for _, offset in lease.extents)
-        engine.scheduler.client.release([lease.ticket])
+        engine.scheduler.client.release([lease.lease_id])
         gate.let(2)
         eventually(lambda: ready_for(node, 3 * MIB))
         assert 2 * MIB // chunk - 4 <= engine.save(KEYS) <= 2 * MIB // chunk

@@ -3,7 +3,7 @@
 
 import pytest
 
-from kvhaven.tiers.breaker import Breaker, BreakerState
+from kvhaven.tiers.health import Breaker, BreakerState
 
 
 class Clock:

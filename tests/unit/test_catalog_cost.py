@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvhaven.catalog import StoreOn, TierSpec
-from kvhaven.catalog.actions import MemberId, Ticket, TierLookup, TierName, TierRead, TierWrite
+from kvhaven.catalog.actions import LeaseId, MemberId, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.catalog.entries import Entry
-from kvhaven.catalog.tierspec import WriteMode
+from kvhaven.catalog.tier_spec import WriteMode
 from kvhaven.keys import tenant_id
 from kvhaven.tenants import Quotas
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
@@ -55,7 +55,7 @@ def lookups_counted(node: Node) -> Iterator[Callable[[], int]]:
 
 
 def test_an_acquire_looks_each_chunk_up_once() -> None:
-    node, keys = Node(pages=2048, world=2), keys_of("a", 512)
+    node, keys = Node(pages=2048, world_size=2), keys_of("a", 512)
     assert node.save(keys) == 512
     with lookups_counted(node) as lookups:
         assert len(node.acquire(keys).chunks) == 512
@@ -99,7 +99,7 @@ def test_no_garbage_is_left_for_a_collector_that_is_off() -> None:
                     elif isinstance(action, TierLookup):
                         found = None if number % 5 == 0 else dict.fromkeys(action.keys[:3], 1)
                         node.catalog.tier_looked_up(action.tier, action.number, found)
-            node.catalog.release(node.session, answer.ticket)
+            node.catalog.release(node.session, answer.lease_id)
             node.save(keys, tenant=tenant)
             for write in node.writes():
                 node.catalog.tier_write_done(write.tier, write.key, ok=True)
@@ -107,7 +107,7 @@ def test_no_garbage_is_left_for_a_collector_that_is_off() -> None:
             for member in (f"t{number}/0", f"t{number}/None"):
                 node.catalog.lost(MemberId(member))
                 node.catalog.gone(MemberId(member))
-            node.catalog.settle(node.session, Ticket(0))
+            node.catalog.finalize(node.session, LeaseId(0))
         node.catalog.clear(tenant=tenant_id("ann"))
         assert node.catalog.stats().tenants == {}
         assert node.catalog.stats().evictions > 20
@@ -145,11 +145,11 @@ def full_node(chunks: int, tenant: TenantId = NO_TENANT) -> Node:
         for grant in node.reserve(keys, tenant=tenant):
             assert grant is not None
             node.commit(grant)
-    settle(node)
+    finalize(node)
     return node
 
 
-def settle(node: Node) -> None:
+def finalize(node: Node) -> None:
     """Have a catalog do all that it has begun."""
     while node.catalog.work():
         pass
@@ -203,7 +203,7 @@ def limit_disk(node: Node) -> Event:
 def lose_a_writer(node: Node) -> Event:
     """Lose a rank that writes as much as there is room for, and learn that it is gone."""
     node.catalog.clear()
-    settle(node)
+    finalize(node)
     assert None not in node.reserve(keys_of("open", node.pages))
 
     def lose() -> None:
@@ -216,7 +216,7 @@ def lose_a_writer(node: Node) -> Event:
 def switch_a_tier_off(node: Node) -> Event:
     """Switch a tier off for which as much waits as there is room for."""
     node.catalog.clear(tier=DISK)
-    settle(node)
+    finalize(node)
     for first in range(0, node.pages, 16):
         for key in keys_of(f"{first}", 16):
             entry = node.catalog._space.entries[key]
@@ -300,8 +300,8 @@ def wait(node: Node) -> None:
 )
 def test_no_event_costs_more_where_more_tickets_wait(prepare: Callable[[Node], Event]) -> None:
     costs: list[int] = []
-    for tickets in (200, 1000):
-        node = Node(pages=tickets, tiers=[spec(), TierSpec(FS, shared=True)])
+    for lease_ids in (200, 1000):
+        node = Node(pages=lease_ids, tiers=[spec(), TierSpec(FS, shared=True)])
         event = prepare(node)
         cost = calls_of(event)
         assert node.catalog.busy, "they are told piece by piece"
@@ -311,7 +311,7 @@ def test_no_event_costs_more_where_more_tickets_wait(prepare: Callable[[Node], E
             node.catalog.check()
         costs.append(cost)
         # They have the chunk, or wait for word of the other tier.
-        left = tickets if prepare in {read_well, read_badly} else 0
+        left = lease_ids if prepare in {read_well, read_badly} else 0
         assert node.catalog.stats().leases == left
     assert costs[1] < 1.5 * costs[0], costs
 
@@ -342,7 +342,7 @@ def test_no_piece_costs_more_after_more_clears(prepare: Callable[[Node, int], Ev
     for clears in (10, 300):
         node = Node(pages=2048, tiers=[spec()], write_queue=1024)
         costs.append(calls_of(prepare(node, clears)))
-        settle(node)
+        finalize(node)
         node.catalog.check()
     assert costs[1] < 1.5 * costs[0], costs
 

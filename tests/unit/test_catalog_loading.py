@@ -4,7 +4,15 @@
 import pytest
 
 from kvhaven.catalog import leases
-from kvhaven.catalog.actions import Acquisition, MemberId, Prefix, SessionId, Source, Ticket, Update
+from kvhaven.catalog.actions import (
+    Acquisition,
+    LeaseId,
+    MemberId,
+    Prefix,
+    SessionId,
+    Source,
+    Update,
+)
 from kvhaven.catalog.work import Pace
 from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey, NamespaceDigest
@@ -30,7 +38,7 @@ def test_the_longest_resident_prefix_is_leased_at_once() -> None:
 
 
 def test_a_half_written_chunk_is_never_offered() -> None:
-    node, keys = Node(world=2), keys_of("a", 1)
+    node, keys = Node(world_size=2), keys_of("a", 1)
     node.commit(node.grant(keys[0], "s/0"), "s/0")
     assert offered(node.acquire(keys)) == []
     node.commit(node.grant(keys[0], "s/1"), "s/1")
@@ -40,10 +48,10 @@ def test_a_half_written_chunk_is_never_offered() -> None:
 def test_the_same_ticket_is_one_lease() -> None:
     node, keys = Node(), keys_of("a", 2)
     node.save(keys)
-    session, ticket, digest = node.session, Ticket(7), node.namespace.digest
-    first = node.catalog.acquire(session, ticket, digest, keys)
-    assert node.catalog.acquire(session, ticket, digest, keys) == first
-    node.catalog.release(session, ticket)
+    session, lease_id, digest = node.session, LeaseId(7), node.namespace.digest
+    first = node.catalog.acquire(session, lease_id, digest, keys)
+    assert node.catalog.acquire(session, lease_id, digest, keys) == first
+    node.catalog.release(session, lease_id)
     assert node.catalog.stats().leased_bytes == 0
     node.catalog.check()
 
@@ -54,20 +62,20 @@ def test_two_sessions_lease_the_same_chunk_independently() -> None:
     node.save(keys)
     mine, yours = node.acquire(keys), node.acquire(keys, "t")
     assert mine.chunks == yours.chunks
-    node.catalog.release(SessionId("s"), mine.ticket)
-    node.catalog.release(SessionId("s"), yours.ticket)  # not that session's: nothing happens
+    node.catalog.release(SessionId("s"), mine.lease_id)
+    node.catalog.release(SessionId("s"), yours.lease_id)  # not that session's: nothing happens
     assert node.catalog.stats().leased_bytes == PAGE
 
 
 def test_a_lease_ends_when_all_ranks_have_loaded_and_not_before() -> None:
-    node, keys = Node(world=2), keys_of("a", 1)
+    node, keys = Node(world_size=2), keys_of("a", 1)
     node.save(keys)
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     for _ in range(2):
-        node.catalog.loaded(node.session, ticket, MemberId("s/0"))
+        node.catalog.loaded(node.session, lease_id, MemberId("s/0"))
         assert node.catalog.stats().leases == 1
-    node.catalog.loaded(node.session, ticket, MemberId("s/1"))
-    node.catalog.loaded(node.session, ticket, MemberId("s/1"))
+    node.catalog.loaded(node.session, lease_id, MemberId("s/1"))
+    node.catalog.loaded(node.session, lease_id, MemberId("s/1"))
     assert node.catalog.stats().leases == 0
     node.catalog.check()
 
@@ -76,19 +84,19 @@ def test_only_a_rank_of_the_session_can_say_loaded() -> None:
     node, keys = Node(), keys_of("a", 1)
     node.attach("t")
     node.save(keys)
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     for stranger in ("t/0", "s/None"):
         with pytest.raises(KVHavenError, match="no rank of session s"):
-            node.catalog.loaded(node.session, ticket, MemberId(stranger))
-    node.catalog.loaded(node.session, ticket, MemberId("nobody"))
+            node.catalog.loaded(node.session, lease_id, MemberId(stranger))
+    node.catalog.loaded(node.session, lease_id, MemberId("nobody"))
     assert node.catalog.stats().leases == 1
 
 
 def test_releasing_what_is_not_leased_is_fine() -> None:
     node = Node()
-    node.catalog.release(node.session, Ticket(1))
-    node.catalog.release(SessionId("unknown"), Ticket(1))
-    assert node.catalog.settle(node.session, Ticket(1)) == Acquisition(Ticket(1), Prefix(), 0)
+    node.catalog.release(node.session, LeaseId(1))
+    node.catalog.release(SessionId("unknown"), LeaseId(1))
+    assert node.catalog.finalize(node.session, LeaseId(1)) == Acquisition(LeaseId(1), Prefix(), 0)
 
 
 def test_a_leased_chunk_outlives_any_pressure() -> None:
@@ -121,14 +129,14 @@ def test_a_chunk_in_a_tier_is_promoted_and_the_ticket_told() -> None:
     node.finish(reads[1])
     assert node.of_type(Update) == []
     node.finish(reads[0])
-    final = Acquisition(answer.ticket, final_chunks(node, answer, keys), 0)
+    final = Acquisition(answer.lease_id, final_chunks(node, answer, keys), 0)
     assert node.of_type(Update) == [Update(node.session, final)]
     assert [chunk.source for chunk in final.chunks] == [Source.MEMORY, Source.TIER, Source.TIER]
     assert node.catalog.checksums(keys[2]) == checksums_of(keys[2])
 
 
 def final_chunks(node: Node, answer: Acquisition, keys: list[ChunkKey]) -> Prefix:
-    again = node.catalog.acquire(node.session, answer.ticket, node.namespace.digest, keys)
+    again = node.catalog.acquire(node.session, answer.lease_id, node.namespace.digest, keys)
     assert offered(again) == keys
     return again.chunks
 
@@ -149,18 +157,18 @@ def test_what_is_being_promoted_is_read_once_for_all() -> None:
 def test_a_failed_promotion_cuts_the_ticket_before_it() -> None:
     node, keys = Node(tiers=[spec()]), keys_of("a", 3)
     node.store(keys)
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     reads = node.reads()
     node.finish(reads[0])
     node.finish(reads[1], ok=False)
     (update,) = node.of_type(Update)
     assert isinstance(update, Update)
-    assert update.acquisition.ticket == ticket
+    assert update.acquisition.lease_id == lease_id
     assert offered(update.acquisition) == keys[:1]
     node.finish(reads[2])
     assert node.resident(keys) == 2
     assert node.catalog.stats().leased_bytes == PAGE
-    node.catalog.release(node.session, ticket)
+    node.catalog.release(node.session, lease_id)
     assert node.acquire(keys).promoting == 0, "what the tier did not have is not asked for again"
 
 
@@ -175,7 +183,7 @@ def test_a_ticket_that_ends_up_with_nothing_is_forgotten() -> None:
 
 
 def test_a_read_with_too_few_checksums_is_a_failure() -> None:
-    node, keys = Node(world=2, tiers=[spec()]), keys_of("a", 1)
+    node, keys = Node(world_size=2, tiers=[spec()]), keys_of("a", 1)
     node.store(keys)
     node.acquire(keys)
     (read,) = node.reads()
@@ -188,11 +196,11 @@ def test_settling_answers_with_what_is_ready_and_lets_promotions_go_on() -> None
     node, keys = Node(tiers=[spec()]), keys_of("a", 3)
     node.save(keys[:1])
     node.store(keys[1:])
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     reads = node.reads()
-    answer = node.catalog.settle(node.session, ticket)
+    answer = node.catalog.finalize(node.session, lease_id)
     assert (offered(answer), answer.promoting) == (keys[:1], 0)
-    assert node.catalog.settle(node.session, ticket) == answer
+    assert node.catalog.finalize(node.session, lease_id) == answer
     for read in reads:
         node.finish(read)
     assert node.of_type(Update) == []
@@ -206,12 +214,12 @@ def test_a_resident_chunk_behind_a_promotion_is_kept_for_the_ticket() -> None:
     for write in node.writes():
         node.catalog.tier_write_done(write.tier, write.key, ok=True)
     node.store(keys[:2])
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     reads = node.reads()
     node.save(keys_of("b", 40))
     for read in reads:
         node.finish(read)
-    again = node.catalog.acquire(node.session, ticket, node.namespace.digest, keys)
+    again = node.catalog.acquire(node.session, lease_id, node.namespace.digest, keys)
     assert [c.source for c in again.chunks] == [Source.TIER, Source.TIER, Source.MEMORY]
 
 
@@ -283,7 +291,7 @@ def test_nothing_is_promoted_from_a_tier_that_is_offline() -> None:
 
 
 def test_a_chunk_with_a_shard_missing_in_the_tier_is_not_promoted() -> None:
-    node, keys = Node(world=2, tiers=[spec()]), keys_of("a", 1)
+    node, keys = Node(world_size=2, tiers=[spec()]), keys_of("a", 1)
     node.catalog.tier_found(DISK, node.namespace.digest, keys[0], 0, PAGE)
     assert node.acquire(keys).promoting == 0
 
@@ -314,13 +322,13 @@ def test_a_prefetch_promotes_without_a_lease() -> None:
 def test_a_discarded_chunk_is_never_offered_again_but_stays_while_leased() -> None:
     node, keys = Node(), keys_of("a", 2)
     node.save(keys)
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     node.catalog.discard(keys[0])
     node.catalog.check()
     assert offered(node.acquire(keys)) == []
     assert node.allocator.used_bytes == 2 * PAGE
     assert node.save(keys[:1]) == 1, "it can be written anew meanwhile"
-    node.catalog.release(node.session, ticket)
+    node.catalog.release(node.session, lease_id)
     assert node.allocator.used_bytes == 2 * PAGE
 
 
@@ -354,7 +362,7 @@ def test_strangers_are_refused() -> None:
         node.acquire(keys_of("a", 1), "x")
     unknown = NamespaceDigest(b"?" * 32)
     with pytest.raises(KVHavenError, match="unknown"):
-        node.catalog.acquire(node.session, Ticket(1), unknown, [])
+        node.catalog.acquire(node.session, LeaseId(1), unknown, [])
 
 
 def test_hits_misses_and_promotions_are_counted_by_chunk() -> None:
@@ -394,10 +402,10 @@ def test_a_lease_that_is_released_leaves_no_work_behind() -> None:
     node, keys = Node(pages=4096, pin_limit=4096), keys_of("a", 3000)
     node.save(keys)
     for _ in range(3):
-        node.catalog.release(node.session, node.acquire(keys).ticket)
+        node.catalog.release(node.session, node.acquire(keys).lease_id)
         assert not node.catalog.busy
         node.catalog.check()
-    ticket = node.acquire(keys).ticket
-    assert len(node.catalog.settle(node.session, ticket).chunks) == PIECE
+    lease_id = node.acquire(keys).lease_id
+    assert len(node.catalog.finalize(node.session, lease_id).chunks) == PIECE
     assert not node.catalog.busy
     node.catalog.check()

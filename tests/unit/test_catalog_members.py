@@ -12,8 +12,10 @@ RANK, OTHER, SCHEDULER = MemberId("s/0"), MemberId("s/1"), MemberId("s/None")
 
 
 def back(node: Node, member: MemberId, rank: int | None) -> None:
-    holds = 0 if rank is None else 1 << rank
-    node.catalog.attach(node.session, member, rank, node.namespace.digest, node.world, holds)
+    shard_mask = 0 if rank is None else 1 << rank
+    node.catalog.attach(
+        node.session, member, rank, node.namespace.digest, node.world_size, shard_mask
+    )
 
 
 def test_what_a_lost_rank_was_writing_is_quarantined_until_it_is_gone() -> None:
@@ -47,7 +49,7 @@ def test_a_rank_that_is_back_gets_discarded_for_what_it_had_reserved() -> None:
 
 
 def test_a_shard_committed_before_the_rank_was_lost_counts() -> None:
-    node, key = Node(world=2), keys_of("a", 1)[0]
+    node, key = Node(world_size=2), keys_of("a", 1)[0]
     node.commit(node.grant(key, "s/0"), "s/0")
     node.catalog.lost(RANK)
     node.catalog.gone(RANK)
@@ -56,11 +58,11 @@ def test_a_shard_committed_before_the_rank_was_lost_counts() -> None:
 
 
 def test_a_lease_stays_while_a_lost_rank_may_still_be_loading() -> None:
-    node, keys = Node(world=2), keys_of("a", 1)
+    node, keys = Node(world_size=2), keys_of("a", 1)
     node.save(keys)
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     node.catalog.lost(RANK)
-    node.catalog.loaded(node.session, ticket, OTHER)
+    node.catalog.loaded(node.session, lease_id, OTHER)
     assert node.catalog.stats().leased_bytes == 2 * PAGE
     assert node.catalog.stats().quarantined_bytes == 2 * PAGE
     node.catalog.gone(RANK)
@@ -71,31 +73,31 @@ def test_a_lease_stays_while_a_lost_rank_may_still_be_loading() -> None:
 def test_a_lost_rank_that_is_back_can_acknowledge() -> None:
     node, keys = Node(), keys_of("a", 1)
     node.save(keys)
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     node.catalog.lost(RANK)
     back(node, RANK, 0)
-    node.catalog.loaded(node.session, ticket, RANK)
+    node.catalog.loaded(node.session, lease_id, RANK)
     assert node.catalog.stats().leases == 0
 
 
 def test_a_lost_scheduler_keeps_its_leases() -> None:
     node, keys = Node(), keys_of("a", 1)
     node.save(keys)
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     node.catalog.lost(SCHEDULER)
     assert node.catalog.stats().leases == 1
     back(node, SCHEDULER, None)
-    node.catalog.release(node.session, ticket)
+    node.catalog.release(node.session, lease_id)
     assert node.catalog.stats().leases == 0
 
 
 def test_a_lease_outlives_its_scheduler_until_every_rank_is_done_or_gone() -> None:
-    node, keys = Node(world=2), keys_of("a", 1)
+    node, keys = Node(world_size=2), keys_of("a", 1)
     node.save(keys)
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     node.catalog.lost(SCHEDULER)
     node.catalog.gone(SCHEDULER)
-    node.catalog.loaded(node.session, ticket, RANK)
+    node.catalog.loaded(node.session, lease_id, RANK)
     node.catalog.check()
     assert node.catalog.stats().leases == 1
     node.catalog.lost(OTHER)
@@ -133,7 +135,7 @@ def test_promotions_end_up_resident_when_their_scheduler_is_gone() -> None:
 
 
 def test_nothing_is_left_of_a_session_without_members() -> None:
-    node, keys = Node(world=2), keys_of("a", 4)
+    node, keys = Node(world_size=2), keys_of("a", 4)
     node.save(keys[:1])
     node.acquire(keys)
     node.commit(node.grant(keys[1], "s/0"), "s/0")  # half written
@@ -157,7 +159,7 @@ def test_losing_a_stranger_is_fine() -> None:
 
 
 def test_members_that_contradict_the_session_are_refused() -> None:
-    node = Node(world=2)
+    node = Node(world_size=2)
     digest, session = node.namespace.digest, node.session
     attach = node.catalog.attach
     with pytest.raises(KVHavenError, match="has 2 ranks, but member x says 4"):
@@ -181,18 +183,18 @@ def test_members_that_hold_impossible_shards_are_refused() -> None:
     digest, other = node.namespace.digest, namespace_of("other", 4)
     node.catalog.add_namespace(other)
     attach = node.catalog.attach
-    for rank, holds in ((0, 0), (0, 0b10000), (0, 0b0101), (0, -1), (None, 1)):
+    for rank, shard_mask in ((0, 0), (0, 0b10000), (0, 0b0101), (0, -1), (None, 1)):
         with pytest.raises(KVHavenError, match="a rank holds some of these without a gap"):
-            attach(SessionId("t"), MemberId("t/x"), rank, digest, 2, holds)
+            attach(SessionId("t"), MemberId("t/x"), rank, digest, 2, shard_mask)
     attach(SessionId("t"), MemberId("t/0"), 0, digest, 2, 0b0011)
-    for holds in (0b0110, 0b0001, 0b0111):
+    for shard_mask in (0b0110, 0b0001, 0b0111):
         with pytest.raises(KVHavenError, match="the same shards or none in common"):
-            attach(SessionId("t"), MemberId("t/1"), 1, digest, 2, holds)
+            attach(SessionId("t"), MemberId("t/1"), 1, digest, 2, shard_mask)
     with pytest.raises(KVHavenError, match="the same shards or none in common"):
         attach(SessionId("t"), MemberId("t/1"), 1, other.digest, 2, 0b1100)
-    for namespace, holds in ((digest, 0b1100), (other.digest, 0b0011)):
+    for namespace, shard_mask in ((digest, 0b1100), (other.digest, 0b0011)):
         with pytest.raises(KVHavenError, match="cannot come back"):
-            attach(SessionId("t"), MemberId("t/0"), 0, namespace, 2, holds)
+            attach(SessionId("t"), MemberId("t/0"), 0, namespace, 2, shard_mask)
     attach(SessionId("t"), MemberId("t/1"), 1, digest, 2, 0b0011)
     node.catalog.check()
 
@@ -230,7 +232,7 @@ def test_a_rank_may_be_back_and_gone_again_before_its_first_life_has_ended() -> 
 
 
 def test_members_of_a_session_may_leave_while_others_of_it_still_do() -> None:
-    node, keys = Node(world=2), keys_of("a", 4)
+    node, keys = Node(world_size=2), keys_of("a", 4)
     node.save(keys)
     for _ in range(100):
         node.acquire(keys)

@@ -42,7 +42,7 @@ def test_an_engine_is_offered_what_lies_in_its_reach() -> None:
 
 
 def test_the_rank_that_is_least_ready_counts() -> None:
-    node, keys = Node(pages=32, world=2, ready=False), keys_of("a", 8)
+    node, keys = Node(pages=32, world_size=2, ready=False), keys_of("a", 8)
     assert node.reserve(keys) == [None] * 8
     ready(node, "s/0", 32)
     assert node.reserve(keys) == [None] * 8
@@ -111,7 +111,7 @@ def test_what_another_engine_promotes_out_of_reach_is_not_waited_for() -> None:
 
 
 def test_a_lost_rank_stays_ready_and_one_that_is_gone_is_not() -> None:
-    node, keys = Node(world=2), keys_of("a", 3)
+    node, keys = Node(world_size=2), keys_of("a", 3)
     node.save(keys)
     node.catalog.lost(MemberId("s/1"))
     assert len(node.acquire(keys).chunks) == 3

@@ -10,7 +10,7 @@ from tests.unit.catalog_kit import DISK, PAGE, Node, checksums_of, keys_of, name
 
 
 def test_the_last_shard_makes_a_chunk_visible() -> None:
-    node, key = Node(world=2), keys_of("a", 1)[0]
+    node, key = Node(world_size=2), keys_of("a", 1)[0]
     one, two = node.grant(key, "s/0"), node.grant(key, "s/1")
     assert one.extent == two.extent
     assert node.commit(one, "s/0") is CommitResult.WAITING
@@ -20,7 +20,7 @@ def test_the_last_shard_makes_a_chunk_visible() -> None:
 
 
 def test_what_is_here_or_being_written_is_not_granted_again() -> None:
-    node, keys = Node(world=2), keys_of("a", 3)
+    node, keys = Node(world_size=2), keys_of("a", 3)
     node.attach("t")
     node.save(keys[:1])
     node.grant(keys[1], "t/0")
@@ -33,7 +33,7 @@ def test_what_is_here_or_being_written_is_not_granted_again() -> None:
 
 
 def test_a_commit_with_another_generation_or_member_or_key_changes_nothing() -> None:
-    node, keys = Node(world=2), keys_of("a", 2)
+    node, keys = Node(world_size=2), keys_of("a", 2)
     grant = node.grant(keys[0])
     generation = grant.extent.generation
     for member, key, number in (
@@ -50,11 +50,11 @@ def test_a_commit_with_another_generation_or_member_or_key_changes_nothing() -> 
 
 
 def test_an_aborted_chunk_is_discarded_and_its_space_waits_for_the_other_writer() -> None:
-    node, key = Node(world=2), keys_of("a", 1)[0]
+    node, key = Node(world_size=2), keys_of("a", 1)[0]
     one, two = node.grant(key, "s/0"), node.grant(key, "s/1")
     node.catalog.abort(MemberId("s/0"), key, one.extent.generation)
     node.catalog.check()
-    assert node.catalog.stats().doomed_bytes == 2 * PAGE
+    assert node.catalog.stats().retired_bytes == 2 * PAGE
     assert node.save([key]) == 1, "it can be reserved anew at once"
     assert node.catalog.stats().used_bytes == 4 * PAGE
     assert node.commit(two, "s/1") is CommitResult.DISCARDED
@@ -73,7 +73,7 @@ def test_aborting_what_is_not_reserved_is_fine() -> None:
 
 
 def test_a_half_written_chunk_that_nobody_writes_gives_way_to_others() -> None:
-    node, key = Node(pages=16, world=2), keys_of("a", 1)[0]
+    node, key = Node(pages=16, world_size=2), keys_of("a", 1)[0]
     node.commit(node.grant(key, "s/0"), "s/0")
     node.catalog.check()
     assert node.save(keys_of("b", 8)) == 8
@@ -81,7 +81,7 @@ def test_a_half_written_chunk_that_nobody_writes_gives_way_to_others() -> None:
 
 
 def test_a_chunk_that_is_being_written_does_not_give_way() -> None:
-    node, key = Node(pages=16, world=2), keys_of("a", 1)[0]
+    node, key = Node(pages=16, world_size=2), keys_of("a", 1)[0]
     grant = node.grant(key, "s/0")
     assert node.save(keys_of("b", 8)) == 7
     assert node.commit(grant, "s/0") is CommitResult.WAITING
@@ -129,7 +129,7 @@ def test_a_chunk_larger_than_the_arena_evicts_nothing() -> None:
 
 @pytest.mark.parametrize("member", ["s/None", "nobody", "t/1"])
 def test_only_ranks_of_the_namespace_write(member: str) -> None:
-    node, other = Node(world=2), namespace_of("other", 2)
+    node, other = Node(world_size=2), namespace_of("other", 2)
     node.catalog.add_namespace(other)
     node.attach("t", other)
     with pytest.raises(KVHavenError, match=member):

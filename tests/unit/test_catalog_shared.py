@@ -7,7 +7,7 @@ import pytest
 
 from kvhaven.catalog import StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import Acquisition, TierLookup, TierName, Update
-from kvhaven.catalog.presence import FAILED_S, LOOKUP_SHARDS
+from kvhaven.catalog.shared_index import FAILED_S, LOOKUP_SHARDS
 from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey
 from tests.unit.catalog_kit import DISK, PAGE, Node, checksums_of, keys_of, spec
@@ -21,7 +21,7 @@ def shared(
     write: WriteMode = WriteMode.BEHIND,
     store_on: StoreOn = StoreOn.FIRST,
 ) -> TierSpec:
-    return TierSpec(name, shared=True, believe_s=BELIEVE_S, write=write, store_on=store_on)
+    return TierSpec(name, shared=True, lookup_ttl_s=BELIEVE_S, write=write, store_on=store_on)
 
 
 def lookups(node: Node) -> list[TierLookup]:
@@ -78,7 +78,7 @@ def test_what_the_tier_has_is_promoted_up_to_the_first_gap() -> None:
 
 
 def test_a_chunk_of_which_a_shard_is_missing_is_not_there() -> None:
-    node, keys = Node(tiers=[shared()], world=2), keys_of("a", 2)
+    node, keys = Node(tiers=[shared()], world_size=2), keys_of("a", 2)
     lookup = ask(node, keys)
     node.catalog.tier_looked_up(FS, lookup.number, {keys[0]: 0b01, keys[1]: 0b11})
     assert node.reads() == []
@@ -124,9 +124,9 @@ def test_a_deadline_ends_the_waiting_and_the_answer_is_remembered() -> None:
     node, keys = Node(tiers=[shared()]), keys_of("a", 2)
     node.save(keys[:1])
     node.catalog.take_actions()
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     (lookup,) = lookups(node)
-    final = node.catalog.settle(node.session, ticket)
+    final = node.catalog.finalize(node.session, lease_id)
     assert ([c.key for c in final.chunks], final.promoting) == (keys[:1], 0)
     answer(node, lookup, keys[1:])
     assert node.catalog.take_actions() == []
@@ -164,7 +164,7 @@ def test_equal_questions_are_asked_once() -> None:
 
 
 def test_a_long_chain_is_asked_for_batch_by_batch() -> None:
-    node, keys = Node(pages=2048, tiers=[shared()], world=2), keys_of("a", 600)
+    node, keys = Node(pages=2048, tiers=[shared()], world_size=2), keys_of("a", 600)
     lookup = ask(node, keys)
     assert len(lookup.keys) == LOOKUP_SHARDS // 2
     node.catalog.take_actions()
@@ -222,7 +222,7 @@ def test_a_tier_that_goes_offline_is_waited_for_by_nobody() -> None:
 def test_a_read_that_misses_is_made_up_for_by_another_tier() -> None:
     node, keys = Node(tiers=[spec(), shared()]), keys_of("a", 3)
     node.store(keys)
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     one, two, three = node.reads()
     node.finish(one)
     node.finish(two, ok=False)
@@ -234,7 +234,7 @@ def test_a_read_that_misses_is_made_up_for_by_another_tier() -> None:
     assert (read.tier, read.key) == (FS, keys[1])
     node.finish(read)
     (final,) = updates(node)
-    assert (final.ticket, [c.key for c in final.chunks]) == (ticket, keys)
+    assert (final.lease_id, [c.key for c in final.chunks]) == (lease_id, keys)
 
 
 def test_a_presence_that_proves_wrong_is_a_miss_and_not_believed_again() -> None:
@@ -263,7 +263,7 @@ def test_one_that_hangs_leaves_room_for_others() -> None:
     assert node.acquire(keys).promoting == 3
     answered = node.acquire(resident)
     assert len(answered.chunks) == 1
-    node.catalog.release(node.session, answered.ticket)
+    node.catalog.release(node.session, answered.lease_id)
     for count in (3, 1):
         reads = node.reads()
         assert [read.tier for read in reads] == [DISK] * count

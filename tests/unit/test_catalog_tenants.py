@@ -7,9 +7,9 @@ import pytest
 
 from kvhaven.catalog import TierSpec
 from kvhaven.catalog.actions import (
+    LeaseId,
     MemberId,
     SessionId,
-    Ticket,
     TierDelete,
     TierLookup,
     TierName,
@@ -81,9 +81,9 @@ def test_a_chunk_of_the_same_name_never_harms_the_first_ones() -> None:
     (write,) = node.writes()
     assert write.tenant == BEN
     node.catalog.tier_write_done(DISK, key, ok=True)
-    assert node.of_type(TierDelete) == [TierDelete(DISK, node.namespace.digest, key, BEN)]
+    assert node.of_type(TierDelete) == [TierDelete(DISK, node.namespace, key, BEN)]
     node.store([key], tenant=BEN)
-    assert node.of_type(TierDelete) == [TierDelete(DISK, node.namespace.digest, key, BEN)]
+    assert node.of_type(TierDelete) == [TierDelete(DISK, node.namespace, key, BEN)]
     assert (stored(node, ANN), stored(node, BEN)) == (1, 0)
     node.catalog.check()
     node.catalog.clear(tier=TierName("memory"))
@@ -118,8 +118,8 @@ def test_it_takes_the_least_recently_used_chain_from_its_tail() -> None:
     old, used = keys_of("old", 3), keys_of("used", 3)
     node.save(old, tenant=ANN)
     node.save(used, tenant=ANN)
-    ticket = node.acquire(old, tenant=ANN).ticket
-    node.catalog.release(SessionId("s"), ticket)
+    lease_id = node.acquire(old, tenant=ANN).lease_id
+    node.catalog.release(SessionId("s"), lease_id)
     node.save(keys_of("new", 2), tenant=ANN)
     assert [node.resident([key]) for key in (*old, *used)] == [1, 1, 1, 1, 0, 0]
 
@@ -178,12 +178,12 @@ def test_a_lower_quota_counts_at_once_and_what_is_used_goes_when_it_is_not() -> 
     node.save(used, tenant=ANN)
     node.save(idle, tenant=ANN)
     node.save(keys_of("ben", 3), tenant=BEN)
-    ticket = node.acquire(used, tenant=ANN).ticket
+    lease_id = node.acquire(used, tenant=ANN).lease_id
     node.catalog.limit_memory(ANN, PAGE)
     assert (node.resident(idle), node.resident(used), pages(node, ANN)) == (0, 3, 3)
     node.catalog.check()
     assert node.reserve(keys_of("new", 1), tenant=ANN) == [None]
-    node.catalog.release(SessionId("s"), ticket)
+    node.catalog.release(SessionId("s"), lease_id)
     node.catalog.take_actions()
     assert node.resident(used[:1]) == pages(node, ANN) == 1
     assert pages(node, BEN) == 3
@@ -205,7 +205,7 @@ def test_a_quota_is_remembered_when_nothing_of_the_tenant_is_here() -> None:
 
 
 def test_tenants_of_whom_nothing_is_here_are_forgotten() -> None:
-    node = Node(tiers=[TierSpec(TierName("fs"), shared=True, believe_s=1.0)])
+    node = Node(tiers=[TierSpec(TierName("fs"), shared=True, lookup_ttl_s=1.0)])
     for number in range(200):
         tenant, keys = tenant_id(f"user {number}"), keys_of(f"{number}", 1)
         node.catalog.tick(float(2 * number))
@@ -213,7 +213,7 @@ def test_tenants_of_whom_nothing_is_here_are_forgotten() -> None:
         for lookup in node.of_type(TierLookup):
             assert isinstance(lookup, TierLookup)
             node.catalog.tier_looked_up(lookup.tier, lookup.number, {})
-        node.catalog.release(SessionId("s"), Ticket(answer.ticket))
+        node.catalog.release(SessionId("s"), LeaseId(answer.lease_id))
     assert len(list(node.catalog._owners.tenants())) < 5
 
 

@@ -18,7 +18,7 @@ def held(node: Node) -> int:
 
 
 def test_a_scan_is_counted_once() -> None:
-    node, keys = Node(world=2, tiers=[spec()]), keys_of("a", 2)
+    node, keys = Node(world_size=2, tiers=[spec()]), keys_of("a", 2)
     node.store(keys)
     node.store(keys)
     node.catalog.check()
@@ -281,13 +281,13 @@ def test_clearing_a_namespace_leaves_the_others() -> None:
 def test_what_is_pinned_is_cleared_from_sight_and_freed_later() -> None:
     node, keys = Node(), keys_of("a", 3)
     node.save(keys[:2])
-    ticket = node.acquire(keys).ticket
+    lease_id = node.acquire(keys).lease_id
     grant = node.grant(keys[2])
     assert node.catalog.clear() == (2, 2 * PAGE)
     node.catalog.check()
     assert node.acquire(keys).chunks == ()
     assert node.allocator.used_bytes == 3 * PAGE
-    node.catalog.release(node.session, ticket)
+    node.catalog.release(node.session, lease_id)
     node.commit(grant)
     assert node.allocator.used_bytes == 0
 

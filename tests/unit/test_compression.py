@@ -36,11 +36,12 @@ from kvhaven.testing.tiers import (
     store,
     until,
 )
-from kvhaven.tiers import worth
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import FilesystemStore, filesystem_tier
-from kvhaven.tiers.filesystem_survey import Limits
-from kvhaven.tiers.header import (
+from kvhaven.tiers.filesystem.tier import FilesystemStore, filesystem_tier
+from kvhaven.tiers.filesystem.usage import Limits
+from kvhaven.tiers.format import compression_policy as worth
+from kvhaven.tiers.format.codec import DamagedShardError, ShardCodec
+from kvhaven.tiers.format.header import (
     HEADER_BYTES,
     PLAIN,
     Form,
@@ -48,9 +49,8 @@ from kvhaven.tiers.header import (
     stored_bytes,
     unpack_header,
 )
-from kvhaven.tiers.packing import Packing, UnsoundError
-from kvhaven.tiers.shared import SharedTier
-from kvhaven.tiers.shared_store import blob_name
+from kvhaven.tiers.shared.store import blob_name
+from kvhaven.tiers.shared.tier import SharedTier
 from kvhaven.types import Checksum
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeThread, eventually, flush
@@ -78,42 +78,42 @@ def noise(piece: Piece) -> Piece:
     return Piece(piece.shard, payload, Checksum(checksum))
 
 
-def packed(packing: Packing, piece: Piece) -> bytes:
-    return b"".join(packing.pack(*piece))
+def packed(codec: ShardCodec, piece: Piece) -> bytes:
+    return b"".join(codec.pack(*piece))
 
 
-def unpacked(packing: Packing, piece: Piece, stored: bytes) -> bytes:
+def unpacked(codec: ShardCodec, piece: Piece, stored: bytes) -> bytes:
     into = page_buffer(piece.shard.payload_bytes)
     into[:] = b"\xa5" * len(into)
     into[: len(stored) - HEADER_BYTES] = stored[HEADER_BYTES:]
-    checksum = packing.unpack(stored[:HEADER_BYTES], into, len(stored), piece.shard)
+    checksum = codec.unpack(stored[:HEADER_BYTES], into, len(stored), piece.shard)
     assert checksum == piece.checksum
     return bytes(into[: piece.shard.payload_bytes])
 
 
 def test_a_compressed_shard_is_shorter_and_any_reader_reads_it() -> None:
     piece = make_piece(LARGE)
-    stored = packed(Packing("here", zstd=True), piece)
+    stored = packed(ShardCodec("here", zstd=True), piece)
     header = unpack_header(stored[:HEADER_BYTES])
     assert header.form.codec == 1
     assert (header.checksum, header.stored) == (piece.checksum, piece.shard)
     assert len(stored) == stored_bytes(header.form.length) < stored_bytes(300_000) * 0.75
-    assert unpacked(Packing("there"), piece, stored) == content(piece)
+    assert unpacked(ShardCodec("there"), piece, stored) == content(piece)
 
 
 def test_what_does_not_get_shorter_is_stored_as_it_is() -> None:
-    packing = Packing("here", zstd=True)
+    codec = ShardCodec("here", zstd=True)
     for piece in (noise(make_piece(LARGE)), make_piece(make_namespace("small", (4096,)))):
-        stored = packed(packing, piece)
+        stored = packed(codec, piece)
         assert unpack_header(stored[:HEADER_BYTES]).form == PLAIN
-        assert stored == packed(Packing("there"), piece)
+        assert stored == packed(ShardCodec("there"), piece)
 
 
 @given(st.data())
 @settings(deadline=None, max_examples=200)
 def test_damaged_bytes_are_never_served(data: st.DataObject) -> None:
     piece = make_piece(SPACE)
-    stored = bytearray(packed(Packing("here", zstd=True), piece))
+    stored = bytearray(packed(ShardCodec("here", zstd=True), piece))
     assert unpack_header(bytes(stored[:HEADER_BYTES])).form != PLAIN
     at = data.draw(st.integers(0, len(stored) - 1))
     match data.draw(st.sampled_from(["flip", "cut", "longer", "swap"])):
@@ -126,12 +126,12 @@ def test_damaged_bytes_are_never_served(data: st.DataObject) -> None:
         case _:
             stored[at:] = stored[at:][::-1]
     with contextlib.suppress(TierMissError):
-        assert unpacked(Packing("there"), piece, bytes(stored)) == content(piece)
+        assert unpacked(ShardCodec("there"), piece, bytes(stored)) == content(piece)
 
 
 def test_two_damages_are_told_apart_and_one_is_known_again() -> None:
     piece = make_piece(SPACE)
-    stored = packed(Packing("here", zstd=True), piece)
+    stored = packed(ShardCodec("here", zstd=True), piece)
 
     def evidence(at: int, before: int) -> bytes:
         """Read into a buffer that held something else before."""
@@ -140,8 +140,10 @@ def test_two_damages_are_told_apart_and_one_is_known_again() -> None:
         into = page_buffer(piece.shard.payload_bytes)
         into[:] = bytes([before]) * len(into)
         into[: len(stored) - HEADER_BYTES] = damaged[HEADER_BYTES:]
-        with pytest.raises(UnsoundError) as caught:
-            Packing("there").unpack(bytes(damaged[:HEADER_BYTES]), into, len(stored), piece.shard)
+        with pytest.raises(DamagedShardError) as caught:
+            ShardCodec("there").unpack(
+                bytes(damaged[:HEADER_BYTES]), into, len(stored), piece.shard
+            )
         return caught.value.evidence
 
     found = [evidence(at, 0) for at in (50, 5000, 9000)]
@@ -170,11 +172,11 @@ import asyncio, json, sys
 from pathlib import Path
 sys.modules["zstandard"] = None  # as if it were not installed
 from kvhaven.errors import ConfigError, TierMissError
-from kvhaven.service.ladder import make_tiers
+from kvhaven.service.tier_setup import make_tiers
 from kvhaven.config import Settings
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import FilesystemStore, filesystem_tier
-from kvhaven.tiers.filesystem_survey import Limits
+from kvhaven.tiers.filesystem.tier import FilesystemStore, filesystem_tier
+from kvhaven.tiers.filesystem.usage import Limits
 from kvhaven.testing.tiers import fetch, make_namespace, make_piece
 
 said = []
@@ -277,8 +279,8 @@ async def test_credits_that_compression_saved_are_given_back(tmp_path: Path, alw
         deadline_s=10,
         limits=limits,
     )
-    assert filesystem.caretaker is not None
-    purse = filesystem.caretaker.purse
+    assert filesystem.quota_manager is not None
+    purse = filesystem.quota_manager.purse
     async with opened(SharedTier(filesystem)) as tier:
         await tier.add_namespace(LARGE)
         await until(lambda: purse._limit > 0)
@@ -296,7 +298,7 @@ async def test_credits_that_compression_saved_are_given_back(tmp_path: Path, alw
 async def test_neither_event_loop_compresses(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvhaven.tiers.zstd import Zstd
+    from kvhaven.tiers.format.zstd import Zstd
 
     threads: set[str] = set()
     compress, decompress = Zstd.compress, Zstd.decompress

@@ -83,6 +83,31 @@ def test_the_value_of_an_unknown_key_that_may_be_a_secret_is_not_shown() -> None
     assert "hunter2" not in str(error.value)
 
 
+def test_a_renamed_setting_keeps_its_earlier_name_in_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("remote_believe_s: 7\n")
+    for resolved in (
+        load_settings({"remote_believe_s": 7}, {}),
+        load_settings({"kvhaven.remote_believe_s": 7}, {}),
+        load_settings({}, {"KVHAVEN_REMOTE_BELIEVE_S": "7"}),
+        load_settings({}, {}, file),
+    ):
+        assert resolved.settings.remote_lookup_ttl_s == 7
+        assert resolved.origins["remote_lookup_ttl_s"] != "default"
+
+
+def test_a_setting_by_both_of_its_names_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("remote_believe_s: 7\nremote_lookup_ttl_s: 8\n")
+    environ = {"KVHAVEN_REMOTE_BELIEVE_S": "7", "KVHAVEN_REMOTE_LOOKUP_TTL_S": "8"}
+    with pytest.raises(ConfigError, match=r"given twice, at .*k\.yaml:1 and .*k\.yaml:2"):
+        load_settings({}, {}, file)
+    with pytest.raises(ConfigError, match="remote_lookup_ttl_s is given twice"):
+        load_settings({}, environ)
+    with pytest.raises(ConfigError, match="remote_lookup_ttl_s is given twice"):
+        load_settings({"remote_believe_s": 7, "remote_lookup_ttl_s": 8}, {})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
@@ -119,7 +144,7 @@ def test_the_value_of_an_unknown_key_that_may_be_a_secret_is_not_shown() -> None
         ("remote_write", "never", "behind, through or off"),
         ("disk_write", "off", "behind or through"),
         ("remote_store_on", 2, "first or second"),
-        ("remote_believe_s", 0, "seconds from 0.1 to 3600"),
+        ("remote_lookup_ttl_s", 0, "seconds from 0.1 to 3600"),
     ],
 )
 def test_a_refusal_names_key_source_value_and_what_is_allowed(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvhaven.cli import app
 from kvhaven.config import Settings, load_settings
-from kvhaven.config_lmcache import NOT_TAKEN, TAKEN
+from kvhaven.config.lmcache import NOT_TAKEN, TAKEN
 from kvhaven.errors import ConfigError
 
 GIB = 1 << 30

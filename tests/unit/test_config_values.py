@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhaven.config import setting_infos
-from kvhaven.config_sizes import format_size, parse_size
-from kvhaven.config_sources import RawValue
-from kvhaven.config_values import (
+from kvhaven.config.sizes import format_size, parse_size
+from kvhaven.config.sources import RawValue
+from kvhaven.config.values import (
     parse_value,
     setting,
     settings_of,

@@ -22,8 +22,8 @@ from kvhaven.testing.tiers import (
     page_buffer,
     store,
 )
-from kvhaven.tiers.disk import DiskTier
-from kvhaven.tiers.header import HEADER_BYTES, stored_bytes
+from kvhaven.tiers.format.header import HEADER_BYTES, stored_bytes
+from kvhaven.tiers.local.tier import DiskTier
 from tests.tiers import disk_tier, file_of
 
 SPACE = make_namespace("model", (PAYLOAD, PAYLOAD))

@@ -23,8 +23,8 @@ from kvhaven.testing.tiers import (
     store,
     until,
 )
-from kvhaven.tiers.disk import DiskTier
 from kvhaven.tiers.executor import Lane, TierExecutor
+from kvhaven.tiers.local.tier import DiskTier
 from tests.tiers import disk_tier, ext4, run_or_skip, tmpfs
 
 SPACE = make_namespace("model", (64 << 10,))

@@ -17,13 +17,14 @@ import pytest
 from kvhaven.catalog import TierSpec
 from kvhaven.config import Settings
 from kvhaven.errors import ConfigError, TierError
-from kvhaven.service.ladder import make_tiers
+from kvhaven.service.driver import Driver
 from kvhaven.service.tier_runner import TierRunner
+from kvhaven.service.tier_setup import make_tiers
 from kvhaven.testing.tiers import content, fetch, make_namespace, make_piece, scanned, store, until
 from kvhaven.tiers.base import Namespace, StoredShard
-from kvhaven.tiers.disk import DiskTier
-from kvhaven.tiers.disk_lock import Directory
 from kvhaven.tiers.executor import TierExecutor
+from kvhaven.tiers.local.lock import Directory
+from kvhaven.tiers.local.tier import DiskTier
 from kvhaven.types import TenantId
 from tests.tiers import disk_tier
 from tests.unit.catalog_kit import DISK, Node
@@ -172,9 +173,8 @@ class LingeringScan(DiskTier):
 async def test_an_older_scan_that_fails_last_causes_no_other_one(tmp_path: Path) -> None:
     tier = LingeringScan(tmp_path / "tier", 1 << 20, executor=TierExecutor(), retry_s=0.05)
     node = Node(tiers=[TierSpec(DISK, 1 << 20)])
-    runner = TierRunner(
-        node.catalog, {DISK: tier}, lambda _: memoryview(b""), lambda: None, lookup_s=1
-    )
+    driver = Driver(node.catalog)
+    runner = TierRunner(driver, {DISK: tier}, lambda _: memoryview(b""), lookup_s=1)
     await tier.start()
     try:
         await tier.add_namespace(SPACE)

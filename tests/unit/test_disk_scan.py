@@ -8,8 +8,8 @@ import pytest
 
 from kvhaven.errors import TierMissError
 from kvhaven.testing.tiers import content, fetch, make_namespace, make_piece, scanned, store
-from kvhaven.tiers import disk_files
-from kvhaven.tiers.disk_manifest import folder_name, pack_manifest, unpack_manifest
+from kvhaven.tiers.format.manifest import folder_name, pack_manifest, unpack_manifest
+from kvhaven.tiers.local import files as disk_files
 from tests.tiers import disk_tier, file_of
 
 SPACE = make_namespace("model", (10_000, 5000))

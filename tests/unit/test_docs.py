@@ -15,15 +15,15 @@ import yaml
 from kvhaven import protocol
 from kvhaven.cli import _COMMANDS
 from kvhaven.config import load_settings, setting_infos
-from kvhaven.config_lmcache import NOT_TAKEN, TAKEN
-from kvhaven.config_values import shown_value
+from kvhaven.config.lmcache import NOT_TAKEN, TAKEN
+from kvhaven.config.values import shown_value
 from kvhaven.protocol import Message
 from kvhaven.service.status import ServiceStatus
 from kvhaven.testing.tiers import content, make_namespace, make_piece
-from kvhaven.tiers import header
-from kvhaven.tiers.disk_manifest import pack_manifest
-from kvhaven.tiers.header import pack_header
-from kvhaven.tiers.packing import Packing
+from kvhaven.tiers.format import header
+from kvhaven.tiers.format.codec import ShardCodec
+from kvhaven.tiers.format.header import pack_header
+from kvhaven.tiers.format.manifest import pack_manifest
 from kvhaven.types import align_up
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ def test_the_documented_reader_reads_what_is_stored_compressed(size: int) -> Non
     (code,) = blocks(section("formats.md", "The header"), "python")
     read_shard = run(code, "read_shard")
     piece = make_piece(make_namespace("model", (size,)))
-    raw = b"".join(Packing("test", zstd=True).pack(*piece))
+    raw = b"".join(ShardCodec("test", zstd=True).pack(*piece))
     assert len(raw) < 4096 + align_up(size)
     assert read_shard(raw)[-1] == content(piece)
     for at in (4096, len(raw) - 4096 + 10):

@@ -26,17 +26,17 @@ from kvhaven.testing.tiers import (
     store,
     until,
 )
-from kvhaven.tiers import filesystem_credits as credit
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import FilesystemStore
-from kvhaven.tiers.filesystem_caretaker import Caretaker
-from kvhaven.tiers.filesystem_credits import Grant, Purse, Writer
-from kvhaven.tiers.filesystem_files import SharedFiles
-from kvhaven.tiers.filesystem_lease import NAME, Lease
-from kvhaven.tiers.filesystem_survey import Limits, Survey
-from kvhaven.tiers.packing import Packing
-from kvhaven.tiers.shared import SharedTier
-from kvhaven.tiers.shared_store import Blob, blob_name, folder_of
+from kvhaven.tiers.filesystem import write_credits as credit
+from kvhaven.tiers.filesystem.files import SharedFiles
+from kvhaven.tiers.filesystem.ownership import NAME, Ownership
+from kvhaven.tiers.filesystem.quota_manager import QuotaManager
+from kvhaven.tiers.filesystem.tier import FilesystemStore
+from kvhaven.tiers.filesystem.usage import DirectoryUsage, Limits
+from kvhaven.tiers.filesystem.write_credits import CreditGrant, Purse, Writer
+from kvhaven.tiers.format.codec import ShardCodec
+from kvhaven.tiers.shared.store import Blob, blob_name, folder_of
+from kvhaven.tiers.shared.tier import SharedTier
 
 SPACE = make_namespace("model", (252 << 10,))
 FILE = 256 << 10
@@ -51,7 +51,7 @@ QUICK: dict[str, Any] = {
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[SharedFiles]:
-    opened_files = SharedFiles(tmp_path, mode=0o600, packing=Packing("test"), known=False)
+    opened_files = SharedFiles(tmp_path, mode=0o600, codec=ShardCodec("test"), known=False)
     yield opened_files
     opened_files.close()
 
@@ -62,7 +62,7 @@ def age(path: Path, seconds: float) -> None:
 
 
 def test_a_lease_is_one_services_until_it_expires(files: SharedFiles, tmp_path: Path) -> None:
-    one, two = Lease(files, "one", 60), Lease(files, "two", 60)
+    one, two = Ownership(files, "one", 60), Ownership(files, "two", 60)
     assert one.held() is None
     assert one.claim()
     assert one.held() == 1
@@ -84,7 +84,7 @@ def test_a_lease_is_one_services_until_it_expires(files: SharedFiles, tmp_path: 
 
 def test_a_damaged_lease_is_anybodys(files: SharedFiles, tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"garbage")
-    lease = Lease(files, "one", 60)
+    lease = Ownership(files, "one", 60)
     assert not lease.renew()
     assert lease.claim()
     assert lease.held() == 1
@@ -94,7 +94,7 @@ def test_nobody_looks_at_the_nodes_clock(
     files: SharedFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    one, two = Lease(files, "one", 60), Lease(files, "two", 60)
+    one, two = Ownership(files, "one", 60), Ownership(files, "two", 60)
     assert one.claim()
     assert not two.claim()
 
@@ -128,7 +128,7 @@ def test_grants_survive_their_owner(files: SharedFiles) -> None:
     account = credit.accounts(files, 60)["a"]  # as another owner finds it
     assert (account.limit, account.outstanding) == (310, 300)
     assert credit.grant(files, {"a": account}, 0) == 200
-    assert credit.tell(files, "a", Writer(10, 500), 60)[0] == Grant(310)
+    assert credit.tell(files, "a", Writer(10, 500), 60)[0] == CreditGrant(310)
 
 
 def test_who_is_silent_gets_no_grant_and_is_forgotten_later(
@@ -152,7 +152,7 @@ def test_a_purse_is_empty_when_its_grant_is_old() -> None:
     purse = Purse(lambda: now[0], 10)
     with pytest.raises(TierError, match="no credit"):
         purse.take(1)
-    purse.granted(Grant(100), 5)
+    purse.granted(CreditGrant(100), 5)
     purse.take(60)
     with pytest.raises(TierError):
         purse.take(60)
@@ -160,14 +160,14 @@ def test_a_purse_is_empty_when_its_grant_is_old() -> None:
     purse.take(60)
     assert purse.beat() == Writer(100, 122)
     assert purse.beat() == Writer(100, 10)
-    purse.granted(Grant(1000), 5)
+    purse.granted(CreditGrant(1000), 5)
     now[0] = 5
     with pytest.raises(TierError):
         purse.take(1)
 
 
-def survey_of(*found: Blob) -> Survey:
-    survey = Survey()
+def survey_of(*found: Blob) -> DirectoryUsage:
+    survey = DirectoryUsage()
     for one in found:
         survey.add(one.name.partition("/")[0], [one])
     return survey
@@ -229,7 +229,7 @@ class Service(NamedTuple):
     """A tier with limits, and the part of it that keeps to them."""
 
     tier: SharedTier
-    caretaker: Caretaker
+    quota_manager: QuotaManager
 
 
 def limited(path: Path, quota: int | None, **limits: Any) -> Service:
@@ -242,8 +242,8 @@ def limited(path: Path, quota: int | None, **limits: Any) -> Service:
         deadline_s=10,
         limits=Limits(quota_bytes=quota, **(QUICK | limits)),
     )
-    assert shared_store.caretaker is not None
-    return Service(SharedTier(shared_store, retry_s=0.05), shared_store.caretaker)
+    assert shared_store.quota_manager is not None
+    return Service(SharedTier(shared_store, retry_s=0.05), shared_store.quota_manager)
 
 
 @contextlib.asynccontextmanager
@@ -282,7 +282,7 @@ async def test_the_owner_keeps_a_tenant_to_its_quota_and_leaves_others_alone(
             for tenant in (ann, ben):
                 piece = make_piece(SPACE, number, tenant=tenant)
                 await store_with_credit(one.tier, piece)
-        assert one.caretaker.owner
+        assert one.quota_manager.owner
         folders = {tenant: tmp_path / folder_of(SPACE.digest, tenant) for tenant in (ann, ben)}
         await until(lambda: used(folders[ann]) <= 3 * FILE)
         assert used(folders[ann]) == 3 * FILE
@@ -305,7 +305,7 @@ async def test_writers_wait_for_credit_and_the_quota_holds(tmp_path: Path) -> No
                 await asyncio.sleep(0.01)
             most = max(most, used(tmp_path))
         assert most <= quota * 1.05
-        assert one.caretaker.owner != two.caretaker.owner
+        assert one.quota_manager.owner != two.quota_manager.owner
         right = 0
         for at in range(1, number + 1):
             piece = make_piece(SPACE, at)
@@ -319,8 +319,8 @@ async def test_writers_wait_for_credit_and_the_quota_holds(tmp_path: Path) -> No
 async def test_another_service_takes_over(tmp_path: Path) -> None:
     async with service(tmp_path, 10 * FILE) as two:
         async with service(tmp_path, 10 * FILE) as one:
-            await until(lambda: bool(one.caretaker.owner or two.caretaker.owner))
-        await until(lambda: two.caretaker.owner)
+            await until(lambda: bool(one.quota_manager.owner or two.quota_manager.owner))
+        await until(lambda: two.quota_manager.owner)
 
 
 async def test_old_files_go_and_used_ones_stay(tmp_path: Path) -> None:
@@ -334,10 +334,10 @@ async def test_old_files_go_and_used_ones_stay(tmp_path: Path) -> None:
             age(tmp_path / blob_name(piece.shard), 7200)
         for piece in pieces[:2]:
             assert await fetch(tier, piece.shard) == content(piece)  # that makes it new again
-    tier, caretaker = limited(tmp_path, 100 * FILE, ttl_s=3700.0)
+    tier, quota_manager = limited(tmp_path, 100 * FILE, ttl_s=3700.0)
     async with opened(tier):
         await until(lambda: used(tmp_path) == 2 * FILE)
-        assert caretaker.removed_files == 4
+        assert quota_manager.removed_files == 4
         for piece in pieces[:2]:
             assert await fetch(tier, piece.shard) == content(piece)
 
@@ -355,7 +355,7 @@ async def test_who_has_no_limits_where_others_have_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with service(tmp_path, 1 << 30) as one:
-        await until(lambda: one.caretaker.owner)
+        await until(lambda: one.quota_manager.owner)
         store = FilesystemStore(
             tmp_path,
             executor=TierExecutor(),

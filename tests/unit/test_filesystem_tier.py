@@ -27,9 +27,9 @@ from kvhaven.testing.tiers import (
 )
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import filesystem_tier
-from kvhaven.tiers.filesystem_files import MARKER
-from kvhaven.tiers.shared_store import blob_name
+from kvhaven.tiers.filesystem.files import MARKER
+from kvhaven.tiers.filesystem.tier import filesystem_tier
+from kvhaven.tiers.shared.store import blob_name
 from tests.tiers import ext4, run_or_skip, tmpfs
 
 SPACE = make_namespace("model", (64 << 10,))

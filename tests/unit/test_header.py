@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvhaven.errors import TierMissError
 from kvhaven.tiers.base import StoredShard
-from kvhaven.tiers.header import (
+from kvhaven.tiers.format.header import (
     HEADER_BYTES,
     PLAIN,
     Form,

@@ -12,7 +12,7 @@ import torch
 
 from kvhaven.errors import LayoutError
 from kvhaven.layouts import HeadGeometry, PagedLayout, describe_kv_caches, head_geometry
-from kvhaven.layouts.inside import LATENT, PLAIN, PRIVATE
+from kvhaven.layouts.attention_backends import LATENT, PLAIN, PRIVATE
 from tests.layouts import KINDS, Sizes, engine
 
 BLOCKS, HEADS, TOKENS, DIM = 4, 2, 8, 4

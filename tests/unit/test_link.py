@@ -63,7 +63,7 @@ def test_an_acknowledgement_that_got_lost_is_said_again(
     keys = prompt("p", 3)
     engine.save(keys)
     lease = eventually(lambda: engine.scheduler.acquire(keys))
-    engine.scheduler.client.dispatched(lease.ticket)
+    engine.scheduler.client.dispatched(lease.lease_id)
     proxy.swallow = True
     engine.ranks[0].load(lease, keys)
     time.sleep(0.05)
@@ -80,8 +80,8 @@ def test_a_lease_survives_the_loss_of_the_connection(
     lease = eventually(lambda: engine.scheduler.acquire(keys))
     drop(proxy, engine)
     assert node.status().catalog.leased_bytes == 3 * EXTENT_BYTES
-    assert engine.scheduler.client.look_up(lease.ticket) == lease
-    engine.scheduler.client.dispatched(lease.ticket)
+    assert engine.scheduler.client.look_up(lease.lease_id) == lease
+    engine.scheduler.client.dispatched(lease.lease_id)
     assert engine.ranks[0].load(lease, keys) == 3
     settled(node.address, members=2)
 
@@ -93,12 +93,12 @@ def test_a_question_whose_answer_got_lost_is_a_miss_and_holds_nothing(
     engine.save(keys)
     eventually(lambda: engine.load(keys))
     proxy.delay_s = 0.2
-    ticket = engine.scheduler.client.ask(keys)
-    assert ticket is not None
+    lease_id = engine.scheduler.client.ask(keys)
+    assert lease_id is not None
     eventually(lambda: node.status().catalog.leases)
     proxy.delay_s = 0
     drop(proxy, engine)
-    assert engine.scheduler.client.look_up(ticket) is Outcome.MISS
+    assert engine.scheduler.client.look_up(lease_id) is Outcome.MISS
     settled(node.address, members=2)
     assert engine.load(keys) == 3
 
@@ -124,7 +124,7 @@ def test_what_was_granted_before_the_loss_is_discarded_when_it_is_committed(
     grants = rank.reserve(keys)
     drop(proxy, engine)
     status = node.status()
-    assert status.catalog.doomed_bytes == 2 * EXTENT_BYTES
+    assert status.catalog.retired_bytes == 2 * EXTENT_BYTES
     rank.client.commit([rank.write(grants[0])])
     rank.client.abort(grants[1:])
     settled(node.address, members=2)
@@ -201,7 +201,7 @@ def test_what_was_said_to_an_old_service_is_void_for_a_new_one(short_dir: Path) 
         services = engine.scheduler.client.services_in_use
         assert services == {lease.service, engine.scheduler.client.service}
         rank.client.keep_arenas(services)
-        engine.scheduler.client.dispatched(lease.ticket)
+        engine.scheduler.client.dispatched(lease.lease_id)
         assert rank.load(lease, keys) == 4
         rank.client.keep_arenas(engine.scheduler.client.services_in_use)
         assert rank.client.arena(lease.service) is None
@@ -213,7 +213,7 @@ def test_what_was_said_to_an_old_service_is_void_for_a_new_one(short_dir: Path) 
         assert status.catalog.refused_commits == 0
         assert status.catalog.commits == 4
         new.check()
-        engine.scheduler.client.release([lease.ticket])
+        engine.scheduler.client.release([lease.lease_id])
 
 
 def test_a_service_that_comes_later_is_found(short_dir: Path) -> None:

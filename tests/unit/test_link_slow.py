@@ -60,9 +60,9 @@ def test_late_grants_are_aborted_and_late_leases_released(node: NodeThread, prox
     eventually(lambda: scheduler.load(keys, [rank]))
     proxy.delay_s = 0.3
     assert rank.reserve(prompt("q", 3), wait_s=0.02) == []
-    ticket = scheduler.client.ask(keys)
-    assert ticket is not None
-    eventually(lambda: scheduler.client.look_up(ticket) is Outcome.MISS)
+    lease_id = scheduler.client.ask(keys)
+    assert lease_id is not None
+    eventually(lambda: scheduler.client.look_up(lease_id) is Outcome.MISS)
     proxy.delay_s = 0
     settled(node.address, members=2)
     assert node.status().catalog.resident_chunks == 4

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from kvhaven.tiers.executor import Lane
-from kvhaven.tiers.loop_thread import LoopThread
+from kvhaven.tiers.shared.loop_thread import LoopThread
 
 BODY = bytes(2 << 20)
 ROUNDS = 20

@@ -58,7 +58,7 @@ def test_the_example_package_passes_the_conformance_suites(environment: dict[str
 def test_settings_take_the_names_of_an_installed_package(environment: dict[str, str]) -> None:
     code = (
         "from kvhaven import load_settings\n"
-        "from kvhaven.service.ladder import make_tiers\n"
+        "from kvhaven.service.tier_setup import make_tiers\n"
         "from kvhaven.catalog.policies import make_policy\n"
         "given = {'cache_policy': 'Second-Chance', 'remote_url': 'sqlite:///tmp/none.db'}\n"
         "settings = load_settings(given, {}).settings\n"

@@ -25,14 +25,14 @@ from kvhaven.testing.tiers import (
     until,
 )
 from kvhaven.tiers.base import Tier
-from kvhaven.tiers.shared_store import blob_name
+from kvhaven.tiers.shared.store import blob_name
 from tests import servers
 from tests.tiers import run_or_skip
 
 pytest.importorskip("redis", reason="pip install 'kvhaven[redis]'")
 from redis import Redis
 
-from kvhaven.tiers.redis import PREFIX, redis_tier
+from kvhaven.tiers.redis.tier import PREFIX, redis_tier
 
 SPACE = make_namespace("model", (64 << 10,))
 PIECE = make_piece(SPACE)

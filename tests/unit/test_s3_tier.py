@@ -22,12 +22,12 @@ from kvhaven.testing.tiers import (
     until,
 )
 from kvhaven.tiers.base import StoredShard
-from kvhaven.tiers.header import pack_header
+from kvhaven.tiers.format.header import pack_header
 from tests.scripted_http import Answer, ScriptedServer, error
 from tests.servers import Bucket, free_port
 
 pytest.importorskip("obstore", reason="pip install 'kvhaven[s3]'")
-from kvhaven.tiers.s3 import s3_tier
+from kvhaven.tiers.s3.tier import s3_tier
 
 SPACE = make_namespace("model", (10_000,))
 PIECE = make_piece(SPACE)

@@ -31,16 +31,16 @@ from tests.unit.catalog_kit import namespace_of
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_all_ranks_saved_is_loaded_byte_for_byte(node: NodeThread, world: int) -> None:
+def test_what_all_ranks_saved_is_loaded_byte_for_byte(node: NodeThread, world_size: int) -> None:
     keys = prompt("p", 12)
-    with Engine(node.address, world) as engine:
+    with Engine(node.address, world_size) as engine:
         assert engine.load(keys) == 0
         assert engine.save(keys) == 12
         assert eventually(lambda: engine.load(keys)) == 12
         assert engine.load(keys[:5]) == 5
         assert engine.load([*keys, *prompt("other", 3)]) == 12
         assert node.status().catalog.resident_chunks == 12
-        settled(node.address, members=world + 1)
+        settled(node.address, members=world_size + 1)
     settled(node.address, members=0)
 
 
@@ -142,7 +142,7 @@ def test_stages_of_a_pipeline_with_unlike_numbers_of_layers_serve(node: NodeThre
 def test_in_what_an_engine_differs_from_the_namespaces_of_its_model_is_logged(
     node: NodeThread, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="kvhaven.service.attaching")
+    caplog.set_level(logging.INFO, logger="kvhaven.service.membership")
     common = {"model": "tiny", "cache.block_size": "16", "weights": "w" * 64}
     engines = {
         "a": common,
@@ -172,7 +172,7 @@ def test_an_engine_is_compared_with_the_newest_namespaces_of_its_model(
     node: NodeThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They are never forgotten: a service sees one for each change of an engine's settings."""
-    caplog.set_level(logging.INFO, logger="kvhaven.service.attaching")
+    caplog.set_level(logging.INFO, logger="kvhaven.service.membership")
     common = {"model": "tiny", "cache.block_size": "16", "weights": "w"}
     fields = [common, *[{"model": "tiny", "weights": str(number)} for number in range(20)]]
     fields += [{"model": "other"}, common | {"weights": "v"}]
@@ -280,8 +280,10 @@ def test_engines_that_divide_the_heads_differently_share(node: NodeThread, heads
     """With two heads, the engine of four ranks has two ranks for each."""
     with contextlib.ExitStack() as stack:
         engines = [
-            stack.enter_context(Engine(node.address, world, engine=f"tp{world}", heads=heads))
-            for world in (1, 2, 4)
+            stack.enter_context(
+                Engine(node.address, world_size, engine=f"tp{world_size}", heads=heads)
+            )
+            for world_size in (1, 2, 4)
         ]
         for number, writer in enumerate(engines):
             keys = prompt(number, 5)
@@ -374,7 +376,7 @@ def test_grants_that_never_arrived_end_when_the_rank_is_back(node: NodeThread) -
         node.cut()
         # What is still used is the kept one's: it may be written at this moment.
         eventually(lambda: node.status().catalog.used_bytes == EXTENT_BYTES)
-        assert node.status().catalog.doomed_bytes == EXTENT_BYTES
+        assert node.status().catalog.retired_bytes == EXTENT_BYTES
         rank.client.commit([rank.write(kept)])
         settled(node.address)
         assert node.status().arena_used_bytes == 0  # lost before its commit: discarded

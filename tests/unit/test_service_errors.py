@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvhaven.catalog.actions import TierDelete, TierName
-from kvhaven.types import ChunkKey, NamespaceDigest
+from kvhaven.testing.tiers import make_namespace
+from kvhaven.types import ChunkKey
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeThread, eventually, settled
 
@@ -23,16 +24,16 @@ def test_an_error_in_a_job_or_an_action_ends_nothing_else(
 ) -> None:
     with NodeThread(short_dir / "s.sock", local_disk=str(short_dir / "disk")) as node:
         service = node.service
-        stranger = TierDelete(TierName("none"), NamespaceDigest(b"?"), ChunkKey(b"?"))
+        stranger = TierDelete(TierName("none"), make_namespace(), ChunkKey(b"?"))
 
         def fail() -> None:
-            service.catalog._work.start(failing())
-            service.catalog._actions += [stranger]
-            service._act()
+            with service.driver.event() as catalog:
+                catalog._work.start(failing())
+                catalog._actions += [stranger]
 
         for _ in range(2):
             node.call(fail)
-            eventually(lambda: node.call(lambda: service.idle and not service._actions))
+            eventually(lambda: node.call(lambda: service.driver.idle))
         assert caplog.text.count("a job of the catalog failed") == 2
         assert caplog.text.count("an action of the catalog failed") == 2
         assert "a bug in a job" in caplog.text

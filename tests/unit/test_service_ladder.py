@@ -16,9 +16,9 @@ from kvhaven.client.control import connect
 from kvhaven.config import Settings, load_settings
 from kvhaven.errors import ConfigError, KVHavenError, TierError
 from kvhaven.protocol import Clear, Cleared, Flush, Flushed, Hello, Refused, Welcome
-from kvhaven.service.ladder import make_tiers
+from kvhaven.service.tier_setup import make_tiers
+from kvhaven.testing.memory_store import MemoryStore, memory_tier
 from kvhaven.tiers.base import StoredShard, Tier
-from kvhaven.tiers.memory import MemoryStore, memory_tier
 from kvhaven.types import Checksum
 from tests.crash.engine import EXTENT_BYTES, Engine, prompt
 from tests.crash.node import NodeThread, eventually, flush, seconds, settled
@@ -134,8 +134,8 @@ def test_one_that_is_stuck_costs_a_deadline_and_only_its_own_chunks(
                 control.clear(tier="memory")
             engine.save(mine)
             scheduler = engine.scheduler
-            ticket = scheduler.client.ask(KEYS)
-            assert ticket is not None
+            lease_id = scheduler.client.ask(KEYS)
+            assert lease_id is not None
             for _ in range(5):
                 assert seconds(lambda: engine.load(mine)) < 2
                 assert engine.load(mine) == 4
@@ -147,7 +147,7 @@ def test_one_that_is_stuck_costs_a_deadline_and_only_its_own_chunks(
                 eventually(lambda: not node.status().catalog.tiers[MEMORY_TIER].looking_up)
             else:
                 assert node.status().catalog.promoting_bytes == 8 * EXTENT_BYTES
-            scheduler.client.release([ticket])
+            scheduler.client.release([lease_id])
         node.call(filled.before.clear)
 
 
@@ -173,7 +173,7 @@ def test_a_slow_one_is_used_as_far_as_it_came_in_time(short_dir: Path, filled: S
 def test_one_that_fails_is_a_miss_and_is_back_when_it_works(
     short_dir: Path, filled: SlowStore
 ) -> None:
-    with Node(short_dir / "s.sock", filled, remote_believe_s=0.1) as node:
+    with Node(short_dir / "s.sock", filled, remote_lookup_ttl_s=0.1) as node:
         with Engine(node.address) as engine:
             filled.broken = "on fire"
             more = prompt("more", 12)
@@ -232,12 +232,12 @@ def test_reads_go_before_writes(short_dir: Path, filled: SlowStore) -> None:
 
     filled.before = {"read": note("read"), "write": note("write")}
     with Node(short_dir / "s.sock", filled) as node, Engine(node.address) as engine:
-        ticket = engine.scheduler.client.ask(KEYS)
-        assert ticket is not None
+        lease_id = engine.scheduler.client.ask(KEYS)
+        assert lease_id is not None
         eventually(lambda: "read" in order)
         engine.save(prompt("new", 4))
         flush(node.address)
-        engine.scheduler.client.release([ticket])
+        engine.scheduler.client.release([lease_id])
     assert order == ["read"] * 8 + ["write"] * 4
 
 

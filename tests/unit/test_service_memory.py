@@ -17,7 +17,7 @@ from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.errors import KVHavenError
 from kvhaven.tiers.base import StoredShard
-from kvhaven.tiers.disk_lock import Directory
+from kvhaven.tiers.local.lock import Directory
 from kvhaven.types import Checksum, ChunkKey
 from tests.crash.engine import MODEL, SHARD_BYTES, Engine, Rank, prompt
 from tests.crash.node import MIB, NodeThread, audit_disk, eventually, flush, settled
@@ -97,7 +97,7 @@ def test_a_sample_finds_damage_sooner_or_later(short_dir: Path) -> None:
         for _ in range(2000):
             lease = engine.scheduler.acquire(KEYS)
             assert lease is not None
-            engine.scheduler.client.release([lease.ticket])
+            engine.scheduler.client.release([lease.lease_id])
             if len(lease.extents) < 6:
                 break
         status = node.status()
@@ -114,9 +114,9 @@ def test_verifying_everything_beside_evictions_raises_no_false_alarm(short_dir: 
         prompts = [prompt(n, 8) for n in range(10)]
         for _ in range(150):
             keys = dice.choice(prompts)
-            ticket = engine.scheduler.client.ask(keys)
-            assert ticket is not None
-            engine.scheduler.client.release([ticket])
+            lease_id = engine.scheduler.client.ask(keys)
+            assert lease_id is not None
+            engine.scheduler.client.release([lease_id])
             engine.save(keys)
             engine.load(dice.choice(prompts))
         assert node.status().damaged_chunks == 0
@@ -256,7 +256,7 @@ def test_a_chunk_that_is_cleared_while_it_is_leased_stays_until_it_is_let_go(
         with connect(node.address) as control:
             control.clear()
         engine.save(prompt("others", 20))
-        engine.scheduler.client.dispatched(lease.ticket)
+        engine.scheduler.client.dispatched(lease.lease_id)
         assert [rank.load(lease, KEYS) for rank in engine.ranks] == [6, 6]
 
 
@@ -278,7 +278,7 @@ def test_a_lease_says_what_came_from_memory_and_what_from_a_tier(short_dir: Path
         eventually(lambda: engine.load(KEYS[:2]) == 2)
         lease = eventually(lambda: engine.scheduler.acquire(KEYS[:4]))
         assert list(lease.sources) == [0, 0, 1, 1]
-        engine.scheduler.client.release([lease.ticket])
+        engine.scheduler.client.release([lease.lease_id])
 
 
 def test_prefetched_chunks_are_resident_when_they_are_asked_for(short_dir: Path) -> None:
@@ -291,11 +291,11 @@ def test_prefetched_chunks_are_resident_when_they_are_asked_for(short_dir: Path)
         lease = engine.scheduler.acquire(KEYS)
         assert lease is not None
         assert all(lease.sources)  # waited for by nobody, but the disk supplied them
-        engine.scheduler.client.release([lease.ticket])
+        engine.scheduler.client.release([lease.lease_id])
         lease = engine.scheduler.acquire(KEYS)
         assert lease is not None
         assert not any(lease.sources)
-        engine.scheduler.client.release([lease.ticket])
+        engine.scheduler.client.release([lease.lease_id])
 
 
 def test_a_promotion_that_takes_too_long_is_cut_to_what_is_ready(short_dir: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_promotion_that_takes_too_long_is_cut_to_what_is_ready(short_dir: Path
         lease = engine.scheduler.acquire(KEYS)
         assert lease is not None
         assert len(lease.extents) == 2
-        engine.scheduler.client.release([lease.ticket])
+        engine.scheduler.client.release([lease.lease_id])
         engine.scheduler.client._promote_deadline_s = 5
         assert engine.load(KEYS) == 6
 

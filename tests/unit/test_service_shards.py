@@ -41,18 +41,18 @@ def test_impossible_shards_are_refused(shards: tuple[Shard, ...], reason: str) -
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]))
 def test_the_table_does_not_depend_on_how_the_heads_are_divided(
-    world: int, count: int, stages: int
+    world_size: int, count: int, stages: int
 ) -> None:
     """Tensor parallel over the heads, pipeline parallel over the layers; more ranks than heads."""
     held = {}
     for stage in range(stages):
         layers = (stage * 4, stage * 4 + 4)
-        for rank in range(world):
-            first = rank * count // world
-            end = max((rank + 1) * count // world, first + 1)
+        for rank in range(world_size):
+            first = rank * count // world_size
+            end = max((rank + 1) * count // world_size, first + 1)
             own = tuple(shard((head, head + 1), layers) for head in range(first, end))
-            held[stage * world + rank] = own
-    table = united(held, shared=world > count)
+            held[stage * world_size + rank] = own
+    table = united(held, shared=world_size > count)
     assert [str(s.id) for s in table.shards] == [
         f"g0-l{stage * 4}.{stage * 4 + 4}-h{head}.{head + 1}-r0"
         for stage in range(stages)

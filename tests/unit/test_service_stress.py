@@ -47,18 +47,18 @@ def requests(engine: Engine, dice: random.Random, count: int, aborted: float) ->
 def abort(engine: Engine, keys: Sequence[ChunkKey], dice: random.Random) -> None:
     """Give a request up at some point of its life."""
     scheduler = engine.scheduler.client
-    ticket = scheduler.ask(keys)
-    if ticket is None:
+    lease_id = scheduler.ask(keys)
+    if lease_id is None:
         return
     when = dice.randrange(4)
     if when == 0:
-        scheduler.release([ticket])
+        scheduler.release([lease_id])
         return
-    lease = scheduler.wait(ticket, dice.random() * 0.005)
+    lease = scheduler.wait(lease_id, dice.random() * 0.005)
     if isinstance(lease, Outcome) or when == 1:
-        scheduler.release([ticket])
+        scheduler.release([lease_id])
     else:
-        scheduler.dispatched(ticket)
+        scheduler.dispatched(lease_id)
         for rank in engine.ranks:  # what was begun is finished and acknowledged
             rank.load(lease, keys)
     if when == 3:

@@ -129,7 +129,7 @@ def test_clear_by_tenant_leaves_the_others(node: NodeThread) -> None:
 def test_a_service_that_knows_no_tenants_is_not_asked_to_clear_one(
     node: NodeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvhaven.service.attaching.FEATURES", 0)
+    monkeypatch.setattr("kvhaven.service.membership.FEATURES", 0)
     with connect(node.address) as control, pytest.raises(KVHavenError, match="knows no tenants"):
         control.clear(tenant=ANN)
 

@@ -30,7 +30,7 @@ def test_status_as_a_table_names_what_there_is(node: NodeThread) -> None:
         lease = engine.scheduler.acquire(KEYS)
         assert lease is not None
         table = kvhaven("status", "--socket", node.address)
-        engine.scheduler.client.release([lease.ticket])
+        engine.scheduler.client.release([lease.lease_id])
     for word in ("memory", "disk", MODEL, "5 chunks", "rank 1", "scheduler", "1 leases"):
         assert word in table, table
     assert "lost" not in table

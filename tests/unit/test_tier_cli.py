@@ -15,8 +15,8 @@ from kvhaven.keys import tenant_id
 from kvhaven.testing.tiers import Piece, make_namespace, make_piece
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import filesystem_tier
-from kvhaven.tiers.shared_store import blob_name
+from kvhaven.tiers.filesystem.tier import filesystem_tier
+from kvhaven.tiers.shared.store import blob_name
 from tests.commands import kvhaven
 
 SPACES = [make_namespace("one"), make_namespace("two")]
@@ -58,7 +58,7 @@ def filled_bucket(server: str, patch: pytest.MonkeyPatch) -> Store:
 
 def filled_redis(url: str) -> Store:
     pytest.importorskip("redis")
-    from kvhaven.tiers.redis import redis_tier
+    from kvhaven.tiers.redis.tier import redis_tier
 
     return Store(url, lambda: redis_tier(url))
 

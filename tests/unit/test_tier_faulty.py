@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
+from kvhaven.testing.faulty_tier import Faults, FaultyTier
 from kvhaven.testing.tiers import (
     content,
     fetch,
@@ -19,7 +20,6 @@ from kvhaven.testing.tiers import (
     store,
 )
 from kvhaven.tiers.base import Tier
-from kvhaven.tiers.faulty import Faults, FaultyTier
 from tests.tiers import disk_tier
 
 SPACE = make_namespace()

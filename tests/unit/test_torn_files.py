@@ -12,13 +12,12 @@ from kvhaven.errors import TierMissError
 from kvhaven.testing.tiers import content, fetch, make_namespace, make_piece
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.filesystem import filesystem_tier
-from kvhaven.tiers.filesystem_survey import Limits
-from kvhaven.tiers.header import may_hold
-from kvhaven.tiers.shared import SharedTier
-from kvhaven.tiers.shared_audit import audit
-from kvhaven.tiers.shared_store import blob_name
-from kvhaven.tiers.tools import collect
+from kvhaven.tiers.filesystem.tier import filesystem_tier
+from kvhaven.tiers.filesystem.usage import Limits
+from kvhaven.tiers.format.header import may_hold
+from kvhaven.tiers.shared.maintenance import audit, collect
+from kvhaven.tiers.shared.store import blob_name
+from kvhaven.tiers.shared.tier import SharedTier
 from tests.tiers import disk_tier, file_of
 
 SPACE = make_namespace("model", (5000,))

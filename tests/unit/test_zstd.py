@@ -14,7 +14,7 @@ from kvhaven.errors import TierMissError
 zstandard = pytest.importorskip("zstandard", reason="pip install 'kvhaven[zstd]'")
 np = pytest.importorskip("numpy", reason="pip install 'kvhaven[zstd]'")
 
-from kvhaven.tiers.zstd import PLANE_BYTES, Zstd  # noqa: E402 - needs both
+from kvhaven.tiers.format.zstd import PLANE_BYTES, Zstd  # noqa: E402 - needs both
 
 ZSTD = Zstd()
 WIDTHS = (1, 2, 4)

@@ -11,12 +11,11 @@ from urllib.parse import unquote, urlsplit
 from kvhaven.errors import ConfigError, TierMissError
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.executor import Lane
-from kvhaven.tiers.header import HEADER_BYTES, may_hold
-from kvhaven.tiers.packing import Packing
+from kvhaven.tiers.format.codec import ShardCodec
+from kvhaven.tiers.format.header import HEADER_BYTES, may_hold
 from kvhaven.tiers.registry import TierOptions
-from kvhaven.tiers.remote_store import RemoteStore
-from kvhaven.tiers.shared import SharedTier
-from kvhaven.tiers.shared_store import (
+from kvhaven.tiers.shared.remote_store import RemoteStore
+from kvhaven.tiers.shared.store import (
     FOLDER,
     Blob,
     StoreFailedError,
@@ -25,6 +24,7 @@ from kvhaven.tiers.shared_store import (
     require_size,
     unpack,
 )
+from kvhaven.tiers.shared.tier import SharedTier
 from kvhaven.types import Checksum
 
 _DEADLINE_S = 10.0
@@ -49,7 +49,7 @@ class SqliteClient:
     def __init__(self, path: Path) -> None:
         self.title = f"SQLite tier {path}"
         self._path = path
-        self._packing = Packing(self.title)
+        self._packing = ShardCodec(self.title)
         self._connection: sqlite3.Connection | None = None
 
     async def open(self) -> None:

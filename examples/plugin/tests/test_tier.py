@@ -10,7 +10,7 @@ from kvhaven.testing.tier_suite import *  # noqa: F403 - its tests are collected
 from kvhaven.testing.tiers import Change, Kit, online
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.registry import TierOptions, open_tier
-from kvhaven.tiers.shared_store import blob_name
+from kvhaven.tiers.shared.store import blob_name
 
 
 @pytest.fixture

@@ -82,9 +82,9 @@ class SlabAllocator:
         self._segments[segment].grow(usable_bytes)
         self.usable[segment] = usable_bytes
 
-    def settle(self, segment: int) -> None:
+    def finalize(self, segment: int) -> None:
         """Note that a segment will not grow any more: that is its size."""
-        self._segments[segment].settle()
+        self._segments[segment].finalize()
 
     @property
     def capacity_bytes(self) -> int:

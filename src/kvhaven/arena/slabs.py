@@ -193,7 +193,7 @@ class SegmentUnits:
         self.free_units += more
         self._taken += bytes(more)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Note that the segment will not grow: shape new slabs for its present size."""
         self._final = self.units
 

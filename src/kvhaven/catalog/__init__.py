@@ -2,6 +2,6 @@
 """The catalog: which chunks exist, where, and who holds them; a state machine without I/O."""
 
 from kvhaven.catalog.catalog import Catalog
-from kvhaven.catalog.tierspec import StoreOn, TierSpec, WriteMode
+from kvhaven.catalog.tier_spec import StoreOn, TierSpec, WriteMode
 
 __all__ = ["Catalog", "StoreOn", "TierSpec", "WriteMode"]

@@ -7,7 +7,8 @@ from typing import NewType, Protocol, overload
 
 import msgspec
 
-from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Extent, NamespaceDigest, TenantId
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Extent, TenantId
 
 SessionId = NewType("SessionId", str)
 """One engine instance: its scheduler and all its ranks."""
@@ -15,7 +16,7 @@ SessionId = NewType("SessionId", str)
 MemberId = NewType("MemberId", str)
 """One process of a session (its scheduler, or one rank), unique for that process's life."""
 
-Ticket = NewType("Ticket", int)
+LeaseId = NewType("LeaseId", int)
 """A lease's name, chosen by the scheduler; unique within its session."""
 
 TierName = NewType("TierName", str)
@@ -98,7 +99,7 @@ class Acquisition(msgspec.Struct, frozen=True):
     more of it is being leased; 0 means the answer is final.
     """
 
-    ticket: Ticket
+    lease_id: LeaseId
     chunks: Prefix
     promoting: int
 
@@ -137,7 +138,7 @@ class TierLookup(msgspec.Struct, frozen=True, gc=False):
 
     tier: TierName
     number: int
-    namespace: NamespaceDigest
+    namespace: Namespace
     keys: tuple[ChunkKey, ...]
     tenant: TenantId = NO_TENANT
 
@@ -149,7 +150,7 @@ class TierRead(msgspec.Struct, frozen=True, gc=False):
     """
 
     tier: TierName
-    namespace: NamespaceDigest
+    namespace: Namespace
     key: ChunkKey
     extent: Extent
     tenant: TenantId = NO_TENANT
@@ -162,7 +163,7 @@ class TierWrite(msgspec.Struct, frozen=True, gc=False):
     """
 
     tier: TierName
-    namespace: NamespaceDigest
+    namespace: Namespace
     key: ChunkKey
     extent: Extent
     checksums: tuple[Checksum, ...]
@@ -173,7 +174,7 @@ class TierDelete(msgspec.Struct, frozen=True, gc=False):
     """Action: delete every shard of the chunk from `tier`. No answer is awaited."""
 
     tier: TierName
-    namespace: NamespaceDigest
+    namespace: Namespace
     key: ChunkKey
     tenant: TenantId = NO_TENANT
 

@@ -32,7 +32,7 @@ class Allocator(Protocol[S]):
     def grow(self, segment: int, usable_bytes: int) -> None:
         """Hand out extents in the first `usable_bytes` of a segment. Raises `ArenaError`."""
 
-    def settle(self, segment: int) -> None:
+    def finalize(self, segment: int) -> None:
         """Note that a segment will not grow any more."""
 
     @property

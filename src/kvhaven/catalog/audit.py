@@ -5,25 +5,26 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 
+from kvhaven.catalog.actions import SessionId
 from kvhaven.catalog.allocation import S, within
-from kvhaven.catalog.audit_lookups import check_lookups
 from kvhaven.catalog.entries import Entry, Holding, Listed, Shelf, State, Tenant
 from kvhaven.catalog.holdings import Place
-from kvhaven.catalog.leases import Leases
+from kvhaven.catalog.leases import MOST_PREFETCHED, Leases, named
+from kvhaven.catalog.local_index import LocalTierIndex
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.reservations import Reservations
+from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Lease, Member, Sessions
-from kvhaven.catalog.space import Space
-from kvhaven.catalog.tierindex import TierIndex
+from kvhaven.catalog.shared_index import LOOKUP_SHARDS, MOST_KNOWN, MOST_PENDING, SharedTierIndex
+from kvhaven.catalog.tier_spec import WriteMode
 from kvhaven.catalog.tiering import Tiers
-from kvhaven.catalog.tierspec import WriteMode
 from kvhaven.catalog.writebehind import OUTSTANDING_BYTES, OUTSTANDING_CHUNKS, WriteBehind
 
 
 def check(
     owners: Owners,
-    space: Space[S],
+    space: ResidentChunks[S],
     sessions: Sessions,
     tiers: Tiers,
     leases: Leases,
@@ -74,7 +75,7 @@ def _name(entry: Entry) -> str:
     return f"chunk {entry.key.hex()[:16]} ({entry.state.value}, {entry.extent})"
 
 
-def _check_space(space: Space[S]) -> None:
+def _check_space(space: ResidentChunks[S]) -> None:
     """Every extent that is handed out belongs to one entry, and no two overlap."""
     held = list(space.held)
     used = sum(e.extent.length for e in held)
@@ -88,23 +89,23 @@ def _check_space(space: Space[S]) -> None:
     for entry in space.held:
         assert within(entry.extent, allocator.usable), f"{_name(entry)} lies in what is not there"
     live = {e.extent.generation for e in space.entries.values()}
-    doomed = {e.extent.generation for e in held if e.state is State.DOOMED}
-    assert live | doomed == {e.extent.generation for e in held}, "an extent is held by no chunk"
-    assert not live & doomed, "a doomed chunk is in sight"
+    retired = {e.extent.generation for e in held if e.state is State.RETIRED}
+    assert live | retired == {e.extent.generation for e in held}, "an extent is held by no chunk"
+    assert not live & retired, "a doomed chunk is in sight"
     for state, counted in (
-        (State.DOOMED, space.doomed_bytes),
+        (State.RETIRED, space.retired_bytes),
         (State.RESERVED, space.reserved_bytes),
     ):
         total = sum(e.extent.length for e in held if e.state is state)
         assert total == counted, f"{total} bytes are {state.value}, not {counted}"
 
 
-def _check_corrupt(space: Space[S]) -> None:
+def _check_corrupt(space: ResidentChunks[S]) -> None:
     corrupt = sum(e.corrupt for e in space.held)
     assert corrupt == space.corrupt, f"{corrupt} chunks in use are corrupt, not {space.corrupt}"
 
 
-def _check_slabs(space: Space[S]) -> None:
+def _check_slabs(space: ResidentChunks[S]) -> None:
     """Each slab knows its entries, and slabs are in the order of their last use."""
     for name, slab in space.slabs.known.items():
         assert slab.entries, f"slab {name} is empty and was not given up"
@@ -149,11 +150,11 @@ def _check_place(
     assert not (at_rest and leftover), f"{place.name}: cleared entries stay"
 
 
-def _check_entry(entry: Entry, space: Space[S]) -> None:
+def _check_entry(entry: Entry, space: ResidentChunks[S]) -> None:
     name, complete = _name(entry), entry.namespace.complete
     assert space.held_at(entry.extent) is entry, f"{name} is filed under another name"
     assert entry.extent.length == entry.namespace.extent_bytes, f"{name} has a wrong length"
-    if entry.state is State.DOOMED:
+    if entry.state is State.RETIRED:
         assert entry.pinned, f"{name} leaks: nothing pins it"
         return
     assert space.entries.get(entry.key) is entry, f"{name} is in sight twice"
@@ -179,7 +180,7 @@ def _check_entry(entry: Entry, space: Space[S]) -> None:
         assert not entry.listed, f"{name} ages while it is filled"
 
 
-def _check_aging(owners: Owners, space: Space[S]) -> None:
+def _check_aging(owners: Owners, space: ResidentChunks[S]) -> None:
     """The policies and the counts of children are in step with the entries."""
     children = Counter(e.parent for e in space.entries.values() if e.parent is not None)
     for entry in space.entries.values():
@@ -207,7 +208,7 @@ def _check_orders(orders: dict[int, EvictionPolicy], listed: list[Entry], of: st
         assert known == set(order), f"{of}: policy {policy.name} does not know class {length}"
 
 
-def _check_quotas(owners: Owners, space: Space[S], *, at_rest: bool) -> None:
+def _check_quotas(owners: Owners, space: ResidentChunks[S], *, at_rest: bool) -> None:
     """Tenants are told apart, and have what is counted, within their quotas."""
     for entry in space.held:
         part = owners.part(entry.namespace.namespace.digest, entry.namespace.tenant.id)
@@ -230,7 +231,7 @@ def _check_quotas(owners: Owners, space: Space[S], *, at_rest: bool) -> None:
 
 
 def _check_writers(
-    space: Space[S], sessions: Sessions, reservations: Reservations, *, at_rest: bool
+    space: ResidentChunks[S], sessions: Sessions, reservations: Reservations, *, at_rest: bool
 ) -> None:
     everyone = [*reservations.leaving, *sessions.members.values()]
     opened = {(m.id, g): m for m in everyone for g in (*m.open, *m.void)}
@@ -242,15 +243,17 @@ def _check_writers(
         for writer, shards in (entry.writers or {}).items():
             known = opened[writer, entry.extent.generation]
             assert within(entry.extent, known.ready), f"{_name(entry)}: {writer} is not ready"
-            assert shards in {0, known.holds}, f"{_name(entry)}: {writer} writes a part of its part"
+            assert shards in {0, known.shard_mask}, (
+                f"{_name(entry)}: {writer} writes a part of its part"
+            )
             assert not taken & shards, f"{_name(entry)} has two writers of a shard of {writer}"
             taken |= shards
-            awaited = entry.state is State.DOOMED or _awaits(entry, known)
+            awaited = entry.state is State.RETIRED or _awaits(entry, known)
             assert awaited, f"{_name(entry)} was committed by {writer}, who writes it"
     for member in sessions.members.values():
         assert sessions.sessions[member.session].members.get(member.id) is member
         assert not (member.lost and member.open), f"member {member.id} is lost and writes"
-    void = [e for m in everyone for e in m.void.values() if e.state is not State.DOOMED]
+    void = [e for m in everyone for e in m.void.values() if e.state is not State.RETIRED]
     assert not (at_rest and void), f"{_name(void[0])} has a lost writer"
     for entry in (e for e in space.held if e.state is State.RESERVED):
         owner = entry.owner[0] if entry.owner is not None else None
@@ -266,16 +269,18 @@ def _awaits(entry: Entry, member: Member) -> bool:
     return own and member.rank is not None and bool(entry.awaited >> member.rank & 1)
 
 
-def _check_leases(space: Space[S], sessions: Sessions, leases: Leases, *, at_rest: bool) -> None:
+def _check_leases(
+    space: ResidentChunks[S], sessions: Sessions, leases: Leases, *, at_rest: bool
+) -> None:
     """Pins are what the leases say, within the limit; nobody waits for nothing."""
     pins: Counter[int] = Counter()
     waiting: dict[Entry, list[Lease]] = {}
     homes = {*sessions.sessions.values(), *leases.leaving}
     for session in homes:
         ranks = [member for member in session.members.values() if member.rank is not None]
-        for ticket, lease in session.leases.items():
-            name = f"lease {ticket} of session {session.id}"
-            assert (lease.session, lease.ticket) == (session.id, ticket), f"{name} is misfiled"
+        for lease_id, lease in session.leases.items():
+            name = f"lease {lease_id} of session {session.id}"
+            assert (lease.session, lease.lease_id) == (session.id, lease_id), f"{name} is misfiled"
             empty = lease.final and not lease.slots
             assert not (at_rest and empty), f"{name} is empty but remembered"
             assert len(lease.slots) == len(lease.sources), f"{name} has lost a source"
@@ -316,7 +321,7 @@ def _check_leases(space: Space[S], sessions: Sessions, leases: Leases, *, at_res
     assert not (at_rest and (leases.letting_go or leases.leaving)), "what was let go is still held"
 
 
-def _check_index(index: TierIndex, owners: Owners, *, at_rest: bool) -> None:
+def _check_index(index: LocalTierIndex, owners: Owners, *, at_rest: bool) -> None:
     name, spec = index.spec.name, index.spec
     used = sum(s.bytes for _, s in index.stored.items())
     assert used == index.used_bytes, f"tier {name} has {used} bytes, not {index.used_bytes}"
@@ -339,7 +344,7 @@ def _check_index(index: TierIndex, owners: Owners, *, at_rest: bool) -> None:
     assert fits or not at_rest, f"tier {name} holds more than its capacity"
 
 
-def _check_share(index: TierIndex, tenant: Tenant, *, at_rest: bool) -> None:
+def _check_share(index: LocalTierIndex, tenant: Tenant, *, at_rest: bool) -> None:
     name, share = f"tier {index.spec.name}, tenant {tenant.id.hex()}", index.shares[tenant]
     own = {k: s for k, s in index.stored.items() if s.namespace.tenant is tenant}
     listed = set(share.order)
@@ -356,7 +361,7 @@ def _check_share(index: TierIndex, tenant: Tenant, *, at_rest: bool) -> None:
     assert within or not at_rest, f"{name} has more than {quota} bytes"
 
 
-def _check_writes(writes: WriteBehind, space: Space[S], *, at_rest: bool) -> None:
+def _check_writes(writes: WriteBehind, space: ResidentChunks[S], *, at_rest: bool) -> None:
     name = writes.index.spec.name
     queued = sum(e.extent.length for e, _ in writes.queue)
     assert queued == writes.queued_bytes, f"tier {name}: {queued} bytes wait to be written"
@@ -375,3 +380,59 @@ def _check_writes(writes: WriteBehind, space: Space[S], *, at_rest: bool) -> Non
     for key, entry in writes.writing.items():
         assert space.held_at(entry.extent) is entry, f"{_name(entry)} is written freed"
         assert entry.key == key, f"tier {name}: {_name(entry)} is filed under another key"
+
+
+def check_lookups(sessions: Sessions, tiers: Tiers, leases: Leases, *, at_rest: bool) -> None:
+    """Raise AssertionError that names the first invariant that does not hold."""
+    homes = {*sessions.sessions.values(), *leases.leaving}
+    everyone = [lease for home in homes for lease in home.leases.values()]
+    for lease in (*everyone, *leases.prefetches):
+        _check_lease(lease, tiers, prefetch=lease in leases.prefetches, at_rest=at_rest)
+    for prefetch in leases.prefetches:
+        assert not prefetch.slots, "a prefetch pins chunks"
+        assert prefetch.lookups or prefetch.growing, "a prefetch waits for nothing"
+    chunks = Counter[SessionId]()
+    for prefetch in leases.prefetches:
+        chunks[prefetch.session] += named(prefetch)
+    assert chunks == leases.prefetched, "what prefetches name is miscounted"
+    assert max(chunks.values(), default=0) <= MOST_PREFETCHED, "too many prefetches wait"
+    known = {id(lease) for lease in (*everyone, *leases.prefetches)}
+    for presence in tiers.shared.values():
+        _check_presence(presence, known)
+    for name, tier in tiers.indexes.items():
+        few = tier.reading_bytes <= leases.tier_limit(tier) or sum(tier.reads.values()) == 1
+        assert few, f"tier {name} fills {tier.reading_bytes} bytes"
+
+
+def _check_lease(lease: Lease, tiers: Tiers, *, prefetch: bool, at_rest: bool) -> None:
+    name = f"lease {lease.lease_id} of session {lease.session}"
+    assert len(set(map(id, lease.lookups))) == len(lease.lookups), f"{name} waits twice"
+    if lease.lookups:
+        # A prefetch has let go of what comes before, so it asks for any of its chunks.
+        wanted = () if prefetch else lease.keys[len(lease.slots) :]
+        for lookup in lease.lookups:
+            assert lease in lookup.waiting, f"{name} waits for an answer that nobody tells it of"
+            right = not wanted or wanted[0] in lookup.keys
+            assert right, f"{name} waits for an answer about other chunks"
+            owners = [p for p in tiers.shared.values() if lookup.number in p.lookups]
+            asked = any(p.lookups[lookup.number] is lookup and p.online for p in owners)
+            told = not at_rest  # it hears of an answer, or that there is none, in its turn
+            assert asked or told, f"{name} waits for a tier that was not asked, or is offline"
+
+
+def _check_presence(presence: SharedTierIndex, known: set[int]) -> None:
+    name = presence.spec.name
+    pending = {key: lookup for lookup in presence.lookups.values() for key in lookup.keys}
+    assert pending == presence.pending, f"tier {name}: what it is asked for is miscounted"
+    keys = sum(len(lookup.keys) for lookup in presence.lookups.values())
+    assert keys == len(pending), f"tier {name} is asked for a chunk twice at a time"
+    assert keys <= MOST_PENDING, f"tier {name} is asked for {keys} chunks at a time"
+    assert len(presence.known) <= MOST_KNOWN, f"tier {name}: too many answers are remembered"
+    for lookup in presence.lookups.values():
+        most = max(1, LOOKUP_SHARDS // lookup.namespace.shards)
+        assert len(lookup.keys) <= most, f"tier {name} is asked for too much in a batch"
+        strangers = [lease for lease in lookup.waiting if id(lease) not in known]
+        assert not strangers, f"tier {name}: an ended lease waits for an answer"
+    for answer in presence.known.values():
+        latest = presence.now + presence.spec.lookup_ttl_s
+        assert answer.until <= latest, f"tier {name} is believed until {answer.until} s"

@@ -4,15 +4,15 @@
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import cast
 
-from kvhaven.catalog import audit, figures
+from kvhaven.catalog import audit, stats
 from kvhaven.catalog.actions import (
     Acquisition,
     Action,
     CommitResult,
     Grant,
+    LeaseId,
     MemberId,
     SessionId,
-    Ticket,
     TierName,
 )
 from kvhaven.catalog.allocation import Allocator, S
@@ -22,11 +22,11 @@ from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.reservations import Reservations
+from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Sessions
-from kvhaven.catalog.space import Space
 from kvhaven.catalog.stats import CatalogStats, TenantStats
+from kvhaven.catalog.tier_spec import MEMORY, TierSpec
 from kvhaven.catalog.tiering import Tiers
-from kvhaven.catalog.tierspec import MEMORY, TierSpec
 from kvhaven.catalog.work import Pace, Work
 from kvhaven.errors import KVHavenError
 from kvhaven.tenants import Quotas
@@ -76,7 +76,7 @@ class Catalog:
         self._actions: list[Action] = []
         self._work = Work(pace)
         self._owners = Owners(memory_quotas, disk_quotas)
-        self._space = Space(allocator, policy, self._work)
+        self._space = ResidentChunks(allocator, policy, self._work)
         self._sessions = Sessions(allocator.usable)
         self._pin_limit_bytes = pin_limit_bytes
         self._write_queue_bytes = write_queue_bytes
@@ -115,7 +115,7 @@ class Catalog:
         """
         self._space.allocator.grow(segment, usable_bytes)
         if last:
-            self._space.allocator.settle(segment)
+            self._space.allocator.finalize(segment)
         self._sessions.grew()
         self._leases.pin_limit = self._pin_limit()
         self._tiers.limit_queues(self._queue_limit())
@@ -139,30 +139,30 @@ class Catalog:
         member: MemberId,
         rank: int | None,
         namespace: NamespaceDigest,
-        world: int,
-        holds: int,
+        world_size: int,
+        shard_mask: int,
     ) -> None:
-        """Take in a member of a session of `world` ranks; `rank` None is its scheduler.
+        """Take in a member of a session of `world_size` ranks; `rank` None is its scheduler.
 
-        `holds` is the bitmap of the shards that a rank has of every chunk, without a gap; 0 for
-        a scheduler. Two ranks of a session hold the same shards, whose bytes are equal then, or
+        `shard_mask` is the bitmap of the shards that a rank has of every chunk, without a gap; 0
+        for a scheduler. Two ranks of a session hold the same shards, whose bytes are equal then, or
         none in common. Sessions of one namespace may divide its shards differently.
 
         A member that was lost is back with this: nothing of it was reused meanwhile, and for
         what it had reserved it gets DISCARDED. Raises KVHavenError for an unknown namespace,
         a rank out of range, shards that the namespace does not have, that have a gap or overlap
-        another rank's in part, another `world` or namespace than the session's, or a rank or
+        another rank's in part, another `world_size` or namespace than the session's, or a rank or
         scheduler that another connected member is already.
         """
         known = self._owners.part(namespace)
-        gaps = holds & (holds + (holds & -holds))
-        if bool(holds) != (rank is not None) or holds & ~known.complete or gaps:
+        gaps = shard_mask & (shard_mask + (shard_mask & -shard_mask))
+        if bool(shard_mask) != (rank is not None) or shard_mask & ~known.complete or gaps:
             raise KVHavenError(
-                f"rank {rank} (member {member}) holds shards {holds:b} of namespace "
+                f"rank {rank} (member {member}) holds shards {shard_mask:b} of namespace "
                 f"{namespace.hex()}, whose chunks have {known.complete:b}; a rank holds some of "
                 "these without a gap, a scheduler none"
             )
-        self._sessions.attach(session, member, rank, namespace, world, holds)
+        self._sessions.attach(session, member, rank, namespace, world_size, shard_mask)
 
     def ready(self, member: MemberId, segment: int, usable_bytes: int) -> None:
         """Note that a rank can copy to and from the first `usable_bytes` of a segment.
@@ -211,7 +211,7 @@ class Catalog:
     def acquire(
         self,
         session: SessionId,
-        ticket: Ticket,
+        lease_id: LeaseId,
         namespace: NamespaceDigest,
         keys: Sequence[ChunkKey],
         tenant: TenantId = NO_TENANT,
@@ -228,14 +228,14 @@ class Catalog:
         ticket that got nothing, and waits for nothing, is not remembered.
         Raises KVHavenError for an unknown session or namespace.
         """
-        return self._leases.acquire(session, ticket, self._owners.part(namespace, tenant), keys)
+        return self._leases.acquire(session, lease_id, self._owners.part(namespace, tenant), keys)
 
-    def settle(self, session: SessionId, ticket: Ticket) -> Acquisition:
+    def finalize(self, session: SessionId, lease_id: LeaseId) -> Acquisition:
         """Stop waiting: return the final answer, the prefix that is ready now.
 
         Promotions go on and end up resident; no new ones follow for it. No `Update` follows.
         """
-        return self._leases.settle(session, ticket)
+        return self._leases.finalize(session, lease_id)
 
     def prefetch(
         self,
@@ -252,11 +252,11 @@ class Catalog:
         """
         return self._leases.prefetch(session, self._owners.part(namespace, tenant), keys)
 
-    def release(self, session: SessionId, ticket: Ticket) -> None:
+    def release(self, session: SessionId, lease_id: LeaseId) -> None:
         """End a lease that no rank was or will be told of; an unknown one is fine."""
-        self._leases.release(session, ticket)
+        self._leases.release(session, lease_id)
 
-    def loaded(self, session: SessionId, ticket: Ticket, member: MemberId) -> None:
+    def loaded(self, session: SessionId, lease_id: LeaseId, member: MemberId) -> None:
         """Note that a rank's copy ended; with the last rank's the lease ends.
 
         Again, or for an unknown ticket or member, is fine. Raises KVHavenError for a member
@@ -264,7 +264,7 @@ class Catalog:
         """
         known = self._sessions.members.get(member)
         if known is not None:
-            self._leases.loaded(session, ticket, known)
+            self._leases.loaded(session, lease_id, known)
 
     def checksums(self, key: ChunkKey, extent: Extent | None = None) -> tuple[Checksum, ...] | None:
         """Return the checksums of a resident chunk's shards, or None if it is not resident.
@@ -503,11 +503,11 @@ class Catalog:
 
         The figures of different tenants may be of different moments then.
         """
-        return figures.collect(*self._parts)
+        return stats.collect(*self._parts)
 
     def tenant_stats(self, tenant: TenantId) -> TenantStats:
         """Return the figures of one tenant, which may have nothing."""
-        return figures.of_tenant(self._owners, self._space, self._tiers, tenant)
+        return stats.of_tenant(self._owners, self._space, self._tiers, tenant)
 
     def unwritten(self) -> int:
         """Return how many chunks are, or wait to be, written to tiers that are online."""

@@ -23,7 +23,7 @@ class State(enum.Enum):
     """A tier's read fills it; not visible."""
     RESIDENT = "resident"
     """Whole and verified: it can be leased."""
-    DOOMED = "doomed"
+    RETIRED = "doomed"
     """Out of sight for good; its space is free once nothing pins it."""
 
 

@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 from kvhaven.catalog.actions import (
     Acquisition,
     Action,
+    LeaseId,
     Prefix,
     SessionId,
     Source,
-    Ticket,
     TierName,
     Update,
 )
 from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.entries import Entry, NamespaceState, State
 from kvhaven.catalog.holdings import Scope
-from kvhaven.catalog.lookups import Lookups
-from kvhaven.catalog.presence import LOOKUP_SHARDS
+from kvhaven.catalog.lookups import TierLookups
+from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Lease, Lookup, Member, Session, Sessions
-from kvhaven.catalog.space import Space
+from kvhaven.catalog.shared_index import LOOKUP_SHARDS
+from kvhaven.catalog.tier_spec import TierState
 from kvhaven.catalog.tiering import Tiers
-from kvhaven.catalog.tierspec import TierState
 from kvhaven.catalog.work import Job, Work, consume
 from kvhaven.errors import KVHavenError
 from kvhaven.types import Checksum, ChunkKey, Extent
@@ -108,7 +108,7 @@ class Leases:
 
     def __init__(
         self,
-        space: Space[S],
+        space: ResidentChunks[S],
         tiers: Tiers,
         sessions: Sessions,
         pin_limit: int,
@@ -133,7 +133,7 @@ class Leases:
         self._sessions = sessions
         self._actions = actions
         self._work = work
-        self._lookups = Lookups(space, tiers)
+        self._lookups = TierLookups(space, tiers)
 
     @property
     def promotion_limit(self) -> int:
@@ -149,19 +149,19 @@ class Leases:
     def acquire(
         self,
         session: SessionId,
-        ticket: Ticket,
+        lease_id: LeaseId,
         namespace: NamespaceState,
         keys: Sequence[ChunkKey],
     ) -> Acquisition:
         """Lease and promote; see `Catalog.acquire`."""
         home = self._sessions.session(session)
-        lease = home.leases.get(ticket)
+        lease = home.leases.get(lease_id)
         if lease is None:
-            lease = Lease(session, ticket, namespace, keys)
+            lease = Lease(session, lease_id, namespace, keys)
             if len(home.leases) < MOST_TICKETS:
                 self._grow(lease)
             if lease.slots or not lease.final:
-                home.leases[ticket] = lease
+                home.leases[lease_id] = lease
             self._note_final(lease)
             lease.expected = not lease.final
         return self._answer(lease)
@@ -171,7 +171,7 @@ class Leases:
     ) -> int:
         """Promote what can be, to where a session can reach; return how many promotions began."""
         before = self._begun
-        lease = Lease(session, Ticket(0), namespace, keys, prefetch=True)
+        lease = Lease(session, LeaseId(0), namespace, keys, prefetch=True)
         self._grow(lease)
         if not lease.final:
             self._remember(lease)
@@ -185,29 +185,29 @@ class Leases:
         """Have nobody wait for what a tier was asked."""
         self._work.start(self._tell(*self._lookups.offline(tier)))
 
-    def settle(self, session: SessionId, ticket: Ticket) -> Acquisition:
-        """End the waiting of a ticket; see `Catalog.settle`."""
+    def finalize(self, session: SessionId, lease_id: LeaseId) -> Acquisition:
+        """End the waiting of a ticket; see `Catalog.finalize`."""
         home = self._sessions.sessions.get(session)
-        lease = home.leases.get(ticket) if home is not None else None
+        lease = home.leases.get(lease_id) if home is not None else None
         if home is None or lease is None:
-            return Acquisition(ticket, Prefix(), 0)
-        self._settle(home, lease)
+            return Acquisition(lease_id, Prefix(), 0)
+        self._finalize(home, lease)
         return self._answer(lease)
 
-    def release(self, session: SessionId, ticket: Ticket) -> None:
+    def release(self, session: SessionId, lease_id: LeaseId) -> None:
         """End a lease that was not handed to the ranks, or give up waiting for it."""
         home = self._sessions.sessions.get(session)
-        if home is not None and ticket in home.leases:
-            self._end(home, home.leases[ticket])
+        if home is not None and lease_id in home.leases:
+            self._end(home, home.leases[lease_id])
 
-    def loaded(self, session: SessionId, ticket: Ticket, member: Member) -> None:
+    def loaded(self, session: SessionId, lease_id: LeaseId, member: Member) -> None:
         """Note that a rank's copy from a lease has ended. Raises KVHavenError for a stranger."""
         if member.session != session or member.rank is None:
             raise KVHavenError(
                 f"member {member.id} is no rank of session {session}; it has no part in its leases"
             )
         home = self._sessions.sessions[session]
-        lease = home.leases.get(ticket)
+        lease = home.leases.get(lease_id)
         if lease is not None:
             lease.acked |= 1 << member.rank
             if home.ended(lease):
@@ -241,11 +241,11 @@ class Leases:
             self.failed_promotions += 1
             index.forget(key)
         index.read_ended(key, extent.length)
-        if entry.holding.cleared and entry.state is not State.DOOMED:
-            space.doom(entry)
-        if entry.state is State.DOOMED or checksums is None:
-            if entry.state is not State.DOOMED:
-                space.doom(entry)
+        if entry.holding.cleared and entry.state is not State.RETIRED:
+            space.retire(entry)
+        if entry.state is State.RETIRED or checksums is None:
+            if entry.state is not State.RETIRED:
+                space.retire(entry)
             space.read_ended(entry)
             self._work.start(self._tell(entry))
             return None
@@ -253,7 +253,7 @@ class Leases:
         entry.checksums = list(checksums)
         entry.bitmap = entry.namespace.complete
         space.read_ended(entry)
-        space.show(entry)
+        space.publish(entry)
         entry.fresh = entry not in self.waiters
         if not entry.fresh:
             self._work.start(self._hand_over(entry))
@@ -482,7 +482,7 @@ class Leases:
                     self._hear_of_read(lease, end)
                 else:
                     self._hear_of_answer(lease, end)
-                spent += pace.light // pace.tickets + max(0, len(lease.slots) - had)
+                spent += pace.light // pace.lease_ids + max(0, len(lease.slots) - had)
                 spent += (self._begun - begun) * (pace.light // pace.promotions)
 
     def _hear_of_answer(self, lease: Lease, lookup: Lookup) -> None:
@@ -516,7 +516,7 @@ class Leases:
         if lease.prefetch:
             return lease not in self.prefetches
         home = self._sessions.sessions.get(lease.session)
-        return home is None or home.leases.get(lease.ticket) is not lease or lease.orphaned
+        return home is None or home.leases.get(lease.lease_id) is not lease or lease.orphaned
 
     def _hand_over(self, entry: Entry) -> Job:
         """Lease a chunk that was promoted to everybody who waits for it; it stays until then."""
@@ -541,7 +541,7 @@ class Leases:
             self._note_final(lease)
             home = self._sessions.sessions.get(lease.session)
             if home is not None and not lease.slots:
-                del home.leases[lease.ticket]
+                del home.leases[lease.lease_id]
 
     @staticmethod
     def _note_final(lease: Lease) -> None:
@@ -550,13 +550,13 @@ class Leases:
             lease.keys = ()
             lease.expected = False
 
-    def _settle(self, home: Session, lease: Lease) -> None:
+    def _finalize(self, home: Session, lease: Lease) -> None:
         self._halt(lease)
         self._cut(lease, min(lease.waiting.values(), default=len(lease.slots)))
         self._count(lease)
         self._note_final(lease)
         if not lease.slots:
-            del home.leases[lease.ticket]
+            del home.leases[lease.lease_id]
 
     def _count(self, lease: Lease) -> None:
         """Count each chunk that was asked for once: when it is found, or known to be nowhere."""
@@ -576,13 +576,13 @@ class Leases:
     def _look_through(self, home: Session, *, scheduler: bool) -> Job:
         """End a session's leases that nobody can be using, after a member has gone."""
         for done, lease in enumerate(consume(home.leases.values())):
-            if done and done % self._work.pace.tickets == 0:
+            if done and done % self._work.pace.lease_ids == 0:
                 yield
-            if home.leases.get(lease.ticket) is not lease:
+            if home.leases.get(lease.lease_id) is not lease:
                 continue
             if scheduler:
                 lease.orphaned = True
-                self._settle(home, lease)
+                self._finalize(home, lease)
             if not home.members or home.ended(lease):
                 self._end(home, lease)
         self.leaving[home] -= 1
@@ -590,7 +590,7 @@ class Leases:
             del self.leaving[home]
 
     def _end(self, home: Session, lease: Lease) -> None:
-        if home.leases.pop(lease.ticket, None) is not None:
+        if home.leases.pop(lease.lease_id, None) is not None:
             self._halt(lease)
             self._cut(lease, 0)
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.allocation import S
 from kvhaven.catalog.entries import NamespaceState
-from kvhaven.catalog.presence import LOOKUP_SHARDS, Presence
+from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Lease, Lookup
-from kvhaven.catalog.space import Space
+from kvhaven.catalog.shared_index import LOOKUP_SHARDS, SharedTierIndex
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.types import ChunkKey
 
 
-class Lookups:
+class TierLookups:
     """The questions that are open.
 
     A lease waits for those that name the chunk behind its last one, whichever tier they were
@@ -21,7 +21,7 @@ class Lookups:
     time, so a slow one holds up nobody whose chunks are in another.
     """
 
-    def __init__(self, space: Space[S], tiers: Tiers) -> None:
+    def __init__(self, space: ResidentChunks[S], tiers: Tiers) -> None:
         self._space = space
         self._tiers = tiers
 
@@ -69,7 +69,9 @@ class Lookups:
         lease.lookups.clear()
 
     @staticmethod
-    def _wait(lease: Lease, namespace: NamespaceState, tier: Presence, key: ChunkKey) -> None:
+    def _wait(
+        lease: Lease, namespace: NamespaceState, tier: SharedTierIndex, key: ChunkKey
+    ) -> None:
         lookup = tier.pending.get(key)
         if (
             lookup is not None

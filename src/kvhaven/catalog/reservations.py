@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from kvhaven.catalog.actions import CommitResult, Grant, MemberId, SessionId
 from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.entries import Entry, NamespaceState, SaveId, State
+from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Member, Sessions
-from kvhaven.catalog.space import Space
 from kvhaven.catalog.work import Job, Work, consume
 from kvhaven.errors import KVHavenError
 from kvhaven.types import Checksum, ChunkKey
@@ -31,7 +31,7 @@ class Reservations:
     by another save: those who never came may have had such a reason.
     """
 
-    def __init__(self, space: Space[S], sessions: Sessions, work: Work) -> None:
+    def __init__(self, space: ResidentChunks[S], sessions: Sessions, work: Work) -> None:
         self._space = space
         self._sessions = sessions
         self._work = work
@@ -67,7 +67,7 @@ class Reservations:
                 if entry.owner == owner:
                     grant = self._join(entry, member)
                 elif not entry.writers:
-                    self._space.doom(entry)
+                    self._space.retire(entry)
                     missing.setdefault(key, index)
             grants.append(grant)
         if missing:
@@ -89,10 +89,10 @@ class Reservations:
             self._give_up(entry, member_id)
             return CommitResult.REFUSED, None
         del entry.writers[member_id]
-        if entry.holding.cleared and entry.state is not State.DOOMED:
-            self._space.doom(entry)
+        if entry.holding.cleared and entry.state is not State.RETIRED:
+            self._space.retire(entry)
             return CommitResult.DISCARDED, None
-        if entry.state is State.DOOMED:
+        if entry.state is State.RETIRED:
             self._space.free_if_idle(entry)
             return CommitResult.DISCARDED, None
         self.commits += len(checksums)
@@ -102,7 +102,7 @@ class Reservations:
             first = (shards & -shards).bit_length() - 1
             entry.checksums[first : first + len(checksums)] = checksums  # type: ignore[index]  # still a list
         if self._is_whole(entry):
-            self._space.show(entry)
+            self._space.publish(entry)
             return CommitResult.RESIDENT, entry
         if not entry.writers:
             self._space.list(entry)
@@ -136,7 +136,7 @@ class Reservations:
             return owner is not None and owner[0] == session and entry.extent.generation <= last
 
         if self._space.reserved_bytes:
-            self._work.start(self._space.doom_all(left))
+            self._work.start(self._space.retire_all(left))
 
     def _doom(self, entries: Iterable[Entry]) -> Job:
         """Doom reservations that are still in sight."""
@@ -145,7 +145,7 @@ class Reservations:
             if done and done % heavy == 0:
                 yield
             if entry.state is State.RESERVED:
-                self._space.doom(entry)
+                self._space.retire(entry)
 
     def _give_up_all(self, member: Member) -> Job:
         heavy = self._work.pace.heavy
@@ -164,17 +164,17 @@ class Reservations:
             if entry is not None and entry.key == key:
                 del known[generation]
                 if known is member.void and entry.state is State.RESERVED:
-                    self._space.doom(entry)
+                    self._space.retire(entry)
                 return entry
         return None
 
     def _give_up(self, entry: Entry, member_id: MemberId) -> None:
         if entry.writers is not None:
             entry.writers.pop(member_id, None)
-        if entry.state is State.DOOMED:
+        if entry.state is State.RETIRED:
             self._space.free_if_idle(entry)
         else:
-            self._space.doom(entry)
+            self._space.retire(entry)
 
     @staticmethod
     def _is_whole(entry: Entry) -> bool:
@@ -196,7 +196,7 @@ class Reservations:
         taken = entry.bitmap
         for shards in (entry.writers or {}).values():
             taken |= shards
-        return 0 if taken & member.holds else member.holds
+        return 0 if taken & member.shard_mask else member.shard_mask
 
     @staticmethod
     def _open(entry: Entry, member: Member, shards: int) -> Grant:
@@ -218,7 +218,7 @@ class Reservations:
     ) -> None:
         """Reserve what is absent, from the head on; what there is no space for stays None."""
         space = self._space
-        ranks = (1 << self._sessions.sessions[member.session].world) - 1
+        ranks = (1 << self._sessions.sessions[member.session].world_size) - 1
         # The chunks before them must not be what is evicted for them.
         parents = [p for i in missing.values() if (p := chain[i]) is not None]
         for parent in parents:
@@ -228,7 +228,7 @@ class Reservations:
         for (key, index), extent in zip(missing.items(), extents, strict=False):
             entry = space.insert(namespace, key, chain[index], extent, State.RESERVED)
             entry.owner, entry.awaited = owner, ranks
-            grants[index] = self._open(entry, member, member.holds)
+            grants[index] = self._open(entry, member, member.shard_mask)
         for parent in parents:
             space.disown(parent)
 

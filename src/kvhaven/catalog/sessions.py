@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 
 from kvhaven.catalog.actions import (
     Acquisition,
+    LeaseId,
     MemberId,
     Prefix,
     SessionId,
-    Ticket,
 )
 from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState
@@ -43,6 +43,7 @@ class Lease:
         "expected",
         "growing",
         "keys",
+        "lease_id",
         "limited",
         "lookups",
         "namespace",
@@ -52,21 +53,20 @@ class Lease:
         "session",
         "slots",
         "sources",
-        "ticket",
         "waiting",
     )
 
     def __init__(
         self,
         session: SessionId,
-        ticket: Ticket,
+        lease_id: LeaseId,
         namespace: NamespaceState,
         keys: Sequence[ChunkKey],
         *,
         prefetch: bool = False,
     ) -> None:
         self.session = session  # its name: the object would make a cycle
-        self.ticket = ticket
+        self.lease_id = lease_id
         self.slots: list[Entry] = []
         self.sources = bytearray()  # a `Source` for each
         self.waiting: dict[ChunkKey, int] = {}
@@ -98,17 +98,27 @@ class Lease:
         if corrupt:
             ready = next((at for at, entry in enumerate(slots) if entry.corrupt), ready)
         awaited = len(self.waiting) + bool(self.lookups) + self.growing
-        return Acquisition(self.ticket, Prefix(slots, bytes(self.sources[:ready])), awaited)
+        return Acquisition(self.lease_id, Prefix(slots, bytes(self.sources[:ready])), awaited)
 
 
 class Member:
     """One process of a session: its scheduler (`rank` is None) or a rank.
 
-    `holds` is the bitmap of the shards that a rank has of every chunk of its namespace, `ready`
-    how much of each segment it can copy to and from. That only ever grows.
+    `shard_mask` is the bitmap of the shards that a rank has of every chunk of its namespace.
+    `ready` is how much of each segment it can copy to and from; it only grows.
     """
 
-    __slots__ = ("holds", "id", "lost", "namespace", "open", "rank", "ready", "session", "void")
+    __slots__ = (
+        "id",
+        "lost",
+        "namespace",
+        "open",
+        "rank",
+        "ready",
+        "session",
+        "shard_mask",
+        "void",
+    )
 
     def __init__(
         self,
@@ -116,13 +126,13 @@ class Member:
         session: SessionId,
         rank: int | None,
         namespace: NamespaceDigest,
-        holds: int,
+        shard_mask: int,
     ) -> None:
         self.id = member
         self.session = session
         self.rank = rank
         self.namespace = namespace
-        self.holds = holds
+        self.shard_mask = shard_mask
         self.lost = False
         self.ready: dict[int, int] = {}  # by segment, in bytes
         self.open: dict[int, Entry] = {}  # by generation: the chunks it is writing to
@@ -135,20 +145,20 @@ class Session:
     `reach` is what all its ranks can copy to and from; None is all of the arena that there is.
     """
 
-    __slots__ = ("gone_ranks", "id", "leases", "members", "reach", "world")
+    __slots__ = ("gone_ranks", "id", "leases", "members", "reach", "world_size")
 
-    def __init__(self, session: SessionId, world: int) -> None:
+    def __init__(self, session: SessionId, world_size: int) -> None:
         self.id = session
-        self.world = world
+        self.world_size = world_size
         self.members: dict[MemberId, Member] = {}
-        self.leases: dict[Ticket, Lease] = {}
+        self.leases: dict[LeaseId, Lease] = {}
         self.gone_ranks = 0  # bitmap of ranks that were here and are proven gone
         self.reach: Reach | None = {}
 
     def measure(self, usable: Reach) -> None:
         """Find out what all ranks can reach, of what may be handed out."""
         ranks = [member for member in self.members.values() if member.rank is not None]
-        if len({member.rank for member in ranks}) < self.world:
+        if len({member.rank for member in ranks}) < self.world_size:
             self.reach = {}
             return
         reach = {at: min(member.ready.get(at, 0) for member in ranks) for at in usable}
@@ -156,7 +166,7 @@ class Session:
 
     def ended(self, lease: Lease) -> bool:
         """Whether no rank can still copy from the lease, or will be told to."""
-        awaited = (1 << self.world) - 1 & ~lease.acked & ~self.gone_ranks
+        awaited = (1 << self.world_size) - 1 & ~lease.acked & ~self.gone_ranks
         if lease.orphaned:
             awaited &= self._present_ranks()
         return not awaited
@@ -182,8 +192,8 @@ class Sessions:
         member: MemberId,
         rank: int | None,
         namespace: NamespaceDigest,
-        world: int,
-        holds: int,
+        world_size: int,
+        shard_mask: int,
     ) -> None:
         """Take in a member, or take one back that was lost; see `Catalog.attach`."""
         known = self.members.get(member)
@@ -193,24 +203,27 @@ class Sessions:
                     f"member {member} is rank {known.rank} of session {known.session}; it cannot "
                     f"become rank {rank} of session {session}"
                 )
-            if (known.namespace, known.holds) != (namespace, holds):
+            if (known.namespace, known.shard_mask) != (namespace, shard_mask):
                 raise KVHavenError(
-                    f"member {member} held shards {known.holds:b} of namespace "
-                    f"{known.namespace.hex()}; it cannot come back with {holds:b} of "
+                    f"member {member} held shards {known.shard_mask:b} of namespace "
+                    f"{known.namespace.hex()}; it cannot come back with {shard_mask:b} of "
                     f"{namespace.hex()}"
                 )
             known.lost = False
             return
-        if world < 1 or (rank is not None and not 0 <= rank < world):
-            raise KVHavenError(f"rank {rank} of session {session} is not within a world of {world}")
+        if world_size < 1 or (rank is not None and not 0 <= rank < world_size):
+            raise KVHavenError(
+                f"rank {rank} of session {session} is not within a world of {world_size}"
+            )
         home = self.sessions.get(session)
         if home is None:
-            home = Session(session, world)
-        if home.world != world:
+            home = Session(session, world_size)
+        if home.world_size != world_size:
             raise KVHavenError(
-                f"session {session} has {home.world} ranks, but member {member} says {world}"
+                f"session {session} has {home.world_size} ranks; member {member} expects "
+                f"{world_size}"
             )
-        newcomer = Member(member, session, rank, namespace, holds)
+        newcomer = Member(member, session, rank, namespace, shard_mask)
         for other in home.members.values():
             _require_agreement(newcomer, other)
         self.sessions[session] = home
@@ -270,11 +283,13 @@ class Sessions:
 
 def _require_agreement(newcomer: Member, other: Member) -> None:
     """Refuse a member whom another one of its session contradicts."""
-    common = other.holds & newcomer.holds
-    if other.namespace != newcomer.namespace or (common and newcomer.holds != other.holds):
+    common = other.shard_mask & newcomer.shard_mask
+    if other.namespace != newcomer.namespace or (
+        common and newcomer.shard_mask != other.shard_mask
+    ):
         raise KVHavenError(
-            f"member {newcomer.id} holds shards {newcomer.holds:b} of namespace "
-            f"{newcomer.namespace.hex()}, {other.id} of the same session {other.holds:b} of "
+            f"member {newcomer.id} holds shards {newcomer.shard_mask:b} of namespace "
+            f"{newcomer.namespace.hex()}, {other.id} of the same session {other.shard_mask:b} of "
             f"{other.namespace.hex()}; two ranks hold the same shards or none in common"
         )
     if other.rank == newcomer.rank and not other.lost:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from kvhaven.catalog.actions import Action, TierName, TierRead
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.holdings import Scope
-from kvhaven.catalog.presence import Presence
-from kvhaven.catalog.tierindex import TierIndex
-from kvhaven.catalog.tierspec import StoreOn, TierSpec, TierState
+from kvhaven.catalog.local_index import LocalTierIndex
+from kvhaven.catalog.shared_index import SharedTierIndex
+from kvhaven.catalog.tier_spec import StoreOn, TierSpec, TierState
 from kvhaven.catalog.work import Work
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.errors import KVHavenError
@@ -35,8 +35,8 @@ class Tiers:
         *,
         fill_faster: bool,
     ) -> None:
-        self.own = {s.name: TierIndex(s, actions, work) for s in specs if not s.shared}
-        self.shared = {s.name: Presence(s, actions, work) for s in specs if s.shared}
+        self.own = {s.name: LocalTierIndex(s, actions, work) for s in specs if not s.shared}
+        self.shared = {s.name: SharedTierIndex(s, actions, work) for s in specs if s.shared}
         self.indexes: dict[TierName, TierState] = {
             s.name: self.shared[s.name] if s.shared else self.own[s.name] for s in specs
         }
@@ -64,14 +64,14 @@ class Tiers:
             raise KVHavenError(f"tier {tier} is unknown; there are: {', '.join(self.indexes)}")
         return known
 
-    def own_index(self, tier: TierName) -> TierIndex:
+    def own_index(self, tier: TierName) -> LocalTierIndex:
         """Return the index of a tier of our own. Raises KVHavenError for another one."""
         self.index(tier)
         if tier not in self.own:
             raise KVHavenError(f"tier {tier} is shared: the catalog does not know what it holds")
         return self.own[tier]
 
-    def presence(self, tier: TierName) -> Presence:
+    def presence(self, tier: TierName) -> SharedTierIndex:
         """Return what is believed of a shared tier. Raises KVHavenError for another one."""
         self.index(tier)
         if tier not in self.shared:
@@ -117,8 +117,8 @@ class Tiers:
     def read(self, index: TierState, entry: Entry) -> None:
         """Ask for the read that fills a chunk."""
         index.read_begins(entry.key, entry.extent.length)
-        digest, tenant = entry.namespace.namespace.digest, entry.namespace.tenant.id
-        self._actions.append(TierRead(index.spec.name, digest, entry.key, entry.extent, tenant))
+        space, tenant = entry.namespace.namespace, entry.namespace.tenant.id
+        self._actions.append(TierRead(index.spec.name, space, entry.key, entry.extent, tenant))
 
     def computed(self, entry: Entry) -> None:
         """Have a chunk that was computed and is resident now written where it is to be."""

@@ -24,14 +24,14 @@ class Pace(NamedTuple):
 
     A chunk is looked at or released in 1 µs, leased in 1 to 5 (of a million, hardly any is in a
     processor's cache), dropped or evicted in 4, and promoted in 15.
-    `tickets` is how many leases are told of something, each of which may have an answer made.
+    `lease_ids` is how many leases are told of something, each of which may have an answer made.
     """
 
     light: int = 1024
     leases: int = 512
     heavy: int = 64
     promotions: int = 32
-    tickets: int = 16
+    lease_ids: int = 16
 
 
 class Work:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvhaven.catalog.actions import Action, TierWrite
 from kvhaven.catalog.entries import Entry, State
 from kvhaven.catalog.holdings import Scope, scopes_over
-from kvhaven.catalog.tierspec import TierState, WriteMode
+from kvhaven.catalog.tier_spec import TierState, WriteMode
 from kvhaven.catalog.work import Job, Work
 from kvhaven.types import ChunkKey
 
@@ -218,7 +218,7 @@ class WriteBehind:
         self.outstanding_bytes += entry.extent.length
         index.write_begins(entry.key, namespace)
         checksums = tuple(c for c in entry.checksums if c is not None)
-        digest, tenant = namespace.namespace.digest, namespace.tenant.id
+        space, tenant = namespace.namespace, namespace.tenant.id
         self._actions.append(
-            TierWrite(index.spec.name, digest, entry.key, entry.extent, checksums, tenant)
+            TierWrite(index.spec.name, space, entry.key, entry.extent, checksums, tenant)
         )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvhaven.cli.tenants import Tenant, tenant_of
+from kvhaven.cli.tenant import Tenant, tenant_of
 from kvhaven.errors import KVHavenError
 from kvhaven.types import NO_TENANT
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import yaml
 
 from kvhaven.config import check_value, setting_infos
-from kvhaven.config_lmcache import TAKEN, read_lmcache_file, translate
-from kvhaven.config_sizes import format_size
-from kvhaven.config_sources import RawValue
-from kvhaven.config_urls import redacted
+from kvhaven.config.lmcache import TAKEN, read_lmcache_file, translate
+from kvhaven.config.sizes import format_size
+from kvhaven.config.sources import RawValue
+from kvhaven.config.urls import redacted
 
 
 def import_lmcache(path: Path) -> str:

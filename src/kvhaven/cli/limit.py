@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvhaven.cli.tenants import Tenant, tenant_of
-from kvhaven.config_sizes import parse_size
+from kvhaven.cli.tenant import Tenant, tenant_of
+from kvhaven.config.sizes import parse_size
 from kvhaven.errors import ConfigError
 from kvhaven.tenants import tenant_name
 

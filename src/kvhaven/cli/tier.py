@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from kvhaven.cli.tenants import Tenant, tenant_of
+from kvhaven.cli.tenant import Tenant, tenant_of
 from kvhaven.cli.text import age_text, size_text
 from kvhaven.errors import ConfigError, KVHavenError
 
 if TYPE_CHECKING:
     from kvhaven.config import Settings
-    from kvhaven.tiers.shared_store import SharedStore
-    from kvhaven.tiers.tools import FolderUsage, Removed
+    from kvhaven.tiers.shared.maintenance import FolderUsage, Removed
+    from kvhaven.tiers.shared.store import SharedStore
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def usage(url: Url = "", *, as_json: AsJson = False) -> None:
     """Show what the store holds, by namespace."""
     import msgspec  # noqa: PLC0415 - keeps other commands quick
 
-    from kvhaven.tiers import tools  # noqa: PLC0415
+    from kvhaven.tiers.shared import maintenance as tools  # noqa: PLC0415
 
     rows = _with_store(url, tools.usage)
     if as_json:
@@ -62,8 +62,8 @@ def verify(
     Foreign files are reported and left alone. What is cut, flipped or misplaced would be
     found by whoever reads it, too, and is never served.
     """
-    from kvhaven.tiers.shared_audit import audit  # noqa: PLC0415
-    from kvhaven.tiers.shared_store import blob_name  # noqa: PLC0415
+    from kvhaven.tiers.shared.maintenance import audit  # noqa: PLC0415
+    from kvhaven.tiers.shared.store import blob_name  # noqa: PLC0415
 
     async def run(store: "SharedStore") -> tuple[int, int, int, int]:
         right = bytes_ = wrong = removed = 0
@@ -111,8 +111,8 @@ def gc(
     """
     from kvhaven.config import load_settings  # noqa: PLC0415
     from kvhaven.tenants import quotas_of  # noqa: PLC0415
-    from kvhaven.tiers import tools  # noqa: PLC0415
-    from kvhaven.tiers.filesystem_survey import Limits  # noqa: PLC0415
+    from kvhaven.tiers.filesystem.usage import Limits  # noqa: PLC0415
+    from kvhaven.tiers.shared import maintenance as tools  # noqa: PLC0415
 
     settings = load_settings().settings
     limits = Limits(
@@ -146,8 +146,8 @@ def rm(
     everything: Annotated[bool, typer.Option("--all", help="All namespaces and tenants.")] = False,
 ) -> None:
     """Remove a namespace, a tenant, or all, for every node. Who asks for it computes it again."""
-    from kvhaven.tiers import tools  # noqa: PLC0415
-    from kvhaven.tiers.shared_store import tenant_of as owner_of  # noqa: PLC0415
+    from kvhaven.tiers.shared import maintenance as tools  # noqa: PLC0415
+    from kvhaven.tiers.shared.store import tenant_of as owner_of  # noqa: PLC0415
 
     if bool(namespace or tenant) == everything:
         raise KVHavenError("say what to remove: --namespace, --tenant, or --all")
@@ -175,7 +175,7 @@ def _with_store(url: str, work: "Callable[[SharedStore], Awaitable[T]]") -> T:
     import asyncio  # noqa: PLC0415
 
     from kvhaven.config import load_settings  # noqa: PLC0415
-    from kvhaven.service.ladder import store_at  # noqa: PLC0415
+    from kvhaven.service.tier_setup import store_at  # noqa: PLC0415
 
     settings = load_settings().settings
     store = store_at(_one_url(url, settings), settings)
@@ -191,7 +191,7 @@ def _with_store(url: str, work: "Callable[[SharedStore], Awaitable[T]]") -> T:
 
 
 def _one_url(url: str, settings: "Settings") -> str:
-    from kvhaven.config_urls import parse_urls, redacted  # noqa: PLC0415
+    from kvhaven.config.urls import parse_urls, redacted  # noqa: PLC0415
 
     urls = (settings.remote_url or "").split()
     if url:
@@ -209,7 +209,7 @@ def _one_url(url: str, settings: "Settings") -> str:
 
 
 def _size(option: str, text: str) -> int | None:
-    from kvhaven.config_sizes import parse_size  # noqa: PLC0415
+    from kvhaven.config.sizes import parse_size  # noqa: PLC0415
 
     try:
         return parse_size(text) if text else None

@@ -42,7 +42,7 @@ _QUICK_S = 0.05
 """A slow service that answers within this is asked again."""
 
 
-class Grant(NamedTuple):
+class RankGrant(NamedTuple):
     """This rank's part in a chunk that its engine saves; it is committed or aborted.
 
     The part is to write all shards of this rank, or none: another rank writes the same ones.
@@ -71,7 +71,7 @@ class Reservation:
         self.keys = keys
         self.asked = asked
         self.answered = threading.Event()
-        self.grants: list[Grant | None] = [None] * len(keys)
+        self.grants: list[RankGrant | None] = [None] * len(keys)
         self.given_up = False
 
 
@@ -218,7 +218,7 @@ class RankClient:
         wanted = b"".join(keys[:MOST_ITEMS])
         return self._ask(Reserve(0, parent or b"", wanted, save, tenant), keys, now)
 
-    def grants(self, reservation: Reservation, deadline: float) -> list[Grant | None]:
+    def grants(self, reservation: Reservation, deadline: float) -> list[RankGrant | None]:
         """Wait for an answer until `deadline` (`time.monotonic`), then do without.
 
         A service that did not answer in time counts as slow until it answers quickly.
@@ -234,7 +234,7 @@ class RankClient:
             self._next_probe = time.monotonic() + _PROBE_EVERY_S
         return [None] * len(reservation.keys)
 
-    def commit(self, done: Sequence[tuple[Grant, Sequence[Checksum]]]) -> None:
+    def commit(self, done: Sequence[tuple[RankGrant, Sequence[Checksum]]]) -> None:
         """Report parts that are done, with the checksums of the shards that were to be written."""
         for service in {grant.service for grant, _ in done}:
             pairs = [pair for pair in done if pair[0].service == service]
@@ -244,7 +244,7 @@ class RankClient:
                 self._link.post_reliable(functools.partial(Commit, chunks=part), service)
         self._let_go([grant for grant, _ in done])
 
-    def abort(self, grants: Sequence[Grant]) -> None:
+    def abort(self, grants: Sequence[RankGrant]) -> None:
         """Give grants up; no copy into them may be running."""
         for service in {grant.service for grant in grants}:
             chunks = [(g.key, g.generation) for g in grants if g.service == service]
@@ -252,10 +252,10 @@ class RankClient:
                 self._link.post_reliable(functools.partial(Abort, chunks=part), service)
         self._let_go(grants)
 
-    def loaded(self, tickets: Sequence[int], service: str) -> None:
+    def loaded(self, lease_ids: Sequence[int], service: str) -> None:
         """Report that this rank's copies for these leases have ended."""
-        for part in batches(tickets, MOST_ITEMS):
-            self._link.post_reliable(functools.partial(Loaded, tickets=part), service)
+        for part in batches(lease_ids, MOST_ITEMS):
+            self._link.post_reliable(functools.partial(Loaded, lease_ids=part), service)
 
     def model_changed(self, model: ModelState) -> None:
         """Tell the engine's scheduler what the model holds now, through the service."""
@@ -344,15 +344,15 @@ class RankClient:
     def _post_model(self, model: ModelState, service: str) -> None:
         self._link.post_reliable(functools.partial(ModelChanged, model=model), service)
 
-    def _let_go(self, grants: Sequence[Grant]) -> None:
+    def _let_go(self, grants: Sequence[RankGrant]) -> None:
         with self._lock:
             self._holding.difference_update(
                 grant.generation for grant in grants if grant.service == self.service
             )
 
-    def _placed(self, keys: Sequence[ChunkKey], message: Granted) -> list[Grant | None]:
+    def _placed(self, keys: Sequence[ChunkKey], message: Granted) -> list[RankGrant | None]:
         arena = self._arenas[self.service]
-        grants: list[Grant | None] = []
+        grants: list[RankGrant | None] = []
         beyond = [None] * (len(keys) - len(message.grants))  # `MOST_ITEMS`
         for key, granted in zip(keys, [*message.grants, *beyond], strict=True):
             if granted is None:
@@ -360,7 +360,7 @@ class RankClient:
                 continue
             segment, offset, generation, writes = granted
             address = arena.address_of(segment, offset, self.span_bytes) if writes else 0
-            grants.append(Grant(key, address, generation, self.service, writes))
+            grants.append(RankGrant(key, address, generation, self.service, writes))
         return grants
 
     def _say_ready(self, service: str, segment: int, lock_byte: int, usable: int) -> None:

@@ -39,13 +39,13 @@ _LATE_MOST = 1024
 """Tickets given up whose answers are still awaited, to see how late they come."""
 
 
-class Lease(msgspec.Struct, frozen=True):
+class LeasedChunks(msgspec.Struct, frozen=True):
     """Chunks pinned for a load: `extents` are `(segment, offset)` in the arena of `service`.
 
     `sources` has a byte per chunk, 0 for memory and 1 for a tier below.
     """
 
-    ticket: int
+    lease_id: int
     service: str
     extents: Sequence[tuple[int, int]]
     sources: bytes
@@ -69,7 +69,7 @@ class _Question:
         self.asked = asked
         self.answered = False
         self.promoting = False
-        self.lease: Lease | None = None
+        self.lease: LeasedChunks | None = None
 
 
 class SchedulerClient:
@@ -94,7 +94,7 @@ class SchedulerClient:
         self._lookup_deadline_s = lookup_deadline_s
         self._promote_deadline_s = promote_deadline_s
         self._clock = clock
-        self._tickets = itertools.count(1)
+        self._lease_ids = itertools.count(1)
         self._mapping: list[MappedSegment] = []
         self._lock_bytes: tuple[int, ...] = ()
         self._lock = threading.Lock()
@@ -164,24 +164,24 @@ class SchedulerClient:
                 self._next_probe = now + _PROBE_EVERY_S
                 self._probe(keys, tenant, now)
             return None
-        ticket = next(self._tickets)
+        lease_id = next(self._lease_ids)
         with self._lock:
-            self._questions[ticket] = _Question(now)
-        if not self._post_question(ticket, keys, tenant):
+            self._questions[lease_id] = _Question(now)
+        if not self._post_question(lease_id, keys, tenant):
             with self._lock:
-                self._questions.pop(ticket, None)
+                self._questions.pop(lease_id, None)
             return None
-        return ticket
+        return lease_id
 
-    def look_up(self, ticket: int) -> Lease | Outcome:
+    def look_up(self, lease_id: int) -> LeasedChunks | Outcome:
         """Return the lease, or that it is pending, or that it is a miss (and over)."""
         with self._lock:
-            question = self._questions.get(ticket)
+            question = self._questions.get(lease_id)
             if question is None:
                 return Outcome.MISS
             if question.answered:
                 if question.lease is None:
-                    del self._questions[ticket]
+                    del self._questions[lease_id]
                     return Outcome.MISS
                 return question.lease
             waited = self._clock() - question.asked
@@ -190,30 +190,30 @@ class SchedulerClient:
             )
             if waited < patience:
                 return Outcome.PENDING
-            del self._questions[ticket]
-            self._note_late(ticket, question.asked)
+            del self._questions[lease_id]
+            self._note_late(lease_id, question.asked)
             self._slow_answers += 1
             self.deadlines_missed += 1
-        self._post_release([ticket])
+        self._post_release([lease_id])
         return Outcome.MISS
 
-    def wait(self, ticket: int, timeout_s: float) -> Lease | Outcome:
+    def wait(self, lease_id: int, timeout_s: float) -> LeasedChunks | Outcome:
         """Like `look_up`, but wait for news of a ticket that was not heard of yet."""
         with self._lock:
-            question = self._questions.get(ticket)
+            question = self._questions.get(lease_id)
             if question is not None and not (question.answered or question.promoting):
                 self._news.wait_for(lambda: question.answered or question.promoting, timeout_s)
-        return self.look_up(ticket)
+        return self.look_up(lease_id)
 
-    def dispatched(self, ticket: int) -> None:
+    def dispatched(self, lease_id: int) -> None:
         """The ranks are told to load; their acknowledgements end the lease."""
         with self._lock:
-            self._questions.pop(ticket, None)
+            self._questions.pop(lease_id, None)
 
-    def release(self, tickets: Sequence[int]) -> None:
+    def release(self, lease_ids: Sequence[int]) -> None:
         """End leases that no rank was told of. Unknown tickets are fine."""
         with self._lock:
-            known = [ticket for ticket in tickets if self._questions.pop(ticket, None)]
+            known = [lease_id for lease_id in lease_ids if self._questions.pop(lease_id, None)]
         if known:
             self._post_release(known)
 
@@ -229,11 +229,11 @@ class SchedulerClient:
         The mapping (its pages stay untouched) proves to the service that this process lives,
         like a rank's mapping does.
         """
-        if len(answer.offsets) != self._attach.world:
+        if len(answer.offsets) != self._attach.world_size:
             close_descriptors(descriptors)
             raise ProtocolError(
                 f"the service knows the shards of {len(answer.offsets)} ranks, "
-                f"not {self._attach.world}"
+                f"not {self._attach.world_size}"
             )
         lock_bytes = tuple(segment.lock_byte for segment in answer.segments)
         if self._mapping and (service, lock_bytes) == (self.service, self._lock_bytes):
@@ -257,12 +257,12 @@ class SchedulerClient:
             return
         now = self._clock()
         with self._lock:
-            asked = self._late.pop(message.ticket, None)
+            asked = self._late.pop(message.lease_id, None)
             if asked is not None:
                 if now - asked < self._lookup_deadline_s:
                     self._slow_answers = 0
                 return
-            question = self._questions.get(message.ticket)
+            question = self._questions.get(message.lease_id)
             if question is None:
                 return
             self._slow_answers = 0
@@ -271,8 +271,8 @@ class SchedulerClient:
             if message.final:
                 question.answered = True
                 question.lease = (
-                    Lease(
-                        message.ticket,
+                    LeasedChunks(
+                        message.lease_id,
                         self.service,
                         message.extents,
                         message.sources,
@@ -290,8 +290,8 @@ class SchedulerClient:
         """
         with self._lock:
             void = [t for t, question in self._questions.items() if not question.answered]
-            for ticket in void:
-                self._questions[ticket].answered = True
+            for lease_id in void:
+                self._questions[lease_id].answered = True
             self._late.clear()
             self._news.notify_all()
         if void:
@@ -299,22 +299,22 @@ class SchedulerClient:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _post_question(self, ticket: int, keys: Sequence[ChunkKey], tenant: TenantId) -> bool:
+    def _post_question(self, lease_id: int, keys: Sequence[ChunkKey], tenant: TenantId) -> bool:
         wait_ms = int(self._promote_deadline_s * 1000)
-        return self._link.post(Acquire(ticket, b"".join(keys[:MOST_KEYS]), wait_ms, tenant))
+        return self._link.post(Acquire(lease_id, b"".join(keys[:MOST_KEYS]), wait_ms, tenant))
 
     def _probe(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
-        ticket = next(self._tickets)
+        lease_id = next(self._lease_ids)
         with self._lock:
-            self._note_late(ticket, now)
-        if self._post_question(ticket, keys[:1], tenant):
-            self._post_release([ticket])
+            self._note_late(lease_id, now)
+        if self._post_question(lease_id, keys[:1], tenant):
+            self._post_release([lease_id])
 
-    def _note_late(self, ticket: int, asked: float) -> None:
-        self._late[ticket] = asked
+    def _note_late(self, lease_id: int, asked: float) -> None:
+        self._late[lease_id] = asked
         if len(self._late) > _LATE_MOST:
             del self._late[next(iter(self._late))]
 
-    def _post_release(self, tickets: list[int]) -> None:
-        for part in batches(tickets, MOST_ITEMS):
-            self._link.post_reliable(functools.partial(Release, tickets=part), self.service)
+    def _post_release(self, lease_ids: list[int]) -> None:
+        for part in batches(lease_ids, MOST_ITEMS):
+            self._link.post_reliable(functools.partial(Release, lease_ids=part), self.service)

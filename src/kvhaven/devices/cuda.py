@@ -75,7 +75,7 @@ class _Driver(Protocol):
 
 
 class _Gpu:
-    """The `Make` of NVIDIA's and AMD's GPUs.
+    """The `AcceleratorBackend` of NVIDIA's and AMD's GPUs.
 
     Copies go straight to registered host memory. Unregistered memory is never handed to the
     driver, which would block: its copies go through staging memory, which is pinned.

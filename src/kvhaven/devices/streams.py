@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+from kvhaven.devices.accelerator import AcceleratorBackend
 from kvhaven.devices.base import CopyJob, FinishedCopy, MemoryFigures
 from kvhaven.devices.cpu import CpuDevice
-from kvhaven.devices.make import Make
 from kvhaven.devices.plan import Chunks, check_copy, checksum_at, shard_places
 from kvhaven.devices.staging import Piece, StagingPool, cut, paged_of
 from kvhaven.devices.threads import SerialThread
@@ -56,7 +56,9 @@ class StreamDevice:
 
     synchronous = False
 
-    def __init__(self, make: Make, copy_threads: int = 1, index: int | None = None) -> None:
+    def __init__(
+        self, make: AcceleratorBackend, copy_threads: int = 1, index: int | None = None
+    ) -> None:
         self._make = make
         self._api = make.torch_api
         self._selected = threading.local()

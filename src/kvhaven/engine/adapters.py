@@ -34,11 +34,11 @@ class Adapters:
 
     def __init__(
         self,
-        world: int,
+        world_size: int,
         models: Callable[[], Mapping[int, ModelState]],
         changed: Callable[[CacheName], None],
     ) -> None:
-        self._world = world
+        self._world = world_size
         self._models = models
         self._changed = changed
         self._seen: Mapping[int, ModelState] = {}

@@ -20,7 +20,7 @@ class LoadJob:
     """
 
     request_id: str
-    ticket: int
+    lease_id: int
     service: str
     places: tuple[tuple[int, int], ...]
     shard_offsets: tuple[int, ...]

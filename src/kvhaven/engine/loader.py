@@ -89,12 +89,12 @@ class Loader:
             sources = self._sources(job)
             copy = self._device.load(self.layout, job.blocks[0], sources)
         except Exception as error:  # noqa: BLE001 - a promised load is done, or reported
-            self._client.loaded([job.ticket], job.service)  # nothing was begun
+            self._client.loaded([job.lease_id], job.service)  # nothing was begun
             self.fail(job, repr(error))
             return
         load = _Load(job, copy, begun)
         self._running.append(load)
-        self._watch.watch(copy, lambda: self._client.loaded([job.ticket], job.service))
+        self._watch.watch(copy, lambda: self._client.loaded([job.lease_id], job.service))
         if not job.asynchronous:
             self._order(load)
         if self._device.synchronous:

@@ -4,7 +4,7 @@
 import time
 from collections.abc import Callable
 
-from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
+from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
 from kvhaven.config import Settings
 from kvhaven.engine.request_state import PendingLoad, RequestState
 from kvhaven.types import ChunkKey
@@ -46,23 +46,23 @@ class Lookups:
         """Begin with a fresh budget."""
         self._waited_s = 0.0
 
-    def lease(self, state: RequestState) -> Lease | Outcome:
+    def lease(self, state: RequestState) -> LeasedChunks | Outcome:
         """Return the lease on what follows the computed tokens; ask for one if there is none."""
         keys, first = state.chain.keys, state.computed // state.chunk_size
         if self.gained_tokens(state, len(keys)) <= 0:
             return Outcome.MISS
         if self._another_loads(state, keys[first]):
             return Outcome.PENDING
-        if state.ticket is not None and state.ticket_chunk > first:
+        if state.lease_id is not None and state.ticket_chunk > first:
             self.drop(state)
-        if state.ticket is None:
+        if state.lease_id is None:
             if self._clock() < state.ask_after:
                 return Outcome.MISS
-            state.ticket = self._client.ask(keys[first:], state.chain.tenant)
+            state.lease_id = self._client.ask(keys[first:], state.chain.tenant)
             state.ticket_chunk = first
-        answer = Outcome.MISS if state.ticket is None else self._look_up(state.ticket)
+        answer = Outcome.MISS if state.lease_id is None else self._look_up(state.lease_id)
         if answer is Outcome.MISS:
-            state.ticket = state.offer = None
+            state.lease_id = state.offer = None
             state.ask_after = self._clock() + _ASK_AGAIN_S
         return answer
 
@@ -80,8 +80,8 @@ class Lookups:
 
     def take(self, state: RequestState, offer: PendingLoad) -> None:
         """The engine loads what it was offered: the ranks will end the lease."""
-        self._client.dispatched(offer.lease.ticket)
-        state.loaded, state.offer, state.ticket = offer, None, None
+        self._client.dispatched(offer.lease.lease_id)
+        state.loaded, state.offer, state.lease_id = offer, None, None
         if self._shared:
             name, size = state.request.request_id, offer.chunk_size
             keys = state.chain.keys[offer.start // size : -(-offer.end // size)]
@@ -90,9 +90,9 @@ class Lookups:
 
     def drop(self, state: RequestState) -> None:
         """Give back what the request leased, unless the ranks were told of it."""
-        if state.ticket is not None:
-            self._client.release([state.ticket])
-        state.ticket = state.offer = None
+        if state.lease_id is not None:
+            self._client.release([state.lease_id])
+        state.lease_id = state.offer = None
 
     def load_ended(self, request_id: str) -> None:
         """Nobody waits for this request's load any more: it has ended, or was aborted.
@@ -115,12 +115,12 @@ class Lookups:
             state.waits_since = now
         return now - state.waits_since < self._patience_s
 
-    def _look_up(self, ticket: int) -> Lease | Outcome:
+    def _look_up(self, lease_id: int) -> LeasedChunks | Outcome:
         """Look at the table; wait for the answer as far as this step's budget goes."""
         left = self._budget_s - self._waited_s
         if left <= 0:
-            return self._client.look_up(ticket)
+            return self._client.look_up(lease_id)
         begin = time.perf_counter()
-        answer = self._client.wait(ticket, left)
+        answer = self._client.wait(lease_id, left)
         self._waited_s += time.perf_counter() - begin
         return answer

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvhaven.client.scheduler import Lease
+from kvhaven.client.scheduler import LeasedChunks
 from kvhaven.engine.adapters import AdapterUse
 from kvhaven.engine.jobs import LoadJob
 from kvhaven.engine.requests import NOTHING, EngineRequest, KnownExtras, Media, PendingExtras
@@ -23,7 +23,7 @@ class PendingLoad:
     `first_chunk` is the index in the request's chain of the lease's first chunk.
     """
 
-    lease: Lease
+    lease: LeasedChunks
     first_chunk: int
     start: int
     end: int
@@ -63,7 +63,7 @@ class RequestState:
         """Whether its look-up is in the statistics: one request counts once."""
         self.computed = 0
         """Tokens that the engine's own cache had when it asked last."""
-        self.ticket: int | None = None
+        self.lease_id: int | None = None
         self.ticket_chunk = 0
         self.ask_after = 0.0
         """A miss is remembered until then, so that a request that waits does not ask each step."""

@@ -37,21 +37,21 @@ class SaveEvents(Protocol):
 
 
 class SavePlanner:
-    """Saves under way, until all `world` ranks have reported them.
+    """Saves under way, until all `world_size` ranks have reported them.
 
     A block that a save reads may be given to another request before the copy ended, by a
     finish, an abort or a preemption. `note_new` sees every block that is about to be written,
     and `take_fence` returns the saves that have to end first.
 
-    Where the ranks' reports do not come here (not `hears_workers`), their saves end within their
-    step (`Make.stores_end_in_call`), so that each is over when the next step is planned.
+    Where the ranks' reports do not come here (not `hears_workers`), saves end within their step
+    (`AcceleratorBackend.stores_end_in_call`): each is over when the next step is planned.
     """
 
     def __init__(
         self,
         settings: Settings,
         block_sizes: Sequence[int],
-        world: int,
+        world_size: int,
         events: SaveEvents | None = None,
         *,
         hears_workers: bool = True,
@@ -59,7 +59,7 @@ class SavePlanner:
     ) -> None:
         self._decode_too = settings.save_decode_cache
         self._block_sizes = tuple(block_sizes)
-        self._world = world
+        self._world = world_size
         self._events = events
         self._hears_workers = hears_workers
         self._clock = clock

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvhaven.client.rank import Grant, RankClient, Reservation
+from kvhaven.client.rank import RankClient, RankGrant, Reservation
 from kvhaven.devices.base import CopyJob, Device, FinishedCopy
 from kvhaven.engine.copies import CopyWatch, all_ended
 from kvhaven.engine.jobs import SaveJob, StepReport
@@ -32,7 +32,7 @@ class _Save:
 
     job: SaveJob
     copy: CopyJob
-    grants: list[Grant]
+    grants: list[RankGrant]
     chunks: list[int]
     loads: Sequence[CopyJob]
     begun: float
@@ -72,7 +72,7 @@ class Saver:
         self._model = model
         self._chunk_bytes = layout.shard_bytes(chunk_size // layout.block_size) * layout.shards
         self._reserved: list[tuple[SaveJob, Reservation | None]] = []
-        self._withheld: list[Grant] = []
+        self._withheld: list[RankGrant] = []
         self._running: dict[int, _Save] = {}
         self._ended: queue.SimpleQueue[_Save] = queue.SimpleQueue()
         self._report = StepReport()
@@ -127,7 +127,7 @@ class Saver:
         """
         while self._reserved:
             job, reservation = self._reserved.pop(0)
-            granted: list[Grant | None] = [None] * len(job.keys)
+            granted: list[RankGrant | None] = [None] * len(job.keys)
             if reservation is None:
                 self._stats.add("skipped_saves", len(job.keys))
             else:
@@ -177,7 +177,7 @@ class Saver:
         return all_ended([save.copy for save in self._running.values()], deadline)
 
     def _start(
-        self, job: SaveJob, granted: Sequence[Grant | None], loads: Sequence[CopyJob]
+        self, job: SaveJob, granted: Sequence[RankGrant | None], loads: Sequence[CopyJob]
     ) -> None:
         chunks = [index for index, grant in enumerate(granted) if grant is not None]
         grants = [grant for grant in granted if grant is not None]

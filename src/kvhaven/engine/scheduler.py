@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from kvhaven.client.scheduler import Lease, Outcome, SchedulerClient
+from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
 from kvhaven.config import Settings
 from kvhaven.devices.base import SKIP
 from kvhaven.engine.adapters import Adapters, CacheName
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class SchedulerSide:
     """Plans loads and saves for one engine's requests.
 
-    `block_sizes` are the tokens per block of each KV group, `world` the number of ranks. Loads
+    `block_sizes` are the tokens per block of each KV group, `world_size` the number of ranks. Loads
     are asynchronous (between steps) or synchronous (before the forward) as `asynchronous`
     says. `shared` says that the engine has a prefix cache of its own, `hears_workers` that the
     ranks' reports come here, `drops_last_block` that the engine computes the last block of a hit
@@ -54,7 +54,7 @@ class SchedulerSide:
         client: SchedulerClient,
         *,
         block_sizes: Sequence[int],
-        world: int,
+        world_size: int,
         asynchronous: bool,
         shared: bool,
         events: SaveEvents | None = None,
@@ -76,9 +76,11 @@ class SchedulerSide:
             shared=shared,
             spare_tokens=block_sizes[0] if drops_last_block else 0,
         )
-        self._saves = SavePlanner(settings, block_sizes, world, events, hears_workers=hears_workers)
+        self._saves = SavePlanner(
+            settings, block_sizes, world_size, events, hears_workers=hears_workers
+        )
         self._epoch = Epoch()
-        adapters = Adapters(world, lambda: client.models, self._distrust)
+        adapters = Adapters(world_size, lambda: client.models, self._distrust)
         self._extras = extras(adapters) if extras is not None else NoExtras()
         self._requests: dict[str, EngineRequest] = {}
         self._states: dict[str, RequestState] = {}
@@ -125,12 +127,12 @@ class SchedulerSide:
         if lease is Outcome.PENDING:
             return None, False
         tokens = 0
-        if isinstance(lease, Lease):
+        if isinstance(lease, LeasedChunks):
             tokens = self._lookups.gained_tokens(state, state.ticket_chunk + len(lease.extents))
         if not state.counted:
             state.counted = True
             self.stats.looked_up(state, request.num_tokens - computed, max(tokens, 0))
-        if not isinstance(lease, Lease) or tokens <= 0:
+        if not isinstance(lease, LeasedChunks) or tokens <= 0:
             self._lookups.drop(state)
             return 0, False
         state.offer = PendingLoad(
@@ -472,7 +474,7 @@ class SchedulerSide:
         skipped = first - offer.first_chunk
         return LoadJob(
             request_id=state.request.request_id,
-            ticket=offer.lease.ticket,
+            lease_id=offer.lease.lease_id,
             service=offer.lease.service,
             places=tuple(offer.lease.extents[skipped : skipped + last - first]),
             shard_offsets=offer.lease.offsets,

@@ -172,7 +172,7 @@ class WorkerSide:
         due, self._loads_due = self._loads_due, []
         for job in due:
             if not self._loads.runs(job):
-                self._client.loaded([job.ticket], job.service)
+                self._client.loaded([job.lease_id], job.service)
                 self._loads.fail(job, "an error before it was started")
 
     def move(self, layout: Layout) -> None:

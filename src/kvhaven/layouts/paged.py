@@ -13,7 +13,7 @@ import torch
 
 from kvhaven.errors import LayoutError
 from kvhaven.layouts.base import Pieces, shard_stride
-from kvhaven.layouts.forms import LayerCache, layer_cache
+from kvhaven.layouts.tensor_shapes import LayerCache, layer_cache
 
 
 @dataclass(frozen=True)

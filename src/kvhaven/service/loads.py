@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Final
 
-from kvhaven.catalog import Catalog
-from kvhaven.catalog.actions import Acquisition, SessionId, Ticket, Update
+from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId, Update
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import Acquire, Acquired, KeyList, Loaded, Prefetch, Release, tenant_of
-from kvhaven.service.sessions import Member, Sessions
-from kvhaven.service.turns import Job, Turns
+from kvhaven.service.driver import Driver
+from kvhaven.service.engines import AttachedEngines, AttachedProcess
+from kvhaven.service.turns import Job
 from kvhaven.service.verify import Verifier
 
 logger = logging.getLogger(__name__)
@@ -23,121 +23,117 @@ _PIECE: Final = 2048
 class Loads:
     """Turns messages about leases into the catalog's events, and its updates into answers.
 
-    `changed` is called after the catalog was told of something outside of a message;
     `spawn` runs a coroutine as a task of the service.
     """
 
     def __init__(
         self,
-        catalog: Catalog,
-        sessions: Sessions,
+        driver: Driver,
+        sessions: AttachedEngines,
         verifier: Verifier,
-        turns: Turns,
-        *,
         spawn: Callable[[Coroutine[None, None, None]], object],
-        changed: Callable[[], None],
     ) -> None:
-        self._catalog = catalog
+        self._driver = driver
         self._sessions = sessions
         self._verifier = verifier
-        self._turns = turns
         self._spawn = spawn
-        self._changed = changed
-        self._deadlines: dict[tuple[SessionId, Ticket], asyncio.TimerHandle] = {}
+        self._deadlines: dict[tuple[SessionId, LeaseId], asyncio.TimerHandle] = {}
 
-    def prefetch(self, member: Member, message: Prefetch) -> None:
+    def prefetch(self, member: AttachedProcess, message: Prefetch) -> None:
         """Promote and touch, for no ticket."""
         _require_scheduler(member)
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         session = member.session
-        self._catalog.prefetch(session.digest, keys, tenant, session.id)
+        self._driver.catalog.prefetch(session.digest, keys, tenant, session.id)
 
-    def acquire(self, member: Member, message: Acquire) -> None:
+    def acquire(self, member: AttachedProcess, message: Acquire) -> None:
         """Lease what is resident; answer now, or when what is promoted has come."""
         _require_scheduler(member)
-        session, ticket = member.session, Ticket(message.ticket)
+        session, lease_id = member.session, LeaseId(message.lease_id)
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
-        acquisition = self._catalog.acquire(session.id, ticket, session.digest, keys, tenant)
+        acquisition = self._driver.catalog.acquire(
+            session.id, lease_id, session.digest, keys, tenant
+        )
         if not acquisition.promoting:
             self._answer(member, acquisition)
             return
-        self._cancel_deadline(session.id, ticket)
-        self._deadlines[session.id, ticket] = asyncio.get_running_loop().call_later(
-            message.wait_ms / 1000, self._settle, session.id, ticket
+        self._cancel_deadline(session.id, lease_id)
+        self._deadlines[session.id, lease_id] = asyncio.get_running_loop().call_later(
+            message.wait_ms / 1000, self._finalize, session.id, lease_id
         )
-        self._send(member, Acquired(ticket, False, [], b""))
+        self._send(member, Acquired(lease_id, False, [], b""))
 
     def updated(self, update: Update) -> None:
         """A lease that waited for promotions is final now."""
-        self._cancel_deadline(update.session, update.acquisition.ticket)
+        self._cancel_deadline(update.session, update.acquisition.lease_id)
         session = self._sessions.get(update.session)
         if session is not None and session.scheduler is not None:
             self._answer(session.scheduler, update.acquisition)
 
-    def release(self, member: Member, message: Release) -> Job:
+    def release(self, member: AttachedProcess, message: Release) -> Job:
         """End leases that no rank was told of."""
         _require_scheduler(member)
-        for ticket in message.tickets:
-            self._cancel_deadline(member.session.id, Ticket(ticket))
-            self._catalog.release(member.session.id, Ticket(ticket))
+        for lease_id in message.lease_ids:
+            self._cancel_deadline(member.session.id, LeaseId(lease_id))
+            self._driver.catalog.release(member.session.id, LeaseId(lease_id))
             yield
 
-    def loaded(self, member: Member, message: Loaded) -> Job:
+    def loaded(self, member: AttachedProcess, message: Loaded) -> Job:
         """Note that a rank's copies have ended."""
         if member.rank is None:
             raise ProtocolError("a scheduler loads no chunks")
         if member.session.namespace is None:
             return  # a ticket of before the service was started anew
-        for ticket in message.tickets:
-            self._catalog.loaded(member.session.id, Ticket(ticket), member.id)
+        for lease_id in message.lease_ids:
+            self._driver.catalog.loaded(member.session.id, LeaseId(lease_id), member.id)
             yield
 
-    def _settle(self, session: SessionId, ticket: Ticket) -> None:
+    def _finalize(self, session: SessionId, lease_id: LeaseId) -> None:
         """The deadline has passed: what is ready is the answer."""
-        self._deadlines.pop((session, ticket), None)
-        acquisition = self._catalog.settle(session, ticket)
+        self._deadlines.pop((session, lease_id), None)
+        with self._driver.event() as catalog:
+            acquisition = catalog.finalize(session, lease_id)
         known = self._sessions.get(session)
         if known is not None and known.scheduler is not None:
             self._answer(known.scheduler, acquisition)
-        self._changed()
 
-    def _cancel_deadline(self, session: SessionId, ticket: Ticket) -> None:
-        timer = self._deadlines.pop((session, ticket), None)
+    def _cancel_deadline(self, session: SessionId, lease_id: LeaseId) -> None:
+        timer = self._deadlines.pop((session, lease_id), None)
         if timer is not None:
             timer.cancel()
 
-    def _answer(self, scheduler: Member, acquisition: Acquisition) -> None:
+    def _answer(self, scheduler: AttachedProcess, acquisition: Acquisition) -> None:
         """Send a final answer, after the check of resident shards that the settings ask for."""
         if self._verifier.blocks_answers and acquisition.chunks:
             self._spawn(self._answer_verified(scheduler, acquisition))
             return
         self._verifier.sample(acquisition, scheduler.session.table)
-        self._turns.start(self._offer(scheduler, acquisition, len(acquisition.chunks)))
+        self._driver.turns.start(self._offer(scheduler, acquisition, len(acquisition.chunks)))
 
-    async def _answer_verified(self, scheduler: Member, acquisition: Acquisition) -> None:
+    async def _answer_verified(self, scheduler: AttachedProcess, acquisition: Acquisition) -> None:
         good = await self._verifier.verify(acquisition, scheduler.session.table)
-        self._turns.start(self._offer(scheduler, acquisition, good))
-        self._changed()
+        with self._driver.event():
+            self._driver.turns.start(self._offer(scheduler, acquisition, good))
 
-    def _offer(self, scheduler: Member, acquisition: Acquisition, good: int) -> Job:
+    def _offer(self, scheduler: AttachedProcess, acquisition: Acquisition, good: int) -> Job:
         """Offer the first `good` chunks; a lease without any is none."""
-        ticket, chunks = acquisition.ticket, acquisition.chunks
+        lease_id, chunks = acquisition.lease_id, acquisition.chunks
         if not good:
-            self._catalog.release(scheduler.session.id, ticket)
+            self._driver.catalog.release(scheduler.session.id, lease_id)
         places: list[tuple[int, int]] = []
         for first in range(0, good, _PIECE):
             extents = chunks.extents(first, min(good, first + _PIECE))
             places += [(extent.segment, extent.offset) for extent in extents]
             yield
-        self._send(scheduler, Acquired(ticket, True, places, chunks.sources[:good]))
+        self._send(scheduler, Acquired(lease_id, True, places, chunks.sources[:good]))
 
     @staticmethod
-    def _send(scheduler: Member, answer: Acquired) -> None:
+    def _send(scheduler: AttachedProcess, answer: Acquired) -> None:
         """Answer on the connection that the scheduler has now; without one nobody waits."""
         if scheduler.connection is not None:
             scheduler.connection.send(answer)
 
 
-def _require_scheduler(member: Member) -> None:
+def _require_scheduler(member: AttachedProcess) -> None:
     if member.rank is not None:
         raise ProtocolError("only a scheduler asks for leases")

@@ -19,8 +19,8 @@ from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
 from kvhaven.service.arena import Arena
 from kvhaven.service.connection import Listener
-from kvhaven.service.ladder import make_tiers
 from kvhaven.service.server import Service
+from kvhaven.service.tier_setup import make_tiers
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ async def collect_young(service: Service) -> None:
     before = 0
     while True:
         await asyncio.sleep(_COLLECT_S)
-        pieces, before = service.pieces - before, service.pieces
+        pieces, before = service.driver.turns.pieces - before, service.driver.turns.pieces
         if pieces > _BUSY:
             gc.freeze()
         else:

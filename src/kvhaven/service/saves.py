@@ -4,12 +4,12 @@
 from collections.abc import Collection
 from typing import Final
 
-from kvhaven.catalog import Catalog
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import Abort, Commit, Granted, KeyList, Reserve, batches, tenant_of
 from kvhaven.service.connection import Connection
-from kvhaven.service.sessions import Member
-from kvhaven.service.turns import Job, Turns
+from kvhaven.service.driver import Driver
+from kvhaven.service.engines import AttachedProcess
+from kvhaven.service.turns import Job
 from kvhaven.types import KEY_BYTES, Checksum, ChunkKey
 
 _PIECE: Final = 32
@@ -19,11 +19,10 @@ _PIECE: Final = 32
 class Saves:
     """Turns ranks' messages about saves into the catalog's events, a few chunks at a time."""
 
-    def __init__(self, catalog: Catalog, turns: Turns) -> None:
-        self._catalog = catalog
-        self._turns = turns
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
 
-    def reserve(self, connection: Connection, member: Member, message: Reserve) -> Job:
+    def reserve(self, connection: Connection, member: AttachedProcess, message: Reserve) -> Job:
         """Grant space for chunks that are absent, where there is space."""
         if member.rank is None:
             raise ProtocolError("a scheduler writes no chunks")
@@ -40,7 +39,7 @@ class Saves:
         for part in batches(keys, _PIECE):
             if grants:
                 yield
-            for grant in self._catalog.reserve(
+            for grant in self._driver.catalog.reserve(
                 member.id, session.digest, parent, part, message.save, tenant
             ):
                 if grant is None:
@@ -53,30 +52,32 @@ class Saves:
             parent = part[-1]
         connection.send(Granted(message.id, grants))
 
-    def commit(self, member: Member, message: Commit) -> Job:
+    def commit(self, member: AttachedProcess, message: Commit) -> Job:
         """Note that a rank has done its part of chunks."""
         for part in batches(message.chunks, _PIECE):
             for key, generation, sums in part:
                 member.granted.pop(generation, None)
                 checksums = [Checksum(checksum) for checksum in sums]
-                self._catalog.commit(member.id, ChunkKey(key), generation, checksums)
+                self._driver.catalog.commit(member.id, ChunkKey(key), generation, checksums)
             yield
 
-    def abort(self, member: Member, message: Abort) -> Job:
+    def abort(self, member: AttachedProcess, message: Abort) -> Job:
         """Note chunks that a rank has given up."""
         for part in batches(message.chunks, _PIECE):
             for key, generation in part:
                 member.granted.pop(generation, None)
-                self._catalog.abort(member.id, ChunkKey(key), generation)
+                self._driver.catalog.abort(member.id, ChunkKey(key), generation)
             yield
 
-    def returned(self, member: Member, holding: Collection[int]) -> None:
+    def returned(self, member: AttachedProcess, holding: Collection[int]) -> None:
         """A rank is back and holds these grants: those that never reached it end."""
         lost = member.granted.keys() - set(holding)
-        self._turns.start(self._abort_all(member, [(g, member.granted.pop(g)) for g in lost]))
+        self._driver.turns.start(
+            self._abort_all(member, [(g, member.granted.pop(g)) for g in lost])
+        )
 
-    def _abort_all(self, member: Member, grants: list[tuple[int, ChunkKey]]) -> Job:
+    def _abort_all(self, member: AttachedProcess, grants: list[tuple[int, ChunkKey]]) -> Job:
         for part in batches(grants, _PIECE):
             for generation, key in part:
-                self._catalog.abort(member.id, key, generation)
+                self._driver.catalog.abort(member.id, key, generation)
             yield

@@ -12,7 +12,7 @@ from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.stats import CatalogStats, NamespaceStats, TenantStats
 from kvhaven.service.arena import Arena
-from kvhaven.service.sessions import Sessions
+from kvhaven.service.engines import AttachedEngines
 from kvhaven.service.verify import Verifier
 from kvhaven.tiers.base import Tier, TierHealth
 from kvhaven.types import NamespaceDigest, TenantId
@@ -92,7 +92,7 @@ def describe(
     catalog: Catalog,
     arena: Arena,
     verifier: Verifier,
-    sessions: Sessions,
+    sessions: AttachedEngines,
     tiers: Mapping[TierName, Tier],
 ) -> Generator[None, None, bytes]:
     """Return a service's status as JSON of `ServiceStatus`, in pieces of a millisecond."""

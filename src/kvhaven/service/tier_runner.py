@@ -9,11 +9,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, Generic, TypeVar
 
-from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.errors import KVHavenError, TierError, TierMissError
 from kvhaven.maps import OrderedMap
 from kvhaven.protocol import batches
+from kvhaven.service.driver import Driver
 from kvhaven.tiers.base import Namespace, StoredShard, Tier
 from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, TenantId, align_up
 
@@ -84,26 +84,22 @@ class _Deletes:
 class TierRunner:
     """Runs tier actions as tasks of the event loop, a bounded number of reads at a time.
 
-    `memory_of` gives the service's own view of an extent; `changed` is called after the
-    catalog was told of a result, since that may have produced further actions. A lookup is
+    `memory_of` gives the service's own view of an extent. A lookup is
     answered within `lookup_s`, whatever the tier does; while a tier owes the answer to one that
     came too late, nobody waits for the tier again.
     """
 
     def __init__(
         self,
-        catalog: Catalog,
+        driver: Driver,
         tiers: Mapping[TierName, Tier],
         memory_of: Callable[[Extent], memoryview],
-        changed: Callable[[], None],
         *,
         lookup_s: float,
     ) -> None:
-        self._catalog = catalog
+        self._driver = driver
         self._tiers = tiers
         self._memory_of = memory_of
-        self._changed = changed
-        self._namespaces: dict[NamespaceDigest, Namespace] = {}
         self._introduced: set[tuple[TierName, NamespaceDigest]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._scanned: dict[TierName, int] = {}
@@ -113,10 +109,6 @@ class TierRunner:
         self._writes = {name: _Lane[TierWrite](self._write, self._spawn) for name in tiers}
         self._deletes = {name: _Deletes() for name in tiers}
         self._clearing = {name: asyncio.Lock() for name in tiers}
-
-    def add_namespace(self, namespace: Namespace) -> None:
-        """Remember a namespace's shard table; its tiers are told before the first write."""
-        self._namespaces[namespace.digest] = namespace
 
     def run(self, action: TierLookup | TierRead | TierWrite | TierDelete) -> None:
         """Start an action; its result goes to the catalog."""
@@ -134,18 +126,19 @@ class TierRunner:
 
     def check_health(self) -> None:
         """Tell the catalog which tiers are in use; scan those that have come into use."""
-        for name, tier in self._tiers.items():
-            health = tier.health()
-            if not health.online:
-                self._late.pop(name, None)  # it finds out itself when it works again
-            elif not tier.shared:
-                if health.capacity_bytes is not None:
-                    self._catalog.tier_capacity(name, health.capacity_bytes)
-                if self._scanned.get(name) != health.epoch:
-                    self._scanned[name] = health.epoch
-                    self._catalog.tier_scanned(name, ended=False)
-                    self._spawn(self._scan(name, tier, health.epoch))
-            self._catalog.tier_online(name, health.online)
+        with self._driver.event() as catalog:
+            for name, tier in self._tiers.items():
+                health = tier.health()
+                if not health.online:
+                    self._late.pop(name, None)  # it finds out itself when it works again
+                elif not tier.shared:
+                    if health.capacity_bytes is not None:
+                        catalog.tier_capacity(name, health.capacity_bytes)
+                    if self._scanned.get(name) != health.epoch:
+                        self._scanned[name] = health.epoch
+                        catalog.tier_scanned(name, ended=False)
+                        self._spawn(self._scan(name, tier, health.epoch))
+                catalog.tier_online(name, health.online)
 
     async def clear(
         self, name: TierName, namespace: NamespaceDigest | None, tenant: TenantId | None
@@ -186,7 +179,6 @@ class TierRunner:
             async for namespace, shards in tier.scan():
                 for part in batches(list(shards.items()), _FOUND_AT_ONCE) if shards else ((),):
                     found += self._found(name, namespace, part)
-                    self._changed()
                     await asyncio.sleep(0)
             complete = True
         except TierError as error:
@@ -194,27 +186,27 @@ class TierRunner:
                 del self._scanned[name]
             logger.warning("tier %s: the scan ended early: %s", name, error)
         finally:
-            self._catalog.tier_scanned(name, ended=True, complete=complete)
+            with self._driver.event() as catalog:
+                catalog.tier_scanned(name, ended=True, complete=complete)
         logger.info("tier %s: found %d shards from before", name, found)
 
     def _found(
         self, name: TierName, namespace: Namespace, shards: Sequence[tuple[StoredShard, int]]
     ) -> int:
-        try:
-            self._catalog.add_namespace(namespace)
-        except KVHavenError as error:
-            logger.warning("tier %s: ignored a namespace: %s", name, error)
-            return 0
-        self._namespaces.setdefault(namespace.digest, namespace)
         bits = {shard.id: bit for bit, shard in enumerate(namespace.table.shards)}
         count = 0
-        for stored, size in shards:
-            bit = bits.get(stored.shard)
-            if bit is not None and not self._deletes[name].has(_name(stored)):
-                self._catalog.tier_found(
-                    name, namespace.digest, stored.key, bit, size, stored.tenant
-                )
-                count += 1
+        with self._driver.event() as catalog:
+            try:
+                catalog.add_namespace(namespace)
+            except KVHavenError as error:
+                logger.warning("tier %s: ignored a namespace: %s", name, error)
+                return 0
+            for stored, size in shards:
+                bit = bits.get(stored.shard)
+                if bit is not None and not self._deletes[name].has(_name(stored)):
+                    digest, tenant = namespace.digest, stored.tenant
+                    catalog.tier_found(name, digest, stored.key, bit, size, tenant)
+                    count += 1
         return count
 
     def _spawn(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
@@ -224,7 +216,7 @@ class TierRunner:
         return task
 
     def _parts(self, action: TierRead | TierWrite) -> list[tuple[StoredShard, memoryview]]:
-        table = self._namespaces[action.namespace].table
+        table = action.namespace.table
         memory = self._memory_of(action.extent)
         shards = self._shards(action, action.key)
         return [
@@ -238,8 +230,8 @@ class TierRunner:
         """Return the names of all shards of a chunk that an action is about."""
         namespace, tenant = action.namespace, action.tenant
         return [
-            StoredShard(namespace, key, shard.id, shard.payload_bytes, tenant)
-            for shard in self._namespaces[namespace].table.shards
+            StoredShard(namespace.digest, key, shard.id, shard.payload_bytes, tenant)
+            for shard in namespace.table.shards
         ]
 
     async def _look_up(self, action: TierLookup) -> None:
@@ -250,14 +242,13 @@ class TierRunner:
         if there is None:
             self.check_health()
         else:
-            bits = len(self._namespaces[action.namespace].table.shards)
+            bits = len(action.namespace.table.shards)
             found = {
                 key: sum(1 << bit for bit in range(bits) if there[at * bits + bit])
                 for at, key in enumerate(action.keys)
             }
-        self._tick()
-        self._catalog.tier_looked_up(action.tier, action.number, found)
-        self._changed()
+        with self._driver.event() as catalog:
+            catalog.tier_looked_up(action.tier, action.number, found)
 
     async def _in_time(
         self, name: TierName, shards: Sequence[StoredShard]
@@ -294,9 +285,6 @@ class TierRunner:
             return None
         return there if len(there) == len(shards) else None
 
-    def _tick(self) -> None:
-        self._catalog.tick(asyncio.get_running_loop().time())
-
     async def _let_reads_go_first(self, name: TierName) -> None:
         """Wait for the reads of a shared tier that are under way, but not for ever.
 
@@ -317,9 +305,8 @@ class TierRunner:
             self.check_health()
         except Exception:  # whatever it was, the extent must be let go, and who waits be told
             logger.exception("tier %s: a read failed unexpectedly", action.tier)
-        self._tick()
-        self._catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
-        self._changed()
+        with self._driver.event() as catalog:
+            catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
 
     async def _read_shards(self, action: TierRead) -> tuple[Checksum, ...]:
         """Read all shards of a chunk at once; returns or raises when *every* read has ended."""
@@ -353,13 +340,12 @@ class TierRunner:
             ]
             taken = sum(sizes)
         except TierError:
-            self._introduced.discard((action.tier, action.namespace))
+            self._introduced.discard((action.tier, action.namespace.digest))
             self.check_health()
         except Exception:  # whatever it was, the extent must be let go: a later miss
             logger.exception("tier %s: a write failed unexpectedly", action.tier)
-        self._tick()
-        self._catalog.tier_write_done(action.tier, action.key, taken is not None, taken)
-        self._changed()
+        with self._driver.event() as catalog:
+            catalog.tier_write_done(action.tier, action.key, taken is not None, taken)
 
     async def _delete_all(self, name: TierName) -> None:
         """Delete what is to be deleted from a tier, batch by batch, until nothing is left."""
@@ -369,7 +355,7 @@ class TierRunner:
                 batch: list[bytes] = []
                 shards = 0
                 for key, action in islice(deletes.waiting.items(), _DELETED_AT_ONCE):
-                    shards += len(self._namespaces[action.namespace].table.shards)
+                    shards += len(action.namespace.table.shards)
                     if batch and shards > _DELETED_AT_ONCE:
                         break
                     batch.append(key)
@@ -395,12 +381,15 @@ class TierRunner:
         except Exception:  # a file left behind is found by the next scan; nobody waits
             logger.exception("tier %s: a delete failed unexpectedly", name)
 
-    async def _introduce(self, name: TierName, digest: NamespaceDigest) -> None:
-        if (name, digest) not in self._introduced:
-            await self._tiers[name].add_namespace(self._namespaces[digest])
-            self._introduced.add((name, digest))
+    async def _introduce(self, name: TierName, namespace: Namespace) -> None:
+        """Add a namespace to a tier, which must know it before the first write."""
+        if (name, namespace.digest) not in self._introduced:
+            await self._tiers[name].add_namespace(namespace)
+            self._introduced.add((name, namespace.digest))
 
 
 def _name(action: TierDelete | TierWrite | StoredShard) -> bytes:
     """Return what tells a chunk in a tier from others; it begins with the key."""
-    return action.key + action.tenant + action.namespace
+    namespace = action.namespace
+    digest = namespace.digest if isinstance(namespace, Namespace) else namespace
+    return action.key + action.tenant + digest

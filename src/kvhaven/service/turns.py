@@ -22,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class Turns:
-    """The jobs that are not done. `after` is called after each turn in which some had a piece."""
+    """The jobs that are not done. `after` is called after each turn in which some had a piece.
+
+    The first turn of a job, in `start`, is one of them.
+    """
 
     def __init__(self, after: Callable[[], None]) -> None:
         self.pieces = 0
@@ -39,11 +42,13 @@ class Turns:
     def start(self, job: Job) -> bool:
         """Do a job now for as long as a turn, and the rest in later turns; return if it is done."""
         end = time.perf_counter() + TURN_S
-        while self._goes_on(job):
+        done = True
+        while done and self._goes_on(job):
             if time.perf_counter() >= end:
                 self.add(job)
-                return False
-        return True
+                done = False
+        self._after()
+        return done
 
     def add(self, job: Job) -> None:
         """Do a job in later turns."""

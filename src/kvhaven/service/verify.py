@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import Acquisition, Leased
 from kvhaven.service.arena import Arena, be_nice
+from kvhaven.service.driver import Driver
 from kvhaven.types import Checksum, Extent, ShardTable
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,8 @@ class Verifier:
     answers: it finds failing memory, it does not stop the first use of a damaged chunk.
     """
 
-    def __init__(self, catalog: Catalog, arena: Arena, mode: str) -> None:
-        self._catalog = catalog
+    def __init__(self, driver: Driver, arena: Arena, mode: str) -> None:
+        self._driver = driver
         self._arena = arena
         self._mode = mode
         self._threads = ThreadPoolExecutor(1, "verify", initializer=be_nice)
@@ -70,7 +70,7 @@ class Verifier:
     async def _check(self, chunks: Sequence[Leased], table: ShardTable) -> int:
         loop = asyncio.get_running_loop()
         for good, chunk in enumerate(chunks):
-            expected = self._catalog.checksums(chunk.key, chunk.extent)
+            expected = self._driver.catalog.checksums(chunk.key, chunk.extent)
             if expected is None:
                 return good
             self.checked += 1
@@ -79,10 +79,11 @@ class Verifier:
             )
             # The lease may have ended meanwhile, and its memory been written anew: then these
             # bytes say nothing about the chunk.
-            if not intact and self._catalog.checksums(chunk.key, chunk.extent) is not None:
+            if not intact and self._driver.catalog.checksums(chunk.key, chunk.extent) is not None:
                 self.damaged += 1
                 logger.error("chunk %s was damaged in memory: discarded", chunk.key.hex())
-                self._catalog.discard(chunk.key, chunk.extent)
+                with self._driver.event() as catalog:
+                    catalog.discard(chunk.key, chunk.extent)
             if not intact:
                 return good
         return len(chunks)

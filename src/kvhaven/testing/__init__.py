@@ -4,9 +4,9 @@
 Needs `pip install 'kvhaven[testing]'`. `docs/extending.md` shows how to use it.
 """
 
+from kvhaven.testing.faulty_tier import Faults, FaultyTier
+from kvhaven.testing.memory_store import MemoryStore, memory_tier
 from kvhaven.testing.tiers import Kit, Piece, make_namespace, make_piece, online, opened
-from kvhaven.tiers.faulty import Faults, FaultyTier
-from kvhaven.tiers.memory import MemoryStore, memory_tier
 
 __all__ = [
     "Faults",

@@ -9,7 +9,7 @@ import msgspec
 import xxhash
 
 from kvhaven.testing.tiers import PAYLOAD, Piece, make_namespace
-from kvhaven.tiers.header import HEADER_BYTES, PLAIN, Form, form_of, pack_header
+from kvhaven.tiers.format.header import HEADER_BYTES, PLAIN, Form, form_of, pack_header
 from kvhaven.types import ChunkKey, ShardId
 
 Damage = Callable[[bytes, Piece], bytes]

@@ -7,7 +7,7 @@ import mmap
 import os
 import secrets
 
-from kvhaven.tiers.header import HEADER_BYTES
+from kvhaven.tiers.format.header import HEADER_BYTES
 
 
 def direct_io_works(folder: int) -> bool:

@@ -8,13 +8,13 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from kvhaven import plugins
-from kvhaven.config_urls import DIRECTORIES, redacted
+from kvhaven.config.urls import DIRECTORIES, redacted
 from kvhaven.errors import ConfigError
 from kvhaven.tiers.executor import TierExecutor
-from kvhaven.tiers.extras import import_extra
-from kvhaven.tiers.filesystem import filesystem_tier
-from kvhaven.tiers.filesystem_survey import Limits
-from kvhaven.tiers.shared import SharedTier
+from kvhaven.tiers.filesystem.tier import filesystem_tier
+from kvhaven.tiers.filesystem.usage import Limits
+from kvhaven.tiers.optional import import_optional
+from kvhaven.tiers.shared.tier import SharedTier
 
 THREADS: Final = 16
 PER_CORE: Final = 8
@@ -93,7 +93,7 @@ def _open_directory(url: str, options: TierOptions) -> SharedTier:
 
 
 def _open_s3(url: str, options: TierOptions) -> SharedTier:
-    s3: Any = import_extra("s3", "a tier at s3://")
+    s3: Any = import_optional("s3.tier", "s3", "a tier at s3://")
     tier: SharedTier = s3.s3_tier(
         url, endpoints=options.endpoints, retry_s=options.retry_s, compress=options.compress
     )
@@ -101,7 +101,7 @@ def _open_s3(url: str, options: TierOptions) -> SharedTier:
 
 
 def _open_redis(url: str, options: TierOptions) -> SharedTier:
-    redis: Any = import_extra("redis", "a tier at redis://")
+    redis: Any = import_optional("redis.tier", "redis", "a tier at redis://")
     scheme, _, rest = url.partition("://")
     ttl = {} if options.ttl_s is None else {"ttl_s": options.ttl_s}
     tier: SharedTier = redis.redis_tier(

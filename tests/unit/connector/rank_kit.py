@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from kvhaven.client.rank import RankClient
-from kvhaven.client.scheduler import Lease, SchedulerClient
+from kvhaven.client.scheduler import LeasedChunks, SchedulerClient
 from kvhaven.config import Settings
 from kvhaven.engine.jobs import LoadJob, SaveJob, StepPlan, StepReport
 from kvhaven.engine.loaded_model import LoadedModel
@@ -40,7 +40,7 @@ class Rank:
         node: Node,
         device: Any,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         *,
         parts: int = 1,
         twins: bool = False,
@@ -48,8 +48,8 @@ class Rank:
     ) -> None:
         self.node = node
         self.device = device
-        self.session = session = f"{node.address} {world}"
-        self.world = world
+        self.session = session = f"{node.address} {world_size}"
+        self.world_size = world_size
         self.tensor = torch.randint(-9, 9, (BLOCKS, 1, BLOCK, 64), dtype=torch.int16)
         self.tensor = place(self.tensor.view(torch.bfloat16))
         layout = describe_kv_caches(
@@ -67,7 +67,7 @@ class Rank:
                 session=session,
                 member=uuid.uuid4().hex,
                 rank=rank,
-                world=world,
+                world_size=world_size,
                 namespace=xxhash.xxh3_128_digest(session.encode()) * 2,
                 fields={"model": "rank"},
                 shards=tuple(
@@ -106,7 +106,7 @@ class Rank:
     def load(self, chunks: int = 1, *, asynchronous: bool = True, **more: Any) -> LoadJob:
         job = LoadJob(
             request_id="r",
-            ticket=1,
+            lease_id=1,
             service=self.client.service,
             places=tuple((0, 8192 * index) for index in range(chunks)),
             shard_offsets=(0, 4096),
@@ -117,15 +117,15 @@ class Rank:
 
     def place_of(self, job: SaveJob) -> tuple[int, int]:
         """Return where the arena holds the first chunk of a save."""
-        attach = AttachScheduler(1, self.session, uuid.uuid4().hex, self.world, 5000)
+        attach = AttachScheduler(1, self.session, uuid.uuid4().hex, self.world_size, 5000)
         client = SchedulerClient(
             self.node.address, attach, lookup_deadline_s=10, promote_deadline_s=1
         )
         client.start(10)
-        ticket = client.ask(job.keys)
-        assert ticket is not None
-        lease = client.wait(ticket, 10)
-        assert isinstance(lease, Lease)
+        lease_id = client.ask(job.keys)
+        assert lease_id is not None
+        lease = client.wait(lease_id, 10)
+        assert isinstance(lease, LeasedChunks)
         client.close()
         return lease.extents[0]
 

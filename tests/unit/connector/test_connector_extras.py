@@ -348,7 +348,7 @@ def test_blocks_of_which_nobody_knows_the_adapter_are_not_trusted(bench: Bench) 
 
 
 def test_ranks_that_loaded_different_contents_leave_an_adapter_unknown(node: Node) -> None:
-    bench = Bench(node, world=2)
+    bench = Bench(node, world_size=2)
     side = bench.side()
     bench.load_adapter(1, "v1")
     known(side)
@@ -406,7 +406,7 @@ def test_a_load_that_was_promised_before_the_weights_changed_fails(bench: Bench)
     wait_until(lambda: side._client.models.get(0) == ModelState(weights=1))
     (job,) = side.plan_step(scheduled()).loads
     assert job.places == ()
-    assert job.ticket > 0, "the ranks end its lease"
+    assert job.lease_id > 0, "the ranks end its lease"
 
 
 # --- roles and tags -----------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_reported_saves_need_no_fence(bench: Bench) -> None:
 
 
 def test_a_save_ends_when_all_ranks_have_reported_it(node: Node) -> None:
-    bench = Bench(node, world=2)
+    bench = Bench(node, world_size=2)
     side, request = bench.side(), make_request(32)
     plan = run_new(side, request, 32)
     (job,) = plan.saves

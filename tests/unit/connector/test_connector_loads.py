@@ -15,7 +15,7 @@ from kvhaven.devices.base import SKIP
 from kvhaven.engine.jobs import StepReport
 from kvhaven.errors import KVHavenError
 from kvhaven.integrations.vllm.compat import drops_last_block
-from kvhaven.integrations.vllm.hits import hit_sources
+from kvhaven.integrations.vllm.stats import hit_sources
 from tests.simulation.connector_kit import (
     Bench,
     admit,
@@ -110,7 +110,7 @@ def test_an_aborted_request_that_was_never_admitted_ends_its_lease(bench: Bench)
 
 
 def test_a_lease_outlives_an_abort_until_every_rank_has_loaded(node: Node) -> None:
-    bench = Bench(node, world=2)
+    bench = Bench(node, world_size=2)
     request = make_request(40)
     bench.fill(request)
     side = bench.side(asynchronous=True)
@@ -118,10 +118,10 @@ def test_a_lease_outlives_an_abort_until_every_rank_has_loaded(node: Node) -> No
     job = admit(side, request, tokens, range(10))
     assert job is not None
     side.finished(request)
-    bench.ranks[0].loaded([job.ticket], job.service)
+    bench.ranks[0].loaded([job.lease_id], job.service)
     time.sleep(0.1)
     assert bench.leases() == 1
-    bench.ranks[1].loaded([job.ticket], job.service)
+    bench.ranks[1].loaded([job.lease_id], job.service)
     wait_until(lambda: bench.leases() == 0)
     bench.close()
     node.clear()

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
 
-from kvhaven.client.scheduler import Lease, SchedulerClient
+from kvhaven.client.scheduler import LeasedChunks, SchedulerClient
 from kvhaven.devices.base import CopyJob
 from kvhaven.engine.jobs import StepPlan, StepReport
 from kvhaven.errors import LayoutError, UnreportedLoadError
@@ -277,9 +277,9 @@ def test_loads_after_one_that_cannot_be_ordered_are_started_all_the_same(
     monkeypatch.setattr(rank.device, "forward_waits", refuse)
     plan = StepPlan(
         loads=[
-            rank.load(asynchronous=False, request_id="a", ticket=1),
-            rank.load(asynchronous=False, request_id="b", ticket=2),
-            rank.load(asynchronous=True, request_id="c", ticket=3),
+            rank.load(asynchronous=False, request_id="a", lease_id=1),
+            rank.load(asynchronous=False, request_id="b", lease_id=2),
+            rank.load(asynchronous=True, request_id="c", lease_id=3),
         ]
     )
     rank.worker.fence(plan)
@@ -346,12 +346,12 @@ def test_a_load_that_an_error_prevented_gives_its_lease_back(
     attach = AttachScheduler(1, rank.session, uuid.uuid4().hex, 1, 5000)
     client = SchedulerClient(fresh_node.address, attach, lookup_deadline_s=10, promote_deadline_s=1)
     client.start(10)
-    ticket = client.ask(job.keys)
-    assert ticket is not None
-    lease = client.wait(ticket, 10)
-    assert isinstance(lease, Lease)
-    client.dispatched(ticket)
-    plan = StepPlan(loads=[rank.load(ticket=ticket, asynchronous=False)])
+    lease_id = client.ask(job.keys)
+    assert lease_id is not None
+    lease = client.wait(lease_id, 10)
+    assert isinstance(lease, LeasedChunks)
+    client.dispatched(lease_id)
+    plan = StepPlan(loads=[rank.load(lease_id=lease_id, asynchronous=False)])
     monkeypatch.setattr(rank.worker._saves, "reserve", refuse)
     with pytest.raises(RuntimeError):
         rank.worker.begin(plan)

@@ -23,7 +23,6 @@ from kvhaven.integrations.vllm.compat import (
     require_supported_vllm,
 )
 from kvhaven.integrations.vllm.encoder_cache import watch_encoder_cache
-from kvhaven.integrations.vllm.hits import hit_sources
 from kvhaven.integrations.vllm.platforms import require_supported_platform
 from kvhaven.integrations.vllm.requests import (
     PlanMetadata,
@@ -33,7 +32,7 @@ from kvhaven.integrations.vllm.requests import (
     scheduled_requests,
 )
 from kvhaven.integrations.vllm.start import start_scheduler, start_worker
-from kvhaven.integrations.vllm.stats import KVHavenPromMetrics, KVHavenStats
+from kvhaven.integrations.vllm.stats import KVHavenPromMetrics, KVHavenStats, hit_sources
 
 if TYPE_CHECKING:
     import torch

@@ -104,7 +104,7 @@ def start_worker(
             session=_engine_id(config),
             member=member,
             rank=rank,
-            world=config.parallel_config.world_size,
+            world_size=config.parallel_config.world_size,
             namespace=namespace_digest({}),  # until the content of the files is known
             fields={},
             shards=_shards(config, layout, rank, blocks_per_chunk),
@@ -131,9 +131,9 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
     for block_size in block_sizes:
         require_chunk_size(settings.chunk_size, block_size)
-    world = config.parallel_config.world_size
+    world_size = config.parallel_config.world_size
     description = describe_engine(config, _kv_format(settings))
-    hello = AttachScheduler(1, _engine_id(config), member, world, RANKS_WAIT_MS)
+    hello = AttachScheduler(1, _engine_id(config), member, world_size, RANKS_WAIT_MS)
     client = scheduler_client(settings, hello)
 
     def attach(_: Mapping[str, str], wait_s: float) -> None:  # the ranks say what is known
@@ -147,7 +147,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         settings,
         client,
         block_sizes=block_sizes,
-        world=world,
+        world_size=world_size,
         asynchronous=_loads_asynchronously(settings, config),
         shared=bool(config.cache_config.enable_prefix_caching),
         events=events,

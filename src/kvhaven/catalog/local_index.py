@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one tier holds, as the catalog believes it, and what goes when it is full."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kvhaven.catalog.actions import Action, TierDelete
+from kvhaven.catalog.entries import Holding, NamespaceState, Tenant
+from kvhaven.catalog.holdings import Place, Scope, scopes_over
+from kvhaven.catalog.tier_spec import TierFigures, TierSpec, TierTransfers
+from kvhaven.catalog.work import Job, Work
+from kvhaven.errors import KVHavenError
+from kvhaven.maps import OrderedMap
+from kvhaven.types import ChunkKey
+
+_MOST_CLEARED = 1024
+"""Clears that are remembered for what a scan may still find; beyond, all that it finds goes."""
+
+
+class Share:
+    """What a tenant that has, or had, a quota has in a tier: its chunks in the order of use.
+
+    Until it is `complete`, chunks that were there before its first quota are added bit by bit;
+    those that a scan finds meanwhile are `passed` over, and added in another round.
+    """
+
+    __slots__ = ("bytes", "complete", "order", "passed", "trimming")
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.order = OrderedMap[ChunkKey, None]()
+        self.complete = True
+        self.passed = False
+        self.trimming = False
+
+
+class Stored:
+    """One chunk in a tier: which of its shards are there, and their bytes, headers included."""
+
+    __slots__ = ("bitmap", "bytes", "holding", "namespace")
+
+    def __init__(self, namespace: NamespaceState, holding: Holding) -> None:
+        self.namespace = namespace
+        self.holding = holding
+        self.bitmap = 0
+        self.bytes = 0
+
+
+class LocalTierIndex(TierTransfers):
+    """The chunks of one tier of our own in the order of their last use. See `TierState`.
+
+    A chunk that is being read is never deleted: if it has to go meanwhile it is out of
+    sight at once, and deleted when its last read has ended. A tenant that has a quota makes room
+    among its own chunks; where that is not enough, nothing more of it is written.
+
+    What is too much goes piece by piece, at each write what it takes the place of, at least.
+    """
+
+    def __init__(self, spec: TierSpec, actions: list[Action], work: Work) -> None:
+        super().__init__()
+        self.spec = spec
+        self.stored = OrderedMap[ChunkKey, Stored]()
+        self.place = Place(spec.name)
+        self.used_bytes = 0
+        self.writing = Counter[Tenant]()  # `writing_bytes` by tenant
+        self.kept = Counter[Tenant]()  # bytes of chunks that are being read: they cannot go now
+        self.shares: dict[Tenant, Share] = {}
+        self.evictions = 0
+        self._delete_later: dict[ChunkKey, NamespaceState] = {}
+        self._actions = actions
+        self._work = work
+        self._trimming = False
+        self._sweeping = False
+        self._scans = 0  # that are under way: one may begin before an older one has ended
+        self._begun = 0
+        self._complete = False  # one that is not older than the last that began
+        self._scanned = False
+        self._cleared: dict[Scope, int] = {}  # with how many scans had begun before
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Take another capacity, and evict what no longer fits."""
+        if capacity_bytes != self.spec.capacity_bytes:
+            self.spec = msgspec.structs.replace(self.spec, capacity_bytes=capacity_bytes)
+            self.trim()
+
+    def quota_changed(self, tenant: Tenant) -> None:
+        """Keep a tenant to its quota from now on."""
+        share = self.shares.get(tenant)
+        if share is None and tenant.disk_quota is not None and self.stored:
+            share = self.shares[tenant] = Share()
+            share.complete = False
+            self._work.start(self._gather(tenant, share))
+        elif share is not None and share.complete:
+            self._trim_tenant(tenant)
+
+    def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
+        """Whether every shard of the chunk is there."""
+        stored = self.stored.get(key)
+        return (
+            stored is not None
+            and stored.namespace is namespace
+            and stored.bitmap == namespace.complete
+            and not stored.holding.cleared
+        )
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use of each chunk that is there; a chain is given from tail to head."""
+        if not self.stored:
+            return
+        keys = list(keys)
+        self.stored.to_end(keys)
+        if self.shares:
+            self._touch_own(keys)
+
+    def scan(self, *, begins: bool, complete: bool = True) -> None:
+        """Note that a scan begins, or has ended, and whether it came upon everything.
+
+        The tier may be offline when something is cleared, or hold what is not known yet. So a
+        clear counts for what is found until a scan that began after it is complete. One that is
+        made when all is known does not count: what is found later was written since. Where scans
+        overlap, an older one is of a former opening, and never complete.
+        """
+        self._begun += begins
+        self._scans = max(0, self._scans + (1 if begins else -1))
+        self._complete = not begins and (self._complete or complete)
+        self._scanned = self._complete and not self._scans
+        if self._scanned:
+            self._cleared = {s: begun for s, begun in self._cleared.items() if begun == self._begun}
+
+    def set_online(self, online: bool) -> None:
+        """Note whether the tier is in use. Where it was opened anew, its scan begins before."""
+        super().set_online(online)
+        if online and self._scanned:
+            self._cleared = {}  # it owes the deletes itself, and no scan follows
+
+    def found(
+        self,
+        namespace: NamespaceState,
+        key: ChunkKey,
+        bit: int,
+        bytes_: int,
+        *,
+        writing: bool = False,
+    ) -> None:
+        """Count a shard that the scan found and that takes `bytes_`.
+
+        It is older than anything used since start. What was cleared (see `scan`) and neither
+        written anew nor just being written (`writing`) is deleted. Raises KVHavenError
+        for a shard that the namespace does not have.
+        """
+        if not 0 <= bit < namespace.shards:
+            raise KVHavenError(
+                f"shard {bit} of namespace {namespace.namespace.digest.hex()} does not exist; "
+                f"there are {namespace.shards}"
+            )
+        stored = self.stored.get(key)
+        if stored is None and self._delete_later.get(key) is namespace:
+            return  # it is deleted when its last read has ended
+        if stored is None and self._is_cleared(namespace):
+            if not writing:
+                self._delete_files(key, namespace)
+            return
+        if stored is None:
+            stored = self._insert(namespace, key, oldest=True)
+        if stored.namespace is not namespace or stored.holding.cleared:
+            self.delete(key, namespace)
+        elif not stored.bitmap >> bit & 1:
+            stored.bitmap |= 1 << bit
+            self._grow(key, stored, bytes_)
+            self._trim_for(namespace)
+
+    def has_room(self, namespace: NamespaceState) -> bool:
+        """Whether a chunk can be written at all, beside those under way."""
+        bytes_, tenant = namespace.stored_bytes, namespace.tenant
+        quota = tenant.disk_quota
+        if quota is not None and bytes_ > quota - self.writing[tenant] - self.kept[tenant]:
+            return False
+        return self.writing_bytes + bytes_ <= self.spec.capacity_bytes
+
+    def write_begins(self, key: ChunkKey, namespace: NamespaceState) -> None:
+        """Make room for a chunk. One of its name that was cleared is deleted before.
+
+        Or written over, where it is still being read.
+        """
+        self._drop_cleared(key)
+        if self._delete_later.get(key) is namespace:
+            del self._delete_later[key]
+        super().write_begins(key, namespace)
+        self.writing[namespace.tenant] += namespace.stored_bytes
+        self._trim_for(namespace)
+
+    def write_ended(self, namespace: NamespaceState) -> None:
+        """Count the bytes of a write no longer as under way."""
+        super().write_ended(namespace)
+        self.writing[namespace.tenant] -= namespace.stored_bytes
+        if not self.writing[namespace.tenant]:
+            del self.writing[namespace.tenant]
+
+    def unfinished(self, key: ChunkKey, namespace: NamespaceState) -> None:
+        """Have what a failed write may have left deleted: it is not counted."""
+        self.delete(key, namespace)
+
+    def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
+        """Count a chunk that was written whole and takes `bytes_`; None: as uncompressed.
+
+        Where a chunk of that name is another tenant's (a client's bug), that one stays.
+        """
+        stored = self.stored.get(key)
+        if stored is not None and stored.namespace is not namespace:
+            self._delete_files(key, namespace)
+            return
+        if stored is None:
+            stored = self._insert(namespace, key)
+        stored.bitmap = namespace.complete
+        whole = namespace.stored_bytes if bytes_ is None else bytes_
+        self._grow(key, stored, whole - stored.bytes)
+        self.touch((key,))
+        self._trim_for(namespace)
+
+    def forget(self, key: ChunkKey) -> int:
+        """Count a chunk no longer; return its bytes."""
+        if key not in self.stored:
+            return 0
+        if key in self.reads:
+            self._keep(key, -1)
+        stored = self.stored.pop(key)
+        self.used_bytes -= stored.bytes
+        self.place.count(stored.holding, -1, -stored.bytes)
+        self.place.leave(stored.holding)
+        tenant = stored.namespace.tenant
+        share = self.shares.get(tenant)
+        if share is not None and key in share.order:
+            share.bytes -= stored.bytes
+            share.order.pop(key)
+            if not share.order and share.complete:
+                del self.shares[tenant]
+        return stored.bytes
+
+    def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
+        """Have a chunk deleted, whether it is counted or not; return the bytes counted."""
+        stored = self.stored.get(key)
+        if stored is not None and stored.namespace is not namespace:
+            self._delete_files(key, namespace)
+            return 0
+        if key in self.reads:
+            self._delete_later[key] = namespace
+        else:
+            self._delete_files(key, namespace)
+        return self.forget(key)
+
+    def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
+        """Delete what a scope names, piece by piece; return how many chunks, and their bytes."""
+        cleared = self.place.clear(scope, parts)
+        if not (self.online and self._scanned):
+            self._cleared[scope] = self._begun
+        if len(self._cleared) > _MOST_CLEARED:
+            self._cleared = {Scope(None, None): self._begun}
+        if not self._sweeping:
+            self._sweeping = True
+            self._work.start_if_small(self._sweep(), self.place.leftover)
+        return cleared
+
+    def figures(self) -> TierFigures:
+        """Return the figures of this moment."""
+        return TierFigures(self.used_bytes, len(self.stored), self.evictions, scanned=self._scanned)
+
+    def read_begins(self, key: ChunkKey, bytes_: int) -> None:
+        """Count a read, which fills so many bytes of the arena."""
+        if key not in self.reads:
+            self._keep(key, 1)
+        super().read_begins(key, bytes_)
+
+    def read_ended(self, key: ChunkKey, bytes_: int) -> None:
+        """End a read; after the last one a chunk may go. Raises KeyError when there is none."""
+        super().read_ended(key, bytes_)
+        if key in self.reads:
+            return
+        self._keep(key, -1)
+        namespace = self._delete_later.pop(key, None)
+        if namespace is not None and key not in self.stored:
+            self._delete_files(key, namespace)
+        stored = self.stored.get(key)
+        if stored is not None:
+            self._trim_tenant(stored.namespace.tenant)
+        self.trim()
+
+    def trim(self) -> None:
+        """Delete the oldest chunks, down to the watermark, if there is more than fits."""
+        excess = self.used_bytes + self.writing_bytes - self.spec.capacity_bytes
+        if excess > 0 and self._trimming:
+            self._evict(self.stored, excess)
+        elif excess > 0:
+            self._trimming = True
+            self._work.start(self._trim())
+
+    def _trim(self) -> Job:
+        while self._evict(self.stored, self._above_watermark()) == self._work.pace.heavy:
+            if self._above_watermark() > 0:
+                yield
+        self._trimming = False
+
+    def _above_watermark(self) -> int:
+        most = int(self.spec.watermark * self.spec.capacity_bytes)
+        return self.used_bytes + self.writing_bytes - most
+
+    def _trim_for(self, namespace: NamespaceState) -> None:
+        """Keep to a tenant's quota, and to the capacity."""
+        self._trim_tenant(namespace.tenant)
+        self.trim()
+
+    def _trim_tenant(self, tenant: Tenant) -> None:
+        """Delete a tenant's oldest chunks until it keeps to its quota."""
+        share = self.shares.get(tenant)
+        if share is not None and not share.trimming and self._excess(tenant, share) > 0:
+            share.trimming = True
+            self._work.start(self._keep_to_quota(tenant, share))
+
+    def _keep_to_quota(self, tenant: Tenant, share: Share) -> Job:
+        while self._evict(share.order, self._excess(tenant, share)) == self._work.pace.heavy:
+            if self._excess(tenant, share) > 0:
+                yield
+        share.trimming = False
+
+    def _excess(self, tenant: Tenant, share: Share) -> int:
+        """Return how many bytes a tenant has beyond its quota."""
+        quota = tenant.disk_quota
+        return 0 if quota is None else share.bytes + self.writing[tenant] - quota
+
+    def _evict(self, order: Iterable[ChunkKey], excess: int) -> int:
+        """Delete the first chunks of an order that are not being read, a piece; count them."""
+        victims: list[ChunkKey] = []
+        for key in order:
+            if excess <= 0 or len(victims) == self._work.pace.heavy:
+                break
+            if key not in self.reads:
+                victims.append(key)
+                excess -= self.stored[key].bytes
+        self.evictions += len(victims)
+        for key in victims:
+            self.delete(key, self.stored[key].namespace)
+        return len(victims)
+
+    def _sweep(self) -> Job:
+        """Delete what was cleared, in rounds: what is used meanwhile may be missed by one."""
+        pace = self._work.pace
+        looked = dropped = 0
+        while self.place.leftover:
+            for page in self.stored.walk():
+                looked += len(page)
+                dropped += sum(self._drop_cleared(key) for key, _ in page)
+                if not self.place.leftover:
+                    break
+                if looked >= pace.light or dropped >= pace.heavy:
+                    yield
+                    looked = dropped = 0
+        self._sweeping = False
+
+    def _drop_cleared(self, key: ChunkKey) -> bool:
+        """Delete a chunk if it is there and was cleared."""
+        stored = self.stored.get(key)
+        if stored is None or not stored.holding.cleared:
+            return False
+        self.delete(key, stored.namespace)
+        return True
+
+    def _gather(self, tenant: Tenant, share: Share) -> Job:
+        """Find all chunks of a tenant, in the order of their last use, and keep it to its quota."""
+        looked, known = 0, -1
+        while share.passed or known < len(share.order):
+            known, share.passed = len(share.order), False
+            for page in self.stored.walk_back():
+                looked += len(page)
+                for key, stored in page:
+                    if stored.namespace.tenant is tenant and key not in share.order:
+                        share.order.prepend(key, None)
+                        share.bytes += stored.bytes
+                        looked += 5
+                if looked >= self._work.pace.light:
+                    yield
+                    looked = 0
+        share.complete = True
+        if not share.order:
+            del self.shares[tenant]
+        self._trim_tenant(tenant)
+
+    def _insert(self, namespace: NamespaceState, key: ChunkKey, *, oldest: bool = False) -> Stored:
+        holding = self.place.holding(namespace)
+        stored = Stored(namespace, holding)
+        (self.stored.prepend if oldest else self.stored.append)(key, stored)
+        self.place.enter(holding)
+        self.place.count(holding, 1, 0)
+        tenant = namespace.tenant
+        share = self.shares.get(tenant)
+        if share is None and tenant.disk_quota is not None:
+            share = self.shares[tenant] = Share()
+        if share is not None and oldest and not share.complete:
+            share.passed = True  # it comes before those that are still to be added
+        elif share is not None:
+            (share.order.prepend if oldest else share.order.append)(key, None)
+        return stored
+
+    def _grow(self, key: ChunkKey, stored: Stored, bytes_: int) -> None:
+        if key in self.reads:
+            self.kept[stored.namespace.tenant] += bytes_
+        stored.bytes += bytes_
+        self.used_bytes += bytes_
+        self.place.count(stored.holding, 0, bytes_)
+        share = self.shares.get(stored.namespace.tenant)
+        if share is not None and key in share.order:
+            share.bytes += bytes_
+
+    def _touch_own(self, keys: list[ChunkKey]) -> None:
+        """Note a use of chunks of one tenant among its own."""
+        first = next((s for key in keys if (s := self.stored.get(key)) is not None), None)
+        share = None if first is None else self.shares.get(first.namespace.tenant)
+        if first is None or share is None:
+            return
+        for key in keys if not share.complete else ():
+            stored = self.stored.get(key)
+            known = stored is None or key in share.order
+            if stored is not None and not known and stored.namespace is first.namespace:
+                share.order.append(key, None)
+                share.bytes += stored.bytes
+        share.order.to_end(keys)
+
+    def _keep(self, key: ChunkKey, sign: int) -> None:
+        """Count the bytes of a chunk that is there and read, or no longer (negative)."""
+        stored = self.stored.get(key)
+        if stored is not None:
+            tenant = stored.namespace.tenant
+            self.kept[tenant] += sign * stored.bytes
+            if not self.kept[tenant]:
+                del self.kept[tenant]
+
+    def _is_cleared(self, namespace: NamespaceState) -> bool:
+        """Whether a tenant's part of a namespace was cleared, of which files may still be there."""
+        return bool(self._cleared) and not self._cleared.keys().isdisjoint(scopes_over(namespace))
+
+    def _delete_files(self, key: ChunkKey, namespace: NamespaceState) -> None:
+        space, tenant = namespace.namespace, namespace.tenant.id
+        self._actions.append(TierDelete(self.spec.name, space, key, tenant))

@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunks in the arena: their space, how they are found, pinned, aged and evicted."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Generic
+
+from kvhaven.catalog.allocation import Allocator, Reach, S
+from kvhaven.catalog.entries import Entry, NamespaceState, SlabUse, State, Tenant
+from kvhaven.catalog.eviction_queues import EvictionQueues
+from kvhaven.catalog.holdings import Place, Scope
+from kvhaven.catalog.policy import EvictionPolicy
+from kvhaven.catalog.slabs import Slabs
+from kvhaven.catalog.tier_spec import MEMORY
+from kvhaven.catalog.work import Job, Work, consume
+from kvhaven.errors import ArenaError
+from kvhaven.maps import StripedDict
+from kvhaven.types import ChunkKey, Extent
+
+MOST_SLABS = 16
+"""Slabs of other classes that are considered, the coldest first, when a class needs one."""
+
+
+class ResidentChunks(Generic[S]):
+    """Every entry of the arena, and the only caller of the allocator.
+
+    An extent goes back to the allocator in one place (`free_if_idle`), and only when its
+    entry is doomed and nothing pins it. What a tenant has of the arena is counted where extents
+    are handed out, so no extent is ever handed out beyond a quota.
+
+    A search for something to evict is bounded: what it finds pinned is put out of its way, and
+    when that is too much, there is no room this time.
+    """
+
+    def __init__(self, allocator: Allocator[S], policy: EvictionPolicy, work: Work) -> None:
+        self.allocator = allocator
+        self.entries = StripedDict[ChunkKey, Entry]()  # all but the doomed
+        self.orphans = StripedDict[ChunkKey, int]()  # entries whose parent has this key: absent
+        self.slabs = Slabs[S]()  # with all entries, the doomed too
+        self.place = Place(MEMORY)
+        self.leased_bytes = 0
+        self.promoting_bytes = 0
+        self.promoting = 0
+        self.last_generation = 0
+        self.reserved_bytes = 0
+        self.retired_bytes = 0
+        self.corrupt = 0  # chunks that were found damaged while they were in use, and still are
+        self.evictions = 0
+        self.quota_evictions = 0  # of these, those for the tenant's own quota
+        self.quota_refusals = 0  # chunks for which a tenant's quota had no room
+        self.orders = EvictionQueues(policy)
+        self.over: dict[Tenant, None] = {}  # who has more than a quota that was lowered
+        self._work = work
+        self._patience = 0  # how many chunks an event may yet find in the way of an eviction
+        self._clock = 0
+        self._sweeping = False
+
+    @property
+    def held(self) -> Iterator[Entry]:
+        """Every entry, the doomed too. Nothing may change meanwhile."""
+        for slab in self.slabs:
+            yield from slab.entries.values()
+
+    def held_at(self, extent: Extent) -> Entry | None:
+        """Return the entry to which an extent was handed out, doomed or not."""
+        try:
+            slab = self.slabs.known.get(self.allocator.slab_of(extent))
+        except ArenaError:
+            return None
+        return None if slab is None else slab.entries.get(extent.generation)
+
+    def find(self, key: ChunkKey) -> Entry | None:
+        """Return the chunk of this name that is in sight; one that was cleared makes way."""
+        entry = self.entries.stripes[key[0]].get(key)
+        if entry is not None and entry.holding.cleared:
+            self.retire(entry)
+            return None
+        return entry
+
+    def allocate(
+        self, namespace: NamespaceState, count: int, reach: Reach | None = None
+    ) -> list[Extent]:
+        """Return up to `count` new extents for a namespace's chunks, evicting if need be.
+
+        With `reach`, for a session that cannot use all of the arena yet: only free space within
+        reach. Nothing is evicted then, because what would go may lie beyond it.
+        """
+        length, tenant = namespace.extent_bytes, namespace.tenant
+        self._patience = self._work.pace.light
+        if tenant.memory_quota is not None:
+            evict = reach is None
+            count = self._within_quota(tenant, tenant.memory_quota, length, count, evict=evict)
+        extents: list[Extent] = []
+        while len(extents) < count:
+            extent = self.allocator.allocate(length, reach)
+            if extent is not None:
+                extents.append(extent)
+            elif reach is not None or not self._make_room(length, count - len(extents)):
+                break
+        tenant.memory_bytes += len(extents) * length
+        return extents
+
+    def quota_changed(self, tenant: Tenant) -> None:
+        """Keep a tenant to its quota from now on; what is pinned goes when that ends."""
+        if tenant.memory_quota is None:
+            self.over.pop(tenant, None)
+            return
+        self.over[tenant] = None
+        self._work.start(self._begin_quota(tenant))
+
+    def enforce_quotas(self) -> None:
+        """Evict what a tenant has beyond a quota that was lowered, as far as it can go now.
+
+        One tenant's, and a piece of it: the next call goes on with the next one.
+        """
+        tenant = next(iter(self.over))
+        del self.over[tenant]
+        quota = tenant.memory_quota
+        assert quota is not None, "over no quota"
+        self._patience = self._work.pace.light
+        self._shrink(tenant, quota, self._work.pace.heavy)
+        if tenant.memory_bytes > quota:
+            self.over[tenant] = None
+
+    def insert(
+        self,
+        namespace: NamespaceState,
+        key: ChunkKey,
+        parent: ChunkKey | None,
+        extent: Extent,
+        state: State,
+    ) -> Entry:
+        """Add a chunk that is being reserved or promoted."""
+        holding = self.place.holding(namespace)
+        slab = self.slabs.enter(self.allocator.slab_of(extent), extent.length)
+        entry = Entry(namespace, holding, key, parent, extent, slab, state)
+        entry.checksums = [None] * namespace.shards
+        slab.entries[extent.generation] = entry
+        self.last_generation = max(self.last_generation, extent.generation)
+        self.slabs.use(slab, self._clock)
+        self.entries[key] = entry
+        self.place.enter(holding)
+        if state is State.RESERVED:
+            self.reserved_bytes += extent.length
+        else:
+            entry.reading = True
+            self.promoting += 1
+            self.promoting_bytes += extent.length
+        entry.children = self.orphans.stripes[key[0]].pop(key, 0)
+        self.adopt(parent)
+        return entry
+
+    def adopt(self, parent: ChunkKey | None) -> None:
+        """Count a child of `parent`, so that the parent is not evicted before it."""
+        if parent is not None:
+            entry = self.entries.stripes[parent[0]].get(parent)
+            if entry is not None:
+                entry.children += 1
+            else:
+                self.orphans[parent] = (self.orphans.get(parent) or 0) + 1
+
+    def disown(self, parent: ChunkKey | None) -> None:
+        """Take back an `adopt`."""
+        if parent is not None:
+            entry = self.entries.stripes[parent[0]].get(parent)
+            if entry is not None:
+                entry.children -= 1
+                return
+            left = self.orphans[parent] - 1
+            if left:
+                self.orphans[parent] = left
+            else:
+                del self.orphans[parent]
+
+    def publish(self, entry: Entry) -> None:
+        """Make a chunk visible: every shard of it is written and has its checksum."""
+        if entry.state is State.RESERVED:
+            self.reserved_bytes -= entry.extent.length
+        entry.state = State.RESIDENT
+        entry.owner = None
+        entry.writers = None
+        entry.checksums = tuple(c for c in entry.checksums if c is not None)
+        self.place.count(entry.holding, 1, entry.extent.length)
+        self.list(entry)
+        # Where a child is here or on its way, the child's turn brings the chain in order.
+        if not entry.children:
+            self.arrange([e for e in self.chain(entry) if e.listed])
+
+    def list(self, entry: Entry) -> None:
+        """Let a chunk age from now on; whether it can be evicted is asked when it is needed."""
+        if not entry.listed:
+            entry.stamp = self._clock
+            self.slabs.use(entry.slab, self._clock)
+            self.orders.added(entry)
+
+    def touch(self, entries: Sequence[Entry]) -> None:
+        """Note a use of resident chunks of one namespace, given from the head to the tail."""
+        if entries:
+            self._stamp(entries)
+            self.orders.touched(entries[::-1])
+
+    def arrange(self, entries: Sequence[Entry]) -> None:
+        """Put resident chunks of one namespace in order, from the tail to the head: no use."""
+        if entries:
+            self._stamp(entries)
+            self.orders.arranged(entries)
+
+    def chain(self, entry: Entry) -> Iterable[Entry]:
+        """Yield a chunk and those before it, tail to head, as far as they are in the arena.
+
+        Not the whole of a very long chain: what comes before is passed over when it grows old.
+        """
+        stripes, above = self.entries.stripes, entry
+        for _ in range(self._work.pace.light // 2):
+            yield above
+            name = above.parent
+            parent = stripes[name[0]].get(name) if name is not None else None
+            if parent is None or parent.holding is not entry.holding:
+                return  # keys name their namespace: another one's is a client's bug
+            above = parent
+
+    def lease(self, entry: Entry) -> None:
+        """Pin a resident chunk once more."""
+        if not entry.leases:
+            self.leased_bytes += entry.extent.length
+        entry.leases += 1
+
+    def unlease(self, entry: Entry) -> None:
+        """End one pin of `lease`."""
+        entry.leases -= 1
+        if not entry.leases:
+            self.leased_bytes -= entry.extent.length
+            self.free_if_idle(entry)
+
+    def read_ended(self, entry: Entry) -> None:
+        """The tier does not write into the extent any more."""
+        entry.reading = False
+        self.promoting -= 1
+        self.promoting_bytes -= entry.extent.length
+        self.free_if_idle(entry)
+
+    def retire(self, entry: Entry) -> None:
+        """Take a chunk out of sight; its space follows when nothing pins it."""
+        if entry.listed:
+            self.orders.removed(entry)
+        self._hide(entry)
+        self.free_if_idle(entry)
+
+    def discard(self, entry: Entry) -> None:
+        """Doom a chunk whose bytes are not right; who leases it is offered nothing from it on."""
+        entry.corrupt = True
+        self.corrupt += 1
+        self.retire(entry)
+
+    def free_if_idle(self, entry: Entry) -> None:
+        """Give the extent of a doomed chunk back if nobody can read or write it any more."""
+        if entry.state is State.RETIRED and not entry.pinned:
+            extent = entry.extent
+            self.slabs.leave(entry.slab, extent.generation)
+            self.retired_bytes -= extent.length
+            self.corrupt -= entry.corrupt
+            entry.namespace.tenant.memory_bytes -= extent.length
+            self.allocator.free(extent)
+
+    def evictable(self, entry: Entry) -> bool:
+        """Whether the space of a chunk can be had at once.
+
+        True for a resident chunk that nothing pins, and for a reservation whose writers
+        have all committed while other shards never came.
+        """
+        return bool(entry.listed) and not entry.pinned
+
+    def clear(self, scope: Scope, parts: Iterable[NamespaceState]) -> tuple[int, int]:
+        """Put what a scope names out of sight; return how many resident chunks, and their bytes.
+
+        It is doomed piece by piece.
+        """
+        cleared = self.place.clear(scope, parts)
+        if not self._sweeping:
+            self._sweeping = True
+            self._work.start_if_small(self._sweep(), self.place.leftover)
+        return cleared
+
+    def retire_all(self, unwanted: Callable[[Entry], bool]) -> Job:
+        """Doom every chunk in sight that is unwanted, as a job: in a round through the arena."""
+        pace, looked, retired = self._work.pace, 0, 0
+        for slab in consume(self.slabs):
+            for entry in consume(slab.entries.values()):
+                if looked >= pace.light or retired >= pace.heavy:
+                    yield
+                    looked = retired = 0
+                looked += 1
+                if entry.state is not State.RETIRED and unwanted(entry):
+                    self.retire(entry)
+                    retired += 1
+
+    def _sweep(self) -> Job:
+        # What is cleared while a round is under way may lie where it has been: another round.
+        while self.place.leftover:
+            for _ in self.retire_all(lambda entry: entry.holding.cleared):
+                if not self.place.leftover:
+                    break
+                yield
+        self._sweeping = False
+
+    def _begin_quota(self, tenant: Tenant) -> Job:
+        """Order a tenant's chunks among themselves as they are among all, and evict."""
+        pace, looked = self._work.pace, 0
+        if tenant.orders is None:
+            tenant.orders = {}
+            for keys in self.orders.walk():
+                found = [e for e in map(self.entries.get, keys) if e is not None]
+                own = [entry for entry in found if entry.namespace.tenant is tenant]
+                for entry in own:
+                    self.orders.join(entry)
+                looked += len(keys) + 5 * len(own)
+                if looked >= pace.light:
+                    yield
+                    looked = 0
+        while tenant in self.over and tenant.memory_quota is not None:
+            before = tenant.memory_bytes
+            self._patience = pace.light
+            self._shrink(tenant, tenant.memory_quota, pace.heavy)
+            if tenant.memory_bytes <= tenant.memory_quota:
+                del self.over[tenant]
+            elif tenant.memory_bytes == before:
+                return  # the rest is in use: `enforce_quotas` goes on when it is not
+            else:
+                yield
+
+    def _stamp(self, entries: Sequence[Entry]) -> None:
+        """Note a use of chunks of one size, and of the slabs that they lie in."""
+        self._clock = clock = self._clock + 1
+        use = self.slabs.use
+        last = None
+        for entry in entries:
+            entry.stamp = clock
+            slab = entry.slab
+            if slab is not last:
+                last = slab
+                use(slab, clock)
+
+    def _within_quota(
+        self, tenant: Tenant, quota: int, length: int, count: int, *, evict: bool
+    ) -> int:
+        """Return how many of `count` extents a tenant may have, evicting its own chunks first."""
+        possible = min(count, quota // length) if self.allocator.fits(length) else 0
+        if possible and evict:
+            self._shrink(tenant, quota - possible * length, self._work.pace.heavy)
+        allowed = max(0, min(possible, (quota - tenant.memory_bytes) // length))
+        self.quota_refusals += count - allowed
+        return allowed
+
+    def _shrink(self, tenant: Tenant, most_bytes: int, most_chunks: int) -> None:
+        """Evict a tenant's own chunks down to so many bytes, as far as they can go.
+
+        Those that the policy names first; of several size classes the one used least lately.
+        Not more than `most_chunks` of them.
+        """
+        orders = tenant.orders or {}
+        while most_chunks > 0 and (excess := tenant.memory_bytes - most_bytes) > 0:
+            oldest = [e for policy in orders.values() if (e := self._oldest(policy)) is not None]
+            if not oldest:
+                return
+            length = min(oldest, key=lambda entry: entry.stamp).extent.length
+            count = 1 if len(orders) > 1 else min(most_chunks, -(-excess // length))
+            evicted = self._evict_some(orders[length], count)
+            self.quota_evictions += evicted
+            if not evicted:
+                return
+            most_chunks -= evicted
+
+    def _hide(self, entry: Entry) -> None:
+        key, length = entry.key, entry.extent.length
+        if entry.state is State.RESIDENT:
+            self.place.count(entry.holding, -1, -length)
+        elif entry.state is State.RESERVED:
+            self.reserved_bytes -= length
+        del self.entries.stripes[key[0]][key]
+        if entry.children:
+            self.orphans[key] = entry.children
+        self.disown(entry.parent)
+        self.place.leave(entry.holding)
+        entry.state = State.RETIRED
+        self.retired_bytes += length
+
+    def _make_room(self, length: int, count: int) -> bool:
+        """Free up to `count` extents of a size class; False when nothing could be freed.
+
+        A class evicts its own oldest chunks. Another class gives up slabs when this one has
+        nothing to evict, or when they are colder throughout than what it would evict: else
+        the first model to fill the arena would keep it from all that come later.
+        """
+        if not self.allocator.fits(length):
+            return False
+        policy = self.orders.of(length)
+        oldest = self._oldest(policy)
+        if self._empty_slabs(length, None if oldest is None else oldest.stamp):
+            return True
+        return oldest is not None and bool(self._evict_some(policy, count))
+
+    def _evict_some(self, policy: EvictionPolicy, count: int) -> int:
+        """Evict up to `count` chunks in a policy's order; return how many could go."""
+        victims: list[Entry] = []
+        passed: list[ChunkKey] = []
+        stripes = self.entries.stripes
+        for key in policy.candidates():
+            entry = stripes[key[0]][key]
+            if not self._can_go(entry):
+                passed.append(key)
+                if len(passed) > self._patience:
+                    break
+                continue
+            # Its parent may be the next leaf, so it goes before the search goes on.
+            self._count_victim(entry)
+            victims.append(entry)
+            if len(victims) == count:
+                break
+        for entry in victims:
+            self.orders.evicted(entry)
+            self.free_if_idle(entry)
+        if victims or len(passed) > self._patience:
+            policy.passed(passed)
+        self._patience -= len(passed)
+        return len(victims)
+
+    def _count_victim(self, entry: Entry) -> None:
+        if entry.state is State.RESIDENT:
+            self.evictions += 1
+        self._hide(entry)
+
+    def _can_go(self, entry: Entry) -> bool:
+        """Whether a chunk can be evicted by itself: a leaf that nothing pins."""
+        return not entry.children and entry.listed > 0 and not entry.pinned
+
+    def _oldest(self, policy: EvictionPolicy) -> Entry | None:
+        """Return what would be evicted next in a policy's order, if that is soon found."""
+        passed: list[ChunkKey] = []
+        oldest = None
+        for key in policy.candidates():
+            entry = self.entries[key]
+            if self._can_go(entry):
+                oldest = entry
+                break
+            passed.append(key)
+            if len(passed) > self._patience:
+                break
+        if oldest is not None or len(passed) > self._patience:
+            policy.passed(passed)
+        self._patience -= len(passed)
+        return oldest
+
+    def _empty_slabs(self, length: int, before: int | None) -> bool:
+        """Empty the coldest slabs of other classes that make room; only older ones than `before`.
+
+        The class itself gives leaves, one by one. False when that is not done, or not yet: where
+        chunks are tiny, a slab is emptied in several turns.
+        """
+        known = self.slabs.known
+        looked = 0
+
+        def cost(slab: S) -> float | None:
+            nonlocal looked
+            use = known.get(slab)  # an extent without an entry was just allocated: for this class
+            if use is None or use.length == length or (before is not None and use.stamp >= before):
+                return None
+            looked += len(use.entries)
+            if looked > most and looked > len(use.entries):
+                return None
+            return use.stamp if self._can_empty(use) else None
+
+        most = 2 * self._work.pace.light
+        for coldest in tuple(islice(self.slabs.coldest(but=length), MOST_SLABS)):
+            if looked > most or (before is not None and coldest.stamp >= before):
+                return False
+            slabs = self.allocator.room_near(coldest.id, length, cost)
+            if slabs is not None:
+                return self._evict_slabs([known[slab] for slab in slabs])
+            if not self._can_empty(coldest):
+                self.slabs.use(coldest, self._clock)  # who holds a chunk uses its slab
+        return False
+
+    def _can_empty(self, slab: SlabUse[S]) -> bool:
+        return all(self.evictable(entry) for entry in slab.entries.values())
+
+    def _evict_slabs(self, slabs: Sequence[SlabUse[S]]) -> bool:
+        """Evict the chunks of slabs, not too many in one event; return whether all are gone.
+
+        The youngest first: mostly children before their parents.
+        """
+        left = max(self._work.pace.heavy * 2, self._work.pace.light // 4)
+        for slab in slabs:
+            for entry in reversed(tuple(slab.entries.values())):
+                if not left:
+                    return False
+                self._count_victim(entry)
+                self.orders.evicted(entry)
+                self.free_if_idle(entry)
+                left -= 1
+        return True

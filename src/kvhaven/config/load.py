@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the settings of `config.settings` come from, and every check.
+
+`load_settings` merges, first match wins: vLLM's `kv_connector_extra_config`, environment
+variables `KVHAVEN_<NAME>`, a YAML file (`KVHAVEN_CONFIG_FILE`), LMCache's variables and file, the
+defaults. What is unknown, malformed or contradictory is refused at start; nothing is ignored
+in silence. How a value is written (sizes, switches, paths) is `config.values`; where it is found is
+`config.sources`, and for LMCache's settings `config.lmcache`.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from kvhaven.config.lmcache import read_lmcache
+from kvhaven.config.settings import Settings
+from kvhaven.config.sizes import format_size
+from kvhaven.config.sources import DEFAULT, RawValue, read_sources
+from kvhaven.config.urls import has_directory
+from kvhaven.config.values import (
+    SettingInfo,
+    Value,
+    parse_value,
+    refuse,
+    settings_of,
+    shown_value,
+)
+
+
+class SettingRow(msgspec.Struct, frozen=True):
+    """One setting as it is shown. `value` is masked if it is a secret."""
+
+    name: str
+    value: str | int | float | bool | None
+    text: str
+    origin: str
+    doc: str
+    allowed: str
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """Settings and where each came from.
+
+    An origin is an environment variable's name, `kv_connector_extra_config`, `<file>:<line>`
+    (`LMCache's <file>:<line>`) or `default`. `notes` are sentences about settings that are given
+    but have no effect, for the log at start.
+    """
+
+    settings: Settings
+    origins: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    def rows(self) -> list[SettingRow]:
+        """Every setting in the model's order, with secrets masked."""
+        rows = []
+        for info in setting_infos():
+            value, text = shown_value(info, getattr(self.settings, info.name))
+            origin = self.origins[info.name]
+            rows.append(SettingRow(info.name, value, text, origin, info.doc, info.allowed))
+        return rows
+
+
+def setting_infos() -> tuple[SettingInfo, ...]:
+    """Name, kind, default and documentation of every setting."""
+    return _INFOS
+
+
+def load_settings(
+    extra: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    yaml_file: Path | None = None,
+) -> Resolved:
+    """Merge all sources into checked settings.
+
+    `extra` is vLLM's `kv_connector_extra_config`; its keys are plain or start with `kvhaven.`.
+    `environ` defaults to the process's environment; `yaml_file` goes before
+    `KVHAVEN_CONFIG_FILE`.
+
+    Raises `ConfigError`, which names the key, where it came from, its value and what is
+    allowed, for anything unknown, malformed, out of range or contradictory, also where a
+    source with precedence hides it. Of LMCache's settings only those that count are checked:
+    what is right there may be wrong here, and setting ours is the way out.
+    """
+    names = [info.name for info in _INFOS]
+    environ = os.environ if environ is None else environ
+    sources = read_sources(names, extra, environ, yaml_file)
+    values: dict[str, object] = {}
+    raws: dict[str, RawValue] = {}
+    for source in sources:
+        for name, raw in source.items():
+            value = check_value(name, raw)
+            if name not in raws:
+                values[name], raws[name] = value, raw
+    lmcache = read_lmcache(environ)
+    for name, raw in lmcache.taken.items():
+        if name not in raws:
+            values[name], raws[name] = check_value(name, raw), raw
+    settings = msgspec.convert(values, Settings)
+    cross_check(settings, raws, _BY_NAME)
+    origins = {name: raws[name].origin if name in raws else DEFAULT for name in names}
+    found = [*notes(settings, raws), lmcache.note]
+    return Resolved(settings, origins, tuple(note for note in found if note is not None))
+
+
+def check_value(name: str, raw: RawValue) -> Value:
+    """Return a setting's value by itself. Raises `ConfigError` if it is not allowed.
+
+    That is also a legal value elsewhere that cannot be had here yet; it says what to do instead.
+    """
+    info = _BY_NAME[name]
+    value = parse_value(info, raw)
+    refuse_what_comes_later(info, value, raw)
+    return value
+
+
+_INFOS = settings_of(Settings)
+_BY_NAME = {info.name: info for info in _INFOS}
+
+
+def refuse_what_comes_later(info: SettingInfo, value: object, raw: RawValue) -> None:
+    """Refuse what is a legal value elsewhere but not yet here, and say what to do instead."""
+    advice = _NOT_YET.get((info.name, value))
+    if advice is not None:
+        refuse(info, raw, advice)
+
+
+def cross_check(
+    settings: Settings, raws: Mapping[str, RawValue], infos: Mapping[str, SettingInfo]
+) -> None:
+    """Refuse settings that contradict each other."""
+    queue, arena = settings.write_queue_size, settings.max_local_cpu_size
+    if queue is not None and 2 * queue > arena:
+        where = raws["max_local_cpu_size"].origin if "max_local_cpu_size" in raws else DEFAULT
+        refuse(
+            infos["write_queue_size"],
+            raws["write_queue_size"],
+            f"waiting writes hold memory of the arena, and max_local_cpu_size is "
+            f"{format_size(arena)} ({where}); make the one smaller or the other larger",
+        )
+
+
+def notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
+    """Name the settings that are given but have no effect beside the others."""
+    found = []
+    if settings.service_address is not None:
+        own = [name for name in _SERVICE_ONLY if name in raws]
+        if own:
+            found.append(
+                f"service_address is set, so the service's own settings count and not "
+                f"{', '.join(own)} of this engine"
+            )
+    if settings.local_disk is None:
+        disk = [name for name in _DISK_ONLY if name in raws]
+        if disk:
+            found.append(f"{', '.join(disk)} without effect: local_disk is not set")
+    if settings.remote_url is None:
+        remote = [name for name in _REMOTE_ONLY if name in raws]
+        if remote:
+            found.append(f"{', '.join(remote)} without effect: remote_url is not set")
+        if settings.local_disk is None:
+            found += [
+                f"{name} without effect: neither local_disk nor remote_url is set"
+                for name in _TIERS_ONLY
+                if name in raws
+            ]
+    elif "tenant_remote" in raws and not has_directory(settings.remote_url):
+        found.append("tenant_remote without effect: remote_url names no shared directory")
+    return tuple(found)
+
+
+_DISK_ONLY = (
+    "max_local_disk_size",
+    "tenant_disk",
+    "disk_direct_io",
+    "disk_write",
+    "disk_compression",
+    "disk_store_on",
+)
+_REMOTE_ONLY = (
+    "s3_endpoint_url",
+    "max_remote_size",
+    "max_remote_namespace_size",
+    "tenant_remote",
+    "remote_ttl_s",
+    "remote_write",
+    "remote_store_on",
+    "remote_compression",
+    "remote_lookup_ttl_s",
+    "fill_faster_tiers",
+)
+_TIERS_ONLY = ("write_queue_size",)
+_SERVICE_ONLY = (
+    "max_local_cpu_size",
+    "arena_strict",
+    "cache_policy",
+    "verify_memory",
+    "tenant_memory",
+    "local_disk",
+    *_DISK_ONLY,
+    "remote_url",
+    *_REMOTE_ONLY,
+    *_TIERS_ONLY,
+    "breaker_pause_s",
+    "embedded_linger_s",
+    "stop_deadline_s",
+)
+_NOT_YET: dict[tuple[str, object], str] = {
+    ("discard_partial_chunks", False): (
+        "incomplete chunks cannot be kept yet; leave it out, and take a smaller chunk_size to "
+        "lose fewer tokens at a prompt's end"
+    ),
+    ("local_cpu", False): (
+        "every chunk passes through host memory, so it cannot be off; to use little of it set "
+        "max_local_cpu_size (for example 512MiB), to save nothing set force_skip_save"
+    ),
+}

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting there is: its type, its default, what it does and what it may be.
+
+`config` finds their values and checks them.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvhaven import plugins
+from kvhaven.config.sizes import GIB, MIB
+from kvhaven.config.values import duration, quotas, setting, size, switch
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every setting with its default. Sizes are bytes, paths absolute.
+
+    Make one with `load_settings`, which checks; directly in tests. It travels to the embedded
+    service as JSON (`msgspec.json`).
+    """
+
+    chunk_size: Annotated[
+        int,
+        setting(
+            "Tokens in a chunk, the unit of caching; a whole number of the engine's blocks.",
+            "a positive multiple of 16 tokens, at most 65536",
+            least=16,
+            most=65536,
+            step=16,
+        ),
+    ] = 256
+    discard_partial_chunks: Annotated[
+        bool, setting("Discard the incomplete chunk at a prompt's end. It is always on.", "true")
+    ] = True
+    save_decode_cache: Annotated[
+        bool, switch("Also keep the KV of generated tokens, not only of prompts.")
+    ] = False
+    device: Annotated[
+        str,
+        setting(
+            "Kind of device that holds the engine's KV; auto: the kind of the KV tensors.",
+            "auto, hpu, cuda, rocm, xpu, cpu, or a device of an installed package",
+            choices=("auto", "hpu", "cuda", "rocm", "xpu", "cpu"),
+            plugins=plugins.DEVICES,
+        ),
+    ] = "auto"
+    load_mode: Annotated[
+        Literal["auto", "sync", "async"],
+        setting(
+            "When loads run: before the forward (sync), between steps (async), or whichever suits "
+            "the platform (auto).",
+            "auto, sync or async",
+        ),
+    ] = "auto"
+    format: Annotated[
+        Literal["auto", "paged", "portable"],
+        setting(
+            "Format of shards: the device's own pages (paged), or one that engines on other "
+            "accelerators, with other block sizes or tensor-parallel degrees can read "
+            "(portable). auto: paged.",
+            "auto, paged or portable",
+        ),
+    ] = "auto"
+    model_fingerprint: Annotated[
+        str | None,
+        setting(
+            "Name of the model's weights, instead of a digest of their content.",
+            "a text of 1 to 256 characters that only equal weights share, or none",
+            least=1,
+            most=256,
+        ),
+    ] = None
+    priority_limit: Annotated[
+        int | None,
+        setting("Save no KV of requests with a larger priority value.", "a whole number, or none"),
+    ] = None
+    force_skip_save: Annotated[bool, switch("Save nothing; only load.")] = False
+
+    local_cpu: Annotated[bool, setting("Keep chunks in host memory. It is always on.", "true")] = (
+        True
+    )
+    max_local_cpu_size: Annotated[
+        int, size("Size of the arena: host memory for chunks, shared by a service's engines.")
+    ] = 4 * GIB
+    arena_strict: Annotated[
+        bool, switch("Refuse to start when memory is short, instead of using a smaller arena.")
+    ] = False
+    cache_policy: Annotated[
+        str,
+        setting(
+            "Eviction policy of host memory.",
+            "LRU, LFU, FIFO, MRU, S3-FIFO, or a policy of an installed package",
+            choices=("LRU", "LFU", "FIFO", "MRU", "S3-FIFO"),
+            plugins=plugins.EVICTION_POLICIES,
+        ),
+    ] = "LRU"
+    verify_memory: Annotated[
+        Literal["off", "sample", "always"],
+        setting(
+            "Verify checksums of leased shards again: never (off), a sample after "
+            "replying (sample), "
+            "or all before replying (always).",
+            "off, sample or always",
+        ),
+    ] = "sample"
+    copy_threads: Annotated[
+        int,
+        setting(
+            "Copy threads of each worker; 0: one for each core it may use, at most 4.",
+            "a whole number from 0 to 256",
+            least=0,
+            most=256,
+        ),
+    ] = 0
+
+    tenant_memory: Annotated[
+        str | None,
+        quotas("Limit of host memory for each tenant (a cache salt). Default: no limit."),
+    ] = None
+
+    local_disk: Annotated[
+        str | None,
+        setting(
+            "Directory of the disk tier, which survives restarts. Default: no disk tier.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    max_local_disk_size: Annotated[int, size("Size limit of the disk tier.")] = 20 * GIB
+    tenant_disk: Annotated[
+        str | None, quotas("Limit of the disk tier for each tenant. Default: no limit.")
+    ] = None
+    disk_direct_io: Annotated[
+        Literal["auto", "on", "off"],
+        setting(
+            "Bypass the page cache: where the filesystem supports it (auto), or "
+            "always (on: without "
+            "support there is no disk tier).",
+            "auto, on or off",
+        ),
+    ] = "auto"
+    disk_write: Annotated[
+        Literal["behind", "through"],
+        setting(
+            "Whether chunks that wait to be written to disk may be evicted (behind), or stay in "
+            "memory until they are written (through).",
+            "behind or through",
+        ),
+    ] = "behind"
+    disk_compression: Annotated[
+        Literal["off", "zstd"],
+        setting(
+            "Compress chunks on disk without loss (zstd) where it saves time. Both "
+            "forms are always "
+            "readable.",
+            "off or zstd",
+        ),
+    ] = "off"
+    disk_store_on: Annotated[
+        Literal["first", "second"],
+        setting(
+            "Write chunks to disk when they are computed (first), or when they are "
+            "used again (second).",
+            "first or second",
+        ),
+    ] = "first"
+    remote_url: Annotated[
+        str | None,
+        setting(
+            "Shared tiers, fastest first. Default: none.",
+            "one or more URLs separated by spaces: file:///mnt/kv, s3://bucket/prefix, "
+            "redis://host:6379; or none",
+            kind="urls",
+        ),
+    ] = None
+    s3_endpoint_url: Annotated[
+        str | None,
+        setting(
+            "Endpoints of the S3 store in remote_url, used in turn. Default: AWS.",
+            "one or more URLs separated by spaces, such as http://ceph:7480, or none",
+            kind="urls",
+        ),
+    ] = None
+    max_remote_size: Annotated[
+        int | None,
+        size(
+            "Size limit of a shared directory; set it alike on all nodes. The least recently used "
+            "entries are deleted first. Default: no limit."
+        ),
+    ] = None
+    max_remote_namespace_size: Annotated[
+        int | None,
+        size("The same limit for each namespace (model, format and so on)."),
+    ] = None
+    tenant_remote: Annotated[
+        str | None,
+        quotas(
+            "Limit of a shared directory for each tenant; set it alike on all nodes. Default: no "
+            "limit."
+        ),
+    ] = None
+    remote_ttl_s: Annotated[
+        float | None,
+        duration(
+            "Delete entries of a shared directory, or of Redis, that were unused for so long. "
+            "Default: never in a directory, after a day in Redis.",
+            "seconds",
+            most=10 * 365 * 86400,
+            least=1,
+        ),
+    ] = None
+    remote_write: Annotated[
+        Literal["behind", "through", "off"],
+        setting("Like disk_write, for shared tiers; off: only read.", "behind, through or off"),
+    ] = "behind"
+    remote_store_on: Annotated[
+        Literal["first", "second"],
+        setting("Like disk_store_on, for shared tiers.", "first or second"),
+    ] = "first"
+    remote_compression: Annotated[
+        Literal["off", "zstd"],
+        setting("Like disk_compression, for shared tiers.", "off or zstd"),
+    ] = "off"
+    remote_lookup_ttl_s: Annotated[
+        float,
+        duration(
+            "How long to cache lookup results of shared tiers.",
+            "seconds",
+            most=3600,
+            least=0.1,
+        ),
+    ] = 5.0
+    fill_faster_tiers: Annotated[
+        bool,
+        setting(
+            "Also write chunks that were read from a shared tier to the faster tiers.",
+            "true or false",
+        ),
+    ] = True
+    write_queue_size: Annotated[
+        int | None,
+        size(
+            "Limit of chunks that wait to be written to a tier; the oldest are "
+            "dropped. Default: an "
+            "eighth of host memory, at least 64MiB, at most half.",
+            "half of max_local_cpu_size",
+        ),
+    ] = None
+    breaker_pause_s: Annotated[
+        float,
+        duration(
+            "How long a failing tier is not used before it is tried again.",
+            "seconds",
+            most=3600,
+            least=0.1,
+        ),
+    ] = 5.0
+
+    service_address: Annotated[
+        str | None,
+        setting(
+            "Unix socket of the node service. Default: the engine starts an embedded one.",
+            "the path of a unix socket, at most 107 bytes, or none",
+            kind="socket",
+        ),
+    ] = None
+    runtime_dir: Annotated[
+        str | None,
+        setting(
+            "Directory of sockets and locks; none: $XDG_RUNTIME_DIR/kvhaven, else "
+            "/tmp/kvhaven-<user id>.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    embedded_linger_s: Annotated[
+        float,
+        duration(
+            "How long an embedded service runs after its last engine has ended.",
+            "seconds",
+            most=3600,
+        ),
+    ] = 2.0
+    stop_deadline_s: Annotated[
+        float,
+        duration("How long a service that stops may finish its writes.", "seconds", most=3600),
+    ] = 10.0
+
+    lookup_deadline_ms: Annotated[
+        float,
+        duration(
+            "Deadline of a lookup; without an answer it is a miss.", "milliseconds", most=600_000
+        ),
+    ] = 100.0
+    promote_deadline_ms: Annotated[
+        float,
+        duration(
+            "How long a request waits for chunks from tiers; then it loads those that are ready.",
+            "milliseconds",
+            most=600_000,
+        ),
+    ] = 2000.0
+    save_deadline_ms: Annotated[
+        float,
+        duration(
+            "Deadline of a reservation; without an answer the save is skipped.",
+            "milliseconds",
+            most=600_000,
+        ),
+    ] = 50.0
+    step_budget_ms: Annotated[
+        float,
+        duration(
+            "Time that KVHaven may wait in one scheduler step, for all requests together.",
+            "milliseconds",
+            most=1000,
+        ),
+    ] = 2.0
+
+    kv_events: Annotated[
+        bool, switch("Publish KV events for stored chunks, for cache-aware routers.")
+    ] = True
+    self_test: Annotated[bool, switch("Test copies on the device at start.")] = True
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR"],
+        setting("Minimum severity of log messages.", "DEBUG, INFO, WARNING or ERROR"),
+    ] = "INFO"
+
+    @property
+    def runtime_path(self) -> Path:
+        """The directory of sockets and locks, whether it is set or not; it may not exist yet."""
+        if self.runtime_dir is not None:
+            return Path(self.runtime_dir)
+        if base := os.environ.get("XDG_RUNTIME_DIR"):
+            return Path(base) / "kvhaven"
+        return Path(f"/tmp/kvhaven-{os.getuid()}")  # noqa: S108  its owner and mode are checked by who makes it
+
+    @property
+    def write_queue_bytes(self) -> int:
+        """Bytes that may wait for each tier, whether set or not."""
+        if self.write_queue_size is not None:
+            return self.write_queue_size
+        half = self.max_local_cpu_size // 2
+        return min(half, max(64 * MIB, self.max_local_cpu_size // 8))

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where settings are found: `kv_connector_extra_config`, `KVHAVEN_*`, a YAML file.
+
+Each source is read into raw values with their origin; unknown keys are refused here, with the
+nearest known one.
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from kvhaven.errors import ConfigError
+
+DEFAULT = "default"
+EXTRA_CONFIG = "kv_connector_extra_config"
+EXTRA_PREFIX = "kvhaven."
+ENV_PREFIX = "KVHAVEN_"
+CONFIG_FILE = "KVHAVEN_CONFIG_FILE"
+MASK = "********"
+
+NOT_SETTINGS = {
+    CONFIG_FILE: "path of the YAML file",
+    "KVHAVEN_SEED": "seed of the simulator and of random tests",
+    "KVHAVEN_EVENTS": "number of events that the simulator runs",
+}
+"""Variables that start with `KVHAVEN_` and are no settings, with what they are for."""
+
+RENAMED = {"remote_believe_s": "remote_lookup_ttl_s"}
+"""Settings by an earlier name. Sources may go on using it."""
+
+NOT_SETTINGS_PREFIXES = ("KVHAVEN_TEST_", "KVHAVEN_BENCH_", "KVHAVEN_DEMO_")
+"""Variables for our own tests, benchmarks and demo."""
+
+_SECRET_LIKE = re.compile(r"password|secret|token|credential|tenant|salt|key$", re.IGNORECASE)
+_SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?)")
+_SERVICE_LINK_URL = re.compile(r"(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)?")
+_SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)(://.*)?|\d+|[\d.]+|[\da-fA-F:]+")
+
+
+class RawValue(msgspec.Struct, frozen=True):
+    """What a source said, unparsed, and where."""
+
+    value: object
+    origin: str
+
+
+def read_sources(
+    names: Collection[str],
+    extra: Mapping[str, object] | None,
+    environ: Mapping[str, str],
+    yaml_file: Path | None,
+) -> list[dict[str, RawValue]]:
+    """Return the raw values of each source, the one with precedence first.
+
+    Raises `ConfigError` for unknown keys and for a YAML file that cannot be read.
+    """
+    sources = [_read_extra(names, extra or {}), _read_environ(names, environ)]
+    if yaml_file is not None:
+        sources.append(_read_yaml(names, yaml_file, "the command line"))
+    elif environ.get(CONFIG_FILE):
+        sources.append(_read_yaml(names, Path(environ[CONFIG_FILE]).expanduser(), CONFIG_FILE))
+    return sources
+
+
+def _read_extra(names: Collection[str], extra: Mapping[str, object]) -> dict[str, RawValue]:
+    found: dict[str, RawValue] = {}
+    for key, value in extra.items():
+        name = _current(key.removeprefix(EXTRA_PREFIX))
+        _check_known(names, name, key, value, EXTRA_CONFIG)
+        if name in found and found[name].value != value:
+            one, two = _shown(name, found[name].value), _shown(name, value)
+            raise ConfigError(
+                f"setting {name} is given twice in {EXTRA_CONFIG} (with and without the prefix "
+                f"{EXTRA_PREFIX!r}, or by an earlier name): {one} and {two}; keep one"
+            )
+        found[name] = RawValue(value, EXTRA_CONFIG)
+    return found
+
+
+def _read_environ(names: Collection[str], environ: Mapping[str, str]) -> dict[str, RawValue]:
+    found: dict[str, RawValue] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(ENV_PREFIX) or not value.strip():
+            continue  # an empty variable is one that is not set, as container files write it
+        name = _current(variable.removeprefix(ENV_PREFIX).lower())
+        if name not in names and _is_no_setting(variable, value):
+            continue
+        _check_known(names, name, variable, value, "the environment")
+        _refuse_second(found, name, variable)
+        found[name] = RawValue(value, variable)
+    return found
+
+
+def _is_no_setting(variable: str, value: str) -> bool:
+    """Whether the variable is known to be for something else."""
+    if variable in NOT_SETTINGS or variable.startswith(NOT_SETTINGS_PREFIXES):
+        return True
+    return is_service_link(variable.removeprefix(ENV_PREFIX), value)
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes made a variable; `name` is without the prefix that is like ours.
+
+    It sets variables for each service in a pod's namespace, and one may well be called kvhaven:
+    https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+    """
+    if _SERVICE_LINK.fullmatch(name):
+        return True
+    return bool(_SERVICE_LINK_URL.fullmatch(name) and _SERVICE_LINK_VALUE.fullmatch(value))
+
+
+def _read_yaml(names: Collection[str], path: Path, named_by: str) -> dict[str, RawValue]:
+    found: dict[str, RawValue] = {}
+    for key, raw in read_yaml(path, named_by).items():
+        name = _current(key)
+        _check_known(names, name, key, raw.value, raw.origin)
+        _refuse_second(found, name, raw.origin)
+        found[name] = raw
+    return found
+
+
+def _current(name: str) -> str:
+    """Return the name that a setting has now."""
+    return RENAMED.get(name, name)
+
+
+def _refuse_second(found: Mapping[str, RawValue], name: str, origin: str) -> None:
+    if name in found:
+        raise ConfigError(
+            f"setting {name} is given twice, at {found[name].origin} and {origin}; keep one"
+        )
+
+
+def read_yaml(path: Path, named_by: str) -> dict[str, RawValue]:
+    """Read a flat mapping; scalars stay text, so that `off` is no truth value and `1e3` no trap.
+
+    `named_by` is who named the file. Raises `ConfigError` if it cannot be read, is no such
+    mapping, or has a key twice.
+    """
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(
+            f"settings file {path} (named by {named_by}) cannot be read: {error.strerror}"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"settings file {path} (named by {named_by}) is no YAML: {_without_text(error)}"
+        ) from error
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(
+            f"settings file {path} (named by {named_by}) must hold lines such as chunk_size: 256"
+        )
+    found: dict[str, RawValue] = {}
+    for key_node, value_node in root.value:
+        origin = f"{path}:{key_node.start_mark.line + 1}"
+        name, value = str(key_node.value), _yaml_value(value_node, path)
+        if name in found:
+            raise ConfigError(
+                f"setting {name} is given twice, at {found[name].origin} and {origin}; keep one"
+            )
+        found[name] = RawValue(value, origin)
+    return found
+
+
+def _without_text(error: Exception) -> str:
+    """Return what is wrong with a file, and where, but none of its lines: one may be secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return str(error)
+
+
+def _yaml_value(node: yaml.Node, path: Path) -> object:
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.tag == "tag:yaml.org,2002:null" else node.value
+    if isinstance(node, yaml.MappingNode):
+        return _yaml_mapping(node, path)
+    return yaml.safe_load(yaml.serialize(node))  # refused by the setting; shown in the message
+
+
+def _yaml_mapping(node: yaml.MappingNode, path: Path) -> dict[str, object]:
+    """Return a mapping below a setting; its keys may be secret (salts), so no error repeats one."""
+    found: dict[str, object] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.value in found:
+            raise ConfigError(
+                f"{path}:{key_node.start_mark.line + 1} has a key that was given before, or that "
+                "is no text; give each once"
+            )
+        found[key_node.value] = _yaml_value(value_node, path)
+    return found
+
+
+def _check_known(names: Collection[str], name: str, key: str, value: object, where: str) -> None:
+    """Refuse a key that is no setting, and name the nearest that is, spelt as in this source."""
+    if name in names:
+        return
+    nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    spelt = [ENV_PREFIX + n.upper() if key.startswith(ENV_PREFIX) else n for n in nearest]
+    hint = f"did you mean {spelt[0]}?" if spelt else "nothing known is like it;"
+    raise ConfigError(
+        f"unknown setting {key} = {_shown(key, value)} in {where}: {hint} "
+        f"`kvhaven config show` lists all settings"
+    )
+
+
+def _shown(key: str, value: object) -> str:
+    """Return a value as it may be repeated."""
+    return MASK if _SECRET_LIKE.search(key) else repr(value)

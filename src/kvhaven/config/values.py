@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a setting's value is written: sizes, switches, paths; and how it is shown."""
+
+import math
+import os
+import types
+from collections.abc import Callable, Mapping
+from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from kvhaven import plugins
+from kvhaven.config.sizes import GIB, MIB, format_size, parse_size
+from kvhaven.config.sources import MASK, RawValue
+from kvhaven.config.urls import parse_urls, redacted
+from kvhaven.errors import ConfigError
+from kvhaven.tenants import parse_quotas
+
+_MAX_SOCKET_BYTES = 107  # sun_path of unix(7) less its closing zero
+_SWITCH = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+
+Kind = Literal["bool", "int", "float", "text", "choice", "size", "path", "socket", "urls", "quotas"]
+Value = str | int | float | bool | None
+
+
+class SettingInfo(msgspec.Struct, frozen=True):
+    """What is known of a setting besides its value.
+
+    `allowed` ends the sentence "allowed: ..."; the limits are those of `setting`.
+    """
+
+    name: str
+    kind: Kind
+    doc: str
+    allowed: str
+    default: Value
+    optional: bool
+    choices: tuple[str, ...]
+    secret: bool
+    least: float | None
+    most: float | None
+    step: int
+    plugins: str = ""
+
+
+def setting(
+    doc: str,
+    allowed: str,
+    *,
+    kind: Kind | None = None,
+    secret: bool = False,
+    least: float | None = None,
+    most: float | None = None,
+    step: int = 1,
+    choices: tuple[str, ...] = (),
+    plugins: str = "",
+) -> msgspec.Meta:
+    """Annotate a field of the settings; `kind` is told by the type unless given.
+
+    `least` and `most` bound a number, or a text's length; `step` is what a number must be a
+    multiple of. `choices` are the words that a text may be, where its type does not say so;
+    packages may add others by entry points of the group `plugins`.
+    """
+    extra: dict[str, object] = {"allowed": allowed, "kind": kind, "secret": secret}
+    extra |= {"choices": choices, "plugins": plugins}
+    limits = {"least": least, "most": most, "step": step}
+    return msgspec.Meta(description=doc, extra={**extra, **limits})
+
+
+def switch(doc: str) -> msgspec.Meta:
+    """Annotate a field that is on or off."""
+    return setting(doc, "true or false")
+
+
+def size(doc: str, most: str = "1PiB") -> msgspec.Meta:
+    """Annotate a field in bytes, from 1 MiB; `most` is 1 PiB, or what else bounds it in words."""
+    allowed = (
+        f"a size from 1MiB to {most}, such as 20GiB, 512MiB or 1.5GB, or a plain number of GiB"
+    )
+    return setting(doc, allowed, kind="size", least=MIB, most=GIB << 20)
+
+
+def quotas(doc: str) -> msgspec.Meta:
+    """Annotate a field of bytes by tenant; its value is the text of a `Quotas`."""
+    allowed = (
+        "pairs SALT=SIZE separated by spaces or commas, or a mapping; tenant:0123456789abcdef "
+        "stands for a salt, * for all others; a size is 20GiB, 512MiB or none; or none"
+    )
+    return setting(doc, allowed, kind="quotas")
+
+
+def duration(doc: str, unit: str, most: float, least: float = 0) -> msgspec.Meta:
+    """Annotate a field that is a time in `unit`."""
+    return setting(doc, f"{unit} from {least:g} to {most:g}", least=least, most=most)
+
+
+def settings_of(model: type[msgspec.Struct]) -> tuple[SettingInfo, ...]:
+    """Read the annotations of a settings model, whose fields all have defaults."""
+    hints = get_type_hints(model, include_extras=True)
+    return tuple(
+        _info(field.name, hints[field.name], field.default)
+        for field in msgspec.structs.fields(model)
+    )
+
+
+def _info(name: str, annotated: object, default: Value) -> SettingInfo:
+    typ, meta = get_args(annotated)
+    extra = dict(meta.extra)
+    optional = isinstance(typ, types.UnionType)
+    inner = get_args(typ)[0] if optional else typ
+    by_type: dict[object, Kind] = {bool: "bool", int: "int", float: "float", str: "text"}
+    choices = get_args(inner) if get_origin(inner) is Literal else extra["choices"]
+    extra["kind"] = extra["kind"] or ("choice" if choices else by_type[inner])
+    return SettingInfo(
+        name=name,
+        doc=meta.description,
+        default=default,
+        optional=optional,
+        **extra | {"choices": choices},
+    )
+
+
+def parse_value(info: SettingInfo, raw: RawValue) -> Value:
+    """Turn what a source said into the setting's type, its range checked.
+
+    Raises `ConfigError` if it is not what the setting allows.
+    """
+    value = raw.value.strip() if isinstance(raw.value, str) else raw.value
+    if value is None or (isinstance(value, str) and value.lower() in {"", "none", "null"}):
+        if info.optional:
+            return None
+        refuse(info, raw, "a value is needed; leave the key out for the default")
+    try:
+        parsed = _PARSERS[info.kind](info, value)
+        _check_limits(info, parsed)
+    except ValueError as error:
+        refuse(info, raw, str(error))
+    return parsed
+
+
+def _check_limits(info: SettingInfo, value: Value) -> None:
+    number = len(value) if isinstance(value, str) else value
+    if number is None or isinstance(number, bool):
+        return
+    if info.least is not None and number < info.least:
+        raise ValueError("too small")
+    if info.most is not None and number > info.most:
+        raise ValueError("too large")
+    if number % info.step and info.step > 1:
+        raise ValueError(f"not a multiple of {info.step}")
+
+
+def refuse(info: SettingInfo, raw: RawValue, reason: str = "") -> NoReturn:
+    """Raise the `ConfigError` that names the key, its source, its value and what is allowed."""
+    shown = MASK if info.secret or info.kind == "quotas" else repr(raw.value)
+    if info.kind == "urls":
+        shown = redacted(shown)
+    because = f" ({reason})" if reason else ""
+    raise ConfigError(
+        f"setting {info.name} = {shown}, from {raw.origin}, is refused{because}; "
+        f"allowed: {info.allowed}"
+    )
+
+
+def shown_value(info: SettingInfo, value: Value) -> tuple[Value, str]:
+    """Return a value for JSON and for reading, both masked if it is a secret."""
+    if info.secret and value is not None:
+        return MASK, MASK
+    if value is None:
+        return None, "none"
+    if info.kind == "urls":
+        return redacted(str(value)), redacted(str(value))
+    if isinstance(value, bool):
+        return value, str(value).lower()
+    if info.kind == "size" and isinstance(value, int):
+        return value, format_size(value)
+    return value, f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _parse_bool(_info: SettingInfo, value: object) -> bool:
+    return _SWITCH[_known(str(value), _SWITCH)]
+
+
+def _parse_int(_info: SettingInfo, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("not a number")
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError("not a whole number")
+    return int(value)
+
+
+def _parse_float(_info: SettingInfo, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("not a finite number")
+    return number
+
+
+def _parse_text(_info: SettingInfo, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("not a text")
+    return value
+
+
+def _parse_choice(info: SettingInfo, value: object) -> str:
+    if isinstance(value, bool):  # JSON's true, where "on" is meant
+        value = "on" if value else "off"
+    by_lower = {choice.lower(): choice for choice in info.choices}
+    lower = str(value).strip().lower()
+    if lower not in by_lower and info.plugins and lower in plugins.installed(info.plugins):
+        return lower
+    return by_lower[_known(lower, by_lower)]
+
+
+def _known(text: str, among: Mapping[str, object]) -> str:
+    lower = text.strip().lower()
+    if lower not in among:
+        raise ValueError("")
+    return lower
+
+
+def _parse_path(_info: SettingInfo, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("not a path")
+    if "\0" in value:
+        raise ValueError("a path has no zero byte")
+    path = value.removeprefix("file://")  # LMCache's recipes write it so
+    if "://" in path:
+        raise ValueError("a path is needed, not a URL")
+    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111  strings that travel as JSON
+
+
+def _parse_socket(info: SettingInfo, value: object) -> str:
+    if isinstance(value, str):
+        value = value.removeprefix("unix://").removeprefix("unix:")
+    path = _parse_path(info, value)
+    if len(os.fsencode(path)) > _MAX_SOCKET_BYTES:
+        raise ValueError(f"{len(os.fsencode(path))} bytes")
+    return path
+
+
+def _parse_quotas(_info: SettingInfo, value: object) -> str:
+    """Return quotas as a text with tenants' names: from here on nobody knows the salts."""
+    quotas = parse_quotas(value)
+    if not str(quotas):
+        raise ValueError("no pairs")
+    return str(quotas)
+
+
+_PARSERS: dict[Kind, Callable[[SettingInfo, object], Value]] = {
+    "bool": _parse_bool,
+    "int": _parse_int,
+    "float": _parse_float,
+    "text": _parse_text,
+    "choice": _parse_choice,
+    "size": lambda _info, value: parse_size(value),
+    "path": _parse_path,
+    "socket": _parse_socket,
+    "urls": lambda _info, value: parse_urls(value),
+    "quotas": _parse_quotas,
+}

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people ask: status, clear, limit, flush."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping
+
+from kvhaven.catalog.actions import TierName
+from kvhaven.catalog.holdings import Scope
+from kvhaven.catalog.tier_spec import MEMORY
+from kvhaven.errors import KVHavenError
+from kvhaven.protocol import (
+    NO_LIMIT,
+    Clear,
+    Cleared,
+    Flush,
+    Flushed,
+    Limit,
+    Limited,
+    Refused,
+    tenant_of,
+)
+from kvhaven.service.connection import Connection
+from kvhaven.service.driver import Driver
+from kvhaven.service.tier_runner import TierRunner
+from kvhaven.tiers.base import Tier
+from kvhaven.types import NO_TENANT, NamespaceDigest
+
+Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
+
+
+class Admin:
+    """Answers requests that need no session.
+
+    What takes long is a task, one at a time for each connection, that ends with its connection.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        tiers: Mapping[TierName, Tier],
+        runner: TierRunner,
+        spawn: Spawn,
+    ) -> None:
+        self._driver = driver
+        self._places = (MEMORY, *tiers)
+        self._shared = {name for name, tier in tiers.items() if tier.shared}
+        self._runner = runner
+        self._spawn = spawn
+        self._under_way: dict[Connection, asyncio.Task[None]] = {}
+        self._stored = asyncio.Event()
+        self._stored.set()
+        driver.observe(self._observe)
+
+    def closed(self, connection: Connection) -> None:
+        """End what a connection that is gone has asked for."""
+        task = self._under_way.pop(connection, None)
+        if task is not None:
+            task.cancel()
+
+    def _observe(self) -> None:
+        """Wake flushes when no write is left."""
+        if not self._stored.is_set() and not self._driver.catalog.unwritten():
+            self._stored.set()
+
+    def clear(self, connection: Connection, message: Clear) -> None:
+        """Drop a namespace (or all), or a tenant, from a tier, or from memory and our own tiers.
+
+        A shared tier, which must be named, is cleared for everybody; that may take minutes.
+        """
+        if message.tier and message.tier not in self._places:
+            reason = f"no tier {message.tier!r} here; there are {', '.join(self._places)}"
+            connection.send(Refused(message.id, reason))
+            return
+        namespace = NamespaceDigest(message.namespace) if message.namespace else None
+        tier = TierName(message.tier) if message.tier else None
+        try:
+            tenant = tenant_of(message.tenant) or None
+            # First: so that nothing is written there, or believed to be there, that was before.
+            with self._driver.event() as catalog:
+                chunks, bytes_ = catalog.clear(namespace, tier, tenant)
+        except KVHavenError as error:
+            connection.send(Refused(message.id, str(error)))
+            return
+        if tier is not None and tier in self._shared:
+            store = self._clear_store(connection, message.id, tier, Scope(namespace, tenant))
+            self._begin(connection, message.id, store)
+        else:
+            connection.send(Cleared(message.id, chunks, bytes_))
+
+    def limit(self, connection: Connection, message: Limit) -> None:
+        """Change a tenant's quotas until the service ends, and say what counts now."""
+        tenant = tenant_of(message.tenant)
+        if tenant == NO_TENANT:
+            reason = "requests without a cache salt are no tenant's and have no quota; name one"
+            connection.send(Refused(message.id, reason))
+            return
+        with self._driver.event() as catalog:
+            if message.memory is not None:
+                catalog.limit_memory(tenant, _quota(message.memory))
+            if message.disk is not None:
+                catalog.limit_disk(tenant, _quota(message.disk))
+        now = self._driver.catalog.tenant_stats(tenant)
+        disk = sum(usage.bytes for usage in now.tiers.values())
+        answer = Limited(message.id, now.memory_quota, now.disk_quota, now.memory.bytes, disk)
+        connection.send(answer)
+
+    def answer_flush(self, connection: Connection, message: Flush) -> None:
+        """Answer when everything is stored, or at the deadline."""
+        self._begin(connection, message.id, self._answer_flush(connection, message))
+
+    async def flush(self, deadline_s: float) -> int:
+        """Wait until nothing is queued for a tier; return what is left at the deadline."""
+        if self._driver.catalog.unwritten():
+            self._stored.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await self._stored.wait()
+        return 0 if self._stored.is_set() else self._driver.catalog.unwritten()
+
+    def _begin(self, connection: Connection, id_: int, work: Coroutine[None, None, None]) -> None:
+        """Begin what may take long, unless the connection has something under way."""
+        if connection in self._under_way:
+            work.close()
+            reason = "this connection has a flush, or a clear of a shared tier, under way"
+            connection.send(Refused(id_, f"{reason}: ask again after its answer"))
+            return
+        task = self._under_way[connection] = self._spawn(work)
+        task.add_done_callback(lambda _: self._under_way.pop(connection, None))
+
+    async def _answer_flush(self, connection: Connection, message: Flush) -> None:
+        left = await self.flush(message.wait_ms / 1000)
+        connection.send(Flushed(message.id, left))
+
+    async def _clear_store(
+        self, connection: Connection, id_: int, tier: TierName, scope: Scope
+    ) -> None:
+        try:
+            chunks, bytes_ = await self._runner.clear(tier, scope.namespace, scope.tenant)
+        except KVHavenError as error:
+            connection.send(Refused(id_, str(error)))
+        else:
+            connection.send(Cleared(id_, chunks, bytes_))
+
+
+def _quota(given: int) -> int | None:
+    return None if given == NO_LIMIT else given

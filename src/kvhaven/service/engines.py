@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is attached: engines (sessions), their processes (members), and when these are gone."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Final
+
+from kvhaven.catalog.actions import MemberId, SessionId
+from kvhaven.errors import IncompleteEngineError, KVHavenError
+from kvhaven.keys import difference, differing_fields, of_content
+from kvhaven.protocol import AttachRank, AttachScheduler, ModelState
+from kvhaven.service.connection import Connection
+from kvhaven.service.shards import Holdings, holdings, require_shards, united
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import ChunkKey, NamespaceDigest, Shard, ShardTable
+
+_MOST_TEXT: Final = 1 << 19
+"""Characters of a namespace's fields, which are remembered for as long as the service runs."""
+
+
+class AttachedProcess:
+    """One process of an engine. It outlives its connection: it may come back on another.
+
+    `lock_byte` is the byte of the arena's segments that it locks while it maps them.
+    `ready` is how much of the arena it can copy to and from, if it is a rank.
+    `handled` is the last reliable message that was handled, so that a repeated one is not;
+    `granted` are its reservations that are neither committed nor aborted, by generation.
+    """
+
+    def __init__(
+        self, id_: MemberId, session: "AttachedEngine", rank: int | None, lock_byte: int
+    ) -> None:
+        self.id = id_
+        self.session = session
+        self.rank = rank
+        self.lock_byte = lock_byte
+        self.ready = 0
+        self.handled = 0
+        self.unacknowledged = False
+        self.granted: dict[int, ChunkKey] = {}
+        self.model = ModelState()
+        self.connection: Connection | None = None
+
+    @property
+    def role(self) -> str:
+        """What people call it."""
+        return "scheduler" if self.rank is None else f"rank {self.rank}"
+
+
+class AttachedEngine:
+    """One engine: ready once every rank has said who it is and they all agree.
+
+    `holders` remembers which process was which rank (None: the scheduler), also after it is
+    gone: only that process can take the place again.
+    """
+
+    def __init__(self, id_: SessionId, first: AttachRank) -> None:
+        self.id = id_
+        self.world_size = first.world_size
+        self.digest = NamespaceDigest(first.namespace)
+        self.fields = dict(first.fields)
+        self.shared = first.shared
+        self.shards: dict[int, tuple[Shard, ...]] = {}
+        self.ranks: dict[int, AttachedProcess] = {}
+        self.scheduler: AttachedProcess | None = None
+        self.holders: dict[int | None, MemberId] = {}
+        self.namespace: Namespace | None = None
+        self._holdings: Holdings | None = None
+
+    @property
+    def holdings(self) -> Holdings:
+        """Who holds which shards, in a session that is ready."""
+        assert self._holdings is not None, "asked before all ranks attached"
+        return self._holdings
+
+    @property
+    def table(self) -> ShardTable:
+        """The shard table of a session that is ready."""
+        return self.holdings.table
+
+    def bitmap(self, member: "AttachedProcess") -> int:
+        """Return the shards that a member holds, as bits of the table."""
+        return 0 if member.rank is None else self.holdings.bitmaps[member.rank]
+
+    def complete(self, table: ShardTable) -> None:
+        """Note that every rank has said what it holds, `table` altogether."""
+        self._holdings = holdings(self.shards, table)
+        self.namespace = Namespace(self.digest, self.fields, table)
+
+    @property
+    def members(self) -> Iterator[AttachedProcess]:
+        """Everybody of this session who is not proven gone."""
+        yield from self.ranks.values()
+        if self.scheduler is not None:
+            yield self.scheduler
+
+    @property
+    def connected(self) -> bool:
+        """Whether any member has a connection."""
+        return any(member.connection is not None for member in self.members)
+
+
+class AttachedEngines:
+    """The registry. Members are matched to sessions by the engine's id.
+
+    An engine that restarts under its old id gets a new session while the old one's members
+    are lost but not yet proven gone.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[SessionId, AttachedEngine] = {}
+        self._latest: dict[str, AttachedEngine] = {}
+        self._members: dict[MemberId, AttachedProcess] = {}
+        self._lock_bytes = itertools.count(1)
+        self.ever = 0
+        """Sessions that were begun since the start."""
+
+    def __iter__(self) -> Iterator[AttachedEngine]:
+        return iter(tuple(self._sessions.values()))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, id_: SessionId) -> AttachedEngine | None:
+        """Return a session that has members."""
+        return self._sessions.get(id_)
+
+    def lost_members(self) -> list[AttachedProcess]:
+        """Members without a connection that may still map the arena."""
+        return [member for member in self._members.values() if member.connection is None]
+
+    def known(self, member: str, rank: int | None) -> AttachedProcess | None:
+        """Return a member that is not proven gone. Raises `KVHavenError` if its rank differs."""
+        known = self._members.get(MemberId(member))
+        if known is not None and known.rank != rank:
+            raise KVHavenError(f"process {member} is {known.role} already, and stays it")
+        return known
+
+    def add_rank(self, message: AttachRank) -> AttachedProcess:
+        """Register a rank that is not known.
+
+        Raises `KVHavenError` when it disagrees with the session's other ranks
+        (`IncompleteEngineError`: only in what files contain), when somebody else is that rank
+        already, or when it says too much.
+        """
+        if not 0 <= message.rank < message.world_size:
+            raise KVHavenError(f"rank {message.rank} is not in 0..{message.world_size - 1}")
+        require_shards(message.rank, message.shards)
+        text = sum(len(name) + len(value) for name, value in message.fields.items())
+        if text > _MOST_TEXT:
+            raise KVHavenError(
+                f"the fields of rank {message.rank}'s namespace have {text} characters; "
+                f"{_MOST_TEXT} are allowed"
+            )
+        session = self._session_for(message)
+        if message.rank in session.ranks:
+            raise KVHavenError(
+                f"rank {message.rank} of engine {message.session} is attached already; "
+                "give each engine its own engine_id"
+            )
+        _require_agreement(session, message)
+        shards = session.shards | {message.rank: message.shards}
+        table = united(shards, shared=session.shared)
+        self._sessions[session.id] = self._latest[message.session] = session
+        member = self._add(message.member, session, message.rank)
+        session.ranks[message.rank] = member
+        session.shards = shards
+        if session.namespace is None and len(shards) == session.world_size:
+            session.complete(table)
+        return member
+
+    def add_scheduler(self, message: AttachScheduler) -> AttachedProcess | None:
+        """Register a scheduler that is not known; None while its ranks have not come.
+
+        Raises `KVHavenError` when the world's size differs or another scheduler is there.
+        """
+        session = self._latest.get(message.session)
+        if session is None or session.namespace is None:
+            return None
+        holder = session.holders.get(None)
+        if holder not in {None, message.member}:
+            if session.scheduler is None or session.scheduler.connection is None:
+                return None  # its engine is over, the ranks of the new one are still to come
+            raise KVHavenError(
+                f"engine {message.session} has a scheduler already; several independent "
+                "schedulers over one set of ranks are not served"
+            )
+        if session.world_size != message.world_size:
+            raise KVHavenError(
+                f"the scheduler of engine {message.session} expects {message.world_size} ranks, "
+                f"they say they are {session.world_size}"
+            )
+        session.scheduler = self._add(message.member, session, None)
+        return session.scheduler
+
+    def withdraw(self, member: AttachedProcess) -> None:
+        """Forget a rank that was just added and cannot be served."""
+        session = member.session
+        assert member.rank is not None
+        del session.shards[member.rank], session.holders[member.rank]
+        session.namespace = None
+        self.remove(member)
+
+    def remove(self, member: AttachedProcess) -> None:
+        """Forget a member that is proven gone, and its session with the last one."""
+        session = member.session
+        self._members.pop(member.id, None)
+        if member.rank is None:
+            session.scheduler = None
+        else:
+            session.ranks.pop(member.rank, None)
+        if any(session.members):
+            return
+        self._sessions.pop(session.id, None)
+        for engine, latest in tuple(self._latest.items()):
+            if latest is session:
+                del self._latest[engine]
+
+    def _session_for(self, message: AttachRank) -> AttachedEngine:
+        session = self._latest.get(message.session)
+        if session is not None and not _is_over(session, message):
+            return session
+        self.ever += 1
+        id_ = SessionId(f"{message.session}#{self.ever}")
+        return AttachedEngine(id_, message)
+
+    def _add(self, id_: str, session: AttachedEngine, rank: int | None) -> AttachedProcess:
+        member = AttachedProcess(MemberId(id_), session, rank, next(self._lock_bytes))
+        self._members[member.id] = member
+        session.holders[rank] = member.id
+        return member
+
+
+def _is_over(session: AttachedEngine, message: AttachRank) -> bool:
+    """Whether `message` comes from a new engine under the old engine's id."""
+    if not session.connected:
+        return True
+    was = session.holders.get(message.rank)
+    if was is None or was == message.member:
+        return False
+    holder = session.ranks.get(message.rank)
+    return holder is None or holder.connection is None
+
+
+def _require_agreement(session: AttachedEngine, message: AttachRank) -> None:
+    if message.world_size != session.world_size:
+        raise KVHavenError(
+            f"rank {message.rank} says the engine has {message.world_size} ranks, "
+            f"the others say {session.world_size}"
+        )
+    if message.namespace != session.digest:
+        differing = difference(session.fields, message.fields)
+        names = differing_fields(session.fields, message.fields)
+        # Where ranks read unlike files, storage is at fault, or slow to show what was written.
+        files_only = bool(names) and all(map(of_content, names))
+        raise (IncompleteEngineError if files_only else KVHavenError)(
+            f"rank {message.rank} computes another KV than the other ranks: "
+            f"they differ in {differing or 'the namespace'}"
+        )
+    if message.shared != session.shared:
+        raise KVHavenError(
+            f"rank {message.rank} says that shared is {message.shared}, the others say "
+            f"{session.shared}"
+        )
+    known = session.shards.get(message.rank, message.shards)
+    if message.shards != known:
+        raise KVHavenError(
+            f"rank {message.rank} held {ShardTable(known)} before; it cannot come back with "
+            f"{ShardTable(message.shards)}"
+        )

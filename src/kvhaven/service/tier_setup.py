@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiers a service has, in which order, and what the catalog is told of each."""
+
+import contextlib
+import math
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+from kvhaven.catalog import StoreOn, TierSpec, WriteMode
+from kvhaven.catalog.actions import TierName
+from kvhaven.catalog.tier_spec import MEMORY
+from kvhaven.config import Settings
+from kvhaven.errors import ConfigError
+from kvhaven.tenants import quotas_of
+from kvhaven.tiers.base import Tier
+from kvhaven.tiers.executor import TierExecutor
+from kvhaven.tiers.filesystem.usage import Limits
+from kvhaven.tiers.health import START_WAIT_S
+from kvhaven.tiers.local.lock import check_place
+from kvhaven.tiers.local.tier import DiskTier
+from kvhaven.tiers.registry import TierOptions, open_tier
+from kvhaven.tiers.shared.store import SharedStore
+
+
+def make_tiers(settings: Settings) -> dict[TierName, Tier]:
+    """Return the tiers of the settings, the fastest first; none of them is started.
+
+    Raises `ConfigError` for a URL whose kind is unknown, for packages that are absent, and for a
+    directory of our own in which other users may write.
+    """
+    tiers: dict[TierName, Tier] = {}
+    if settings.local_disk is not None:
+        path = Path(settings.local_disk)
+        _check_in_time(path)
+        disk = DiskTier(
+            path,
+            settings.max_local_disk_size,
+            executor=TierExecutor(),
+            direct_io=settings.disk_direct_io,
+            compress=settings.disk_compression == "zstd",
+            retry_s=settings.breaker_pause_s,
+        )
+        tiers[TierName(disk.name)] = disk
+    for url in (settings.remote_url or "").split():
+        tier = open_tier(url, _options(settings))
+        tiers[_free_name(tier.name, tiers)] = tier
+    return tiers
+
+
+def specs_of(settings: Settings, tiers: dict[TierName, Tier]) -> list[TierSpec]:
+    """Return what the catalog has to know of these tiers."""
+    return [
+        TierSpec(
+            name,
+            tier.health().capacity_bytes or 0,
+            shared=tier.shared,
+            lookup_ttl_s=settings.remote_lookup_ttl_s,
+            write=WriteMode(settings.remote_write if tier.shared else settings.disk_write),
+            store_on=StoreOn(settings.remote_store_on if tier.shared else settings.disk_store_on),
+        )
+        for name, tier in tiers.items()
+    ]
+
+
+def store_at(url: str, settings: Settings) -> SharedStore:
+    """Return the store at `url` for tools: it must be one already, and nobody keeps its limits.
+
+    Raises `ConfigError` for a URL whose kind is unknown.
+    """
+    return open_tier(url, replace(_options(settings), limits=None, known=True)).store
+
+
+def _check_in_time(path: Path) -> None:
+    """Check the disk tier's directory, unless it cannot be looked at or its disk hangs.
+
+    The tier checks it again when it opens it. Raises `ConfigError`.
+    """
+    checked = Future[None]()
+
+    def check() -> None:
+        try:
+            check_place(path)
+            checked.set_result(None)
+        except (ConfigError, OSError) as error:
+            checked.set_exception(error)
+
+    # Not a thread of a pool: the interpreter would wait for it at its end.
+    threading.Thread(target=check, name="kvhaven-check-place", daemon=True).start()
+    with contextlib.suppress(OSError):  # a TimeoutError is one
+        checked.result(START_WAIT_S)
+
+
+def _options(settings: Settings) -> TierOptions:
+    """Return the settings of shared tiers."""
+    limits = Limits(
+        settings.max_remote_size,
+        settings.max_remote_namespace_size,
+        settings.remote_ttl_s,
+        quotas_of(settings.tenant_remote),
+    )
+    ttl_s = settings.remote_ttl_s
+    return TierOptions(
+        retry_s=settings.breaker_pause_s,
+        compress=settings.remote_compression == "zstd",
+        direct_io=settings.disk_direct_io,
+        limits=limits if limits.any else None,
+        ttl_s=None if ttl_s is None else math.ceil(ttl_s),
+        endpoints=tuple((settings.s3_endpoint_url or "").split()),
+    )
+
+
+def _free_name(name: str, taken: dict[TierName, Tier]) -> TierName:
+    """Return a tier's name, with a number if there are several of its kind."""
+    free, number = TierName(name), 1
+    while free in taken or free == MEMORY:
+        number += 1
+        free = TierName(f"{name}-{number}")
+    return free

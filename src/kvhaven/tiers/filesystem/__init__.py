@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filesystem tier: a directory that several nodes write."""

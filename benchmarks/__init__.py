@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of KVHaven, each against a limit of the same machine in the same run."""
+"""Benchmarks of KVHaven, each compared with a limit of the same machine in the same run."""

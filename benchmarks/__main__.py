@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench`, or `python -m benchmarks [SUBJECT...]`: all subjects but tiers, or those named.
+"""Benchmarks by subject: `make bench`, or `python -m benchmarks [SUBJECT...]`.
 
-Every subject measures its limit in the same run, alternating with what it measures, and takes
-medians. A machine that does something else meanwhile gives other figures.
+Without a subject, all are measured except `tiers` and `identity`. Each subject measures its limit
+in the same run, alternating with the measured operation, and takes medians. Other load on the
+machine changes the results.
 """
 
 import argparse
@@ -32,20 +33,20 @@ _SUBJECTS = {
     "identity": "identities",
     "tiers": "tiers",
 }
-"""Each subject's module, which has `measure(say)` and returns results; quick ones first."""
+"""Module of each subject, whose `measure(say)` returns its results; quick ones first."""
 
 _OF_THEIR_OWN = {"tiers": "bench-tiers.json", "identity": "bench.json"}
-"""Subjects that are measured when they are named only, and the files of their results."""
+"""Subjects that are measured only if they are named, and the files of their results."""
 
 
 def main() -> int:
-    """Measure, print and write; return the exit status."""
+    """Measure, print the results and write them to files; return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("subject", nargs="*", choices=[[], *_SUBJECTS], help=", ".join(_SUBJECTS))
     named = parser.parse_args().subject
     wanted = named or [subject for subject in _SUBJECTS if subject not in _OF_THEIR_OWN]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    wide = None if sys.stdout.isatty() else 120  # in a file, no column has to be cut
+    wide = None if sys.stdout.isatty() else 120  # wide enough for all columns in a file
     console, began = Console(highlight=False, width=wide), time.monotonic()
 
     def say(text: str) -> None:
@@ -65,11 +66,11 @@ def main() -> int:
                 failed = True
                 console.print(f"{subject} could not be measured: {error}", markup=False)
     except KeyboardInterrupt:
-        console.print("interrupted; all processes are ended")
+        console.print("interrupted; all processes were ended")
         return 130
     for file, found in results.items():
         print_table(console, found)
-        console.print(f"All figures are in {write_json(found, file)}.", soft_wrap=True)
+        console.print(f"All results are in {write_json(found, file)}.", soft_wrap=True)
     return int(failed)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`acquire.p50`, `acquire.p99`: milliseconds to lease 512 resident chunks over the socket.
 
-Asked by the scheduler's own client of a real node service in a process of its own, from the
-question to the answer in the client's table. The limits are what the design allows: 1 ms and
-5 ms. `acquire.loaded.p50` and `.p99` are the same while another engine (in a third process)
-saves, looks up and lets go as fast as it can, and has no limit.
+The scheduler's client requests them from a real node service in another process. The time is from
+the request to the answer in the client's table. The limits are those of the design: 1 ms and 5 ms.
+`acquire.loaded.p50` and `.p99` are the same while another engine, in a third process, saves, looks
+up and releases as fast as it can; they have no limit.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _START_S = 30.0
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Lease the same 512 chunks again and again, alone and beside another engine."""
+    """Lease the same 512 chunks repeatedly, alone and beside another engine."""
     with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
         address = Path(runtime) / "service.sock"
         log = BENCH / "acquire-service.log"
@@ -55,12 +55,12 @@ def measure(say: Callable[[str], None]) -> list[Result]:
             load.start()
             if not begun.wait(_START_S):
                 raise ProcessError("the other engine did not start")
-            # From here on the chunks are used, or its saves would evict them in a second.
+            # Repeated leases keep the chunks in use: else the other engine would soon evict them.
             loaded = _acquire_all(scheduler, keys)
             stop.set()
             load.join(10)
             say(f"beside another engine: {_spread(loaded)}")
-    what = "what the design allows"
+    what = "set by the design"
     return [
         at_most("acquire.p50", _percentile(alone, 50), "ms", 1.0, len(alone), what),
         at_most("acquire.p99", _percentile(alone, 99), "ms", 5.0, len(alone), what),
@@ -70,7 +70,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 def _await_resident(scheduler: SchedulerClient, keys: list[ChunkKey]) -> None:
-    """Wait until all are found: the rank commits over another connection than that which asks."""
+    """Wait until all chunks are found, because rank and scheduler use different connections."""
     end = time.monotonic() + _START_S
     while time.monotonic() < end:
         lease_id = scheduler.ask(keys)
@@ -80,11 +80,11 @@ def _await_resident(scheduler: SchedulerClient, keys: list[ChunkKey]) -> None:
             if len(lease.extents) == len(keys):
                 return
         time.sleep(_PAUSE_S)
-    raise ProcessError(f"the service did not have {len(keys)} chunks within {_START_S} s")
+    raise ProcessError(f"the service did not have {len(keys)} resident chunks within {_START_S} s")
 
 
 def _acquire_all(scheduler: SchedulerClient, keys: list[ChunkKey]) -> list[float]:
-    """Return the milliseconds of each acquire."""
+    """Return the duration of each acquire in milliseconds."""
     times = []
     for _ in range(_REPETITIONS):
         began = time.perf_counter()
@@ -94,14 +94,14 @@ def _acquire_all(scheduler: SchedulerClient, keys: list[ChunkKey]) -> list[float
         )
         times.append((time.perf_counter() - began) * 1e3)
         if not isinstance(lease, LeasedChunks) or len(lease.extents) != len(keys):
-            raise ProcessError(f"the service leased {lease} instead of {len(keys)} chunks")
+            raise ProcessError(f"the service leased {lease}; expected {len(keys)} chunks")
         scheduler.release([lease.lease_id])
         time.sleep(_PAUSE_S)
     return times
 
 
 def _load(address: str, begun: Any, stop: Any) -> None:
-    """Be a busy engine until `stop` is set (both are events of multiprocessing)."""
+    """Run a busy engine until `stop` is set; `begun` and `stop` are multiprocessing events."""
     with _engine(address, "load") as (rank, scheduler):
         begun.set()
         number = 0
@@ -139,13 +139,13 @@ def _engine(address: str, name: str) -> Iterator[tuple[RankClient, SchedulerClie
 
 
 def _save_chunks(rank: RankClient, name: str, count: int) -> list[ChunkKey]:
-    """Commit chunks of zeros, which is what the arena holds, and return their keys."""
+    """Commit chunks of zeros, which the arena already contains, and return their keys."""
     keys = [
         ChunkKey(hashlib.sha256(f"{name} {number}".encode()).digest()) for number in range(count)
     ]
     reservation = rank.reserve(None, keys, 1)
     if reservation is None:
-        raise ProcessError("the service takes no reservation")
+        raise ProcessError("the service did not accept a reservation")
     grants = rank.grants(reservation, time.monotonic() + _WAIT_S)
     checksum = Checksum(xxhash.xxh3_128_digest(bytes(_PAYLOAD)))
     rank.commit([(grant, [checksum]) for grant in grants if grant is not None])

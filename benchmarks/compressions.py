@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zstd.*`: what compressing stored shards saves on real KV, and what it costs.
+"""`zstd.*`: gain and cost of compressing stored shards, on real KV.
 
-The KV is what real vLLM left in a disk tier after prefilling a document, in bf16 and in float32, of
-two models: the demo's (`demo`), which copies codes about and so repeats itself more than any
-trained model, and one of the same shape with plainly random weights (`random`), whose
-mantissas are noise: no trained model's KV is at hand, and both are no substitute for one.
+The KV is from a disk tier, written by real vLLM when it prefilled a document, in bf16 and in
+float32, with two models: the demo's (`demo`), which copies codes and thus is more repetitive than
+any trained model, and one of the same shape with random weights (`random`), whose mantissas are
+noise. No trained model's KV is available here, and neither model is a substitute for it.
 
-- `zstd.ratio.*`: bytes stored for a byte; its limit is the same without byte planes.
+- `zstd.ratio.*`: bytes stored per payload byte; the limit is the same without byte planes.
 - `zstd.write.*`, `zstd.read.*`: GB/s of payload in one thread, with headers, and with the checksum
-  on reading, which uncompressed shards get too; the limit is `memcpy`.
+  on reading, which uncompressed shards get, too; the limit is `memcpy`.
 
-The choice of `tiers/format/compression_policy.py` is printed: for the disk at hand, and for
-stores that move a given number of bytes a second.
+The decision of `tiers/format/compression_policy.py` is printed for the local disk, and for stores
+of several speeds.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class _Piece(NamedTuple):
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Make the KV of each model in each type, and measure on all of it."""
+    """Create the KV of each model in each type, and measure all of it."""
     demo = make_model(BENCH / "model")
     results: list[Result] = []
     for name, model in (("demo", demo), ("random", _random_model(demo))):
@@ -66,7 +66,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 def _random_model(like: Path) -> Path:
-    """Return a model of the same shape whose weights are drawn as for a training."""
+    """Return a model of the same shape with weights as initialised for training."""
     folder = BENCH / "random-model"
     if (folder / "model.safetensors").exists():
         return folder
@@ -82,7 +82,7 @@ def _random_model(like: Path) -> Path:
 
 
 def _real_kv(model: Path, dtype: str) -> list[_Piece]:
-    """Have vLLM prefill a document; return what it left in a disk tier."""
+    """Prefill a document with vLLM; return the shards that it stored in a disk tier."""
     disk = BENCH / "compression-disk"
     shutil.rmtree(disk, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
@@ -117,7 +117,7 @@ def _pages(size: int) -> memoryview:
 
 
 def _speeds(kind: str, pieces: Sequence[_Piece]) -> list[Result]:
-    """Pack and unpack all pieces, by turns with plain copies of them."""
+    """Pack and unpack all pieces, alternating with plain copies of them."""
     total = sum(piece.shard.payload_bytes for piece in pieces)
     into = _pages(max(len(piece.payload) for piece in pieces))
     rates: dict[str, list[float]] = {"write": [], "read": [], "memcpy": []}
@@ -128,7 +128,7 @@ def _speeds(kind: str, pieces: Sequence[_Piece]) -> list[Result]:
         unsplit += stored_bytes(found[1])
     for repetition in range(-1, _REPETITIONS):
         codec = ShardCodec(kind, zstd=True)
-        for piece in pieces:  # its trial, which takes longer
+        for piece in pieces:  # the trial of compression, which takes longer
             codec.pack(*piece)
         seconds = dict.fromkeys(rates, 0.0)
         stored = 0
@@ -146,7 +146,7 @@ def _speeds(kind: str, pieces: Sequence[_Piece]) -> list[Result]:
             checksum = codec.unpack(head, buffer, HEADER_BYTES + len(body), piece.shard)
             seconds["read"] += time.perf_counter() - began
             assert checksum == piece.checksum
-        if repetition >= 0:  # the first is to warm up
+        if repetition >= 0:  # the first repetition is a warm-up
             for name, spent in seconds.items():
                 rates[name].append(total / spent / 1e9)
     plain = sum(stored_bytes(piece.shard.payload_bytes) for piece in pieces)
@@ -176,7 +176,7 @@ def _speeds(kind: str, pieces: Sequence[_Piece]) -> list[Result]:
 
 
 def _show_choices(kind: str, pieces: Sequence[_Piece], say: Callable[[str], None]) -> None:
-    """Say what is chosen for the disk here, and for stores of some speeds."""
+    """Print the decisions for the local disk, and for stores of several speeds."""
     say(f"{kind}, the disk here: {asyncio.run(_choice_of_disk(pieces))}")
     for speed in _SPEEDS_GB_S:
         codec = ShardCodec(kind, zstd=True)
@@ -189,7 +189,7 @@ def _show_choices(kind: str, pieces: Sequence[_Piece], say: Callable[[str], None
 
 
 async def _choice_of_disk(pieces: Sequence[_Piece]) -> str:
-    """Write to a disk tier, and read, as many shards at a time as the catalog does."""
+    """Write to a disk tier and read, with as many concurrent shards as the catalog."""
     folder = BENCH / "compression-tier"
     shutil.rmtree(folder, ignore_errors=True)
     tier = DiskTier(folder, 8 << 30, executor=TierExecutor(), compress=True)
@@ -198,7 +198,7 @@ async def _choice_of_disk(pieces: Sequence[_Piece]) -> str:
     table = ShardTable((Shard(first.shard, first.payload_bytes),))
     await tier.add_namespace(Namespace(NamespaceDigest(first.namespace), {}, table))
     into = _pages(len(pieces[0].payload))
-    for piece in pieces[: TRIAL_SHARDS - 1]:  # the choice comes after reads
+    for piece in pieces[: TRIAL_SHARDS - 1]:  # the decision needs reads, too
         await tier.write(*piece)
         await tier.read(piece.shard, into)
     await asyncio.gather(*(tier.write(*piece) for piece in pieces[TRIAL_SHARDS - 1 :]))

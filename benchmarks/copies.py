@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`copy.*`, `portable.*`, `columns.*`: GB/s of copies between KV tensors and the arena, on CPU.
 
-The limit is plain `memcpy` of the same bytes between the same two pieces of memory (the KV
-tensors, and a populated mapping of a segment of the arena), with as many threads, each taking
-the next piece of a chunk's size. A store also computes the checksum of what it copied; wanted is
-0.70 of the limit all the same. Chunks lie in random blocks, as in an engine that has run a while.
+The limit is plain `memcpy` of the same bytes between the same memory (the KV tensors, and a
+populated mapping of a segment of the arena), with the same number of threads, each of which takes
+the next piece of a chunk's size. A store also computes the checksum of the copied bytes; its target
+is 0.70 of the limit nevertheless. Chunks lie in random blocks, as in an engine that has run for a
+while.
 
-KV is laid out as vLLM's CPU backend does it (`vllm-facts`): a bf16 tensor `[blocks, heads, 128,
-2 * 64]` a layer, all in one allocation; a chunk of 256 tokens is 2 MiB.
+KV has the layout of vLLM's CPU backend (`vllm-facts`): a bf16 tensor `[blocks, heads, 128, 2 * 64]`
+for each layer, all in one allocation; a chunk of 256 tokens has 2 MiB.
 
-`copy.*` is the paged format. `portable.*` moves the same bytes between the same places as shards
-of one head each, and its limit is the paged format in the same run. It takes the pages to be as
-all backends but the CPU's have them, K next to V of each token. `columns.*` is portable too, with
-the pages of vLLM's CPU kernel, whose K has a row for each element and a column for each token.
+`copy.*` is the paged format. `portable.*` copies the same bytes between the same places as shards
+of one head each, and its limit is the paged format in the same run. Its pages are those of all
+backends except the CPU's: K next to V of each token. `columns.*` is portable as well, with the
+pages of vLLM's CPU kernel, whose K has a row for each element and a column for each token.
 """
 
 import ctypes
@@ -38,7 +39,7 @@ _MOST_THREADS = 4  # a worker's default
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Copy 128 MiB there and back, `memcpy` and KVHaven in both formats by turns."""
+    """Copy 128 MiB in both directions, alternating `memcpy` and KVHaven in both formats."""
     threads = min(_MOST_THREADS, len(usable_cores()))
     layout, memory = _kv_caches()
     portable = _by_heads(layout, "FlashAttentionBackend")
@@ -73,7 +74,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
                     began = time.perf_counter()
                     copy()
                     rate = total / (time.perf_counter() - began) / 1e9
-                    if repetition >= 0:  # the first is to warm up
+                    if repetition >= 0:  # the first repetition is a warm-up
                         rates.setdefault(name, []).append(rate)
     finally:
         device.close()
@@ -81,7 +82,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
         segment.close()
     say(f"{threads} threads, {_CHUNKS} chunks of {size >> 10} KiB")
     what = f"memcpy of the same bytes with {threads} threads"
-    paged = "the paged format's copy of the same bytes"
+    paged = "a copy of the same bytes in the paged format"
     return [
         at_least("copy.store", rates["store"], "GB/s", rates["to arena"], 0.70, what),
         at_least("copy.load", rates["load"], "GB/s", rates["from arena"], 0.70, what),
@@ -93,7 +94,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 class _Memcpy:
-    """Plain copies of pieces of `size` bytes by the threads of a pool."""
+    """Plain copies of pieces of `size` bytes, by the threads of a pool."""
 
     def __init__(self, pool: ThreadPoolExecutor, threads: int, size: int) -> None:
         self._pool, self._threads, self._size = pool, threads, size

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`disk.write`, `disk.read`, `disk.contains`: the disk tier; `fs.*`: the filesystem tier.
 
-The limit is direct I/O of the same pieces without KVHaven (see `PlainFiles`). The tiers add to
-that headers, names by rename, verifying the checksum of every byte that is read, and handing
-over between their threads and the event loop. Wanted is 0.85 of the limit. Where the file system
-takes no direct I/O, both go through the page cache, and the table says so. The filesystem tier
-syncs its files as well, and the disk tier looks up in memory.
+The limit is direct I/O of the same pieces without KVHaven (see `PlainFiles`). The tiers add
+headers, names by rename, verification of the checksum of every byte read, and switches between
+their threads and the event loop. The target is 0.85 of the limit. If the file system does not
+support direct I/O, both use the page cache, and the table says so. The filesystem tier also syncs
+its files, and the disk tier looks up in memory.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 def measure_disk(held: Memory, say: Callable[[str], None]) -> list[Result]:
-    """Write, read and look up in a directory of one service."""
+    """Measure writes, reads and lookups of the disk tier."""
 
     async def run() -> list[Result]:
         executor = TierExecutor()
@@ -42,7 +42,7 @@ def measure_disk(held: Memory, say: Callable[[str], None]) -> list[Result]:
 
 
 def measure_directory(held: Memory, say: Callable[[str], None]) -> list[Result]:
-    """Write, read and look up in a directory that may be shared."""
+    """Measure writes, reads and lookups of the filesystem tier."""
 
     async def run() -> list[Result]:
         (folder / "tier").mkdir()

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft.*`: seconds from handing over a prompt of 9,000 tokens to the first token, in real vLLM.
+"""`ttft.*`: seconds from a prompt of 9,000 tokens to the first token, in real vLLM.
 
-The demo's model and prompts (three, on the same document), one at a time, vLLM's own prefix
-cache emptied before each; medians.
+The model and the three prompts (on the same document) are the demo's. They are sent one at a time,
+and vLLM's own prefix cache is emptied before each. The values are medians.
 
-- `ttft.cold`: KVHaven on and emptied before each.
-- `ttft.memory`, `ttft.disk`: KV from the node service's memory, and from its disk tier (memory
-  emptied before each). Limits: a fifteenth and a twelfth of `ttft.cold`.
-- `ttft.example_connector`: vLLM's own ExampleConnector on the same prompts, when it has seen them
-  before; its files are in the page cache. It knows whole prompts only, less the last incomplete
-  block, which these three have in common. Its limit is `ttft.memory`: at least 1.00 of it is
-  wanted, that is, KVHaven is no slower.
+- `ttft.cold`: with KVHaven, emptied before each prompt.
+- `ttft.memory`, `ttft.disk`: KV from the node service's memory, and from its disk tier (memory is
+  emptied before each prompt). Limits: 1/15 and 1/12 of `ttft.cold`.
+- `ttft.example_connector`: vLLM's own ExampleConnector on the same prompts, which it has stored
+  before; its files are in the page cache. It matches only whole prompts, except for the last
+  incomplete block; these three have all other blocks in common. The limit is `ttft.memory`, and
+  the target is at least 1.00 of it: KVHaven is not slower.
 
-Both engines prefill in one step (`max_num_batched_tokens` 16384): ExampleConnector saves wrong
-KV when a prefill is chunked. They take turns, prompt by prompt (see `turns`).
+Both engines prefill in one step (`max_num_batched_tokens` 16384), because ExampleConnector saves
+wrong KV if a prefill is chunked. They alternate, prompt by prompt (see `turns`).
 """
 
 import shutil
@@ -42,7 +42,7 @@ _ONE_STEP = 16384
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Ask all prompts of two engines, in turns."""
+    """Send all prompts to two engines, alternating."""
     model = make_model(BENCH / "model")
     example = BENCH / "example"
     disk = BENCH / "ttft-disk"
@@ -79,7 +79,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 class _Measurement:
-    """The passes over all prompts. `_control` are the outputs of the first, cold ones."""
+    """The passes over all prompts; the first one is cold, and its outputs are the reference."""
 
     def __init__(
         self, ours: Engine, theirs: Engine, service: NodeService, say: Callable[[str], None]
@@ -115,27 +115,28 @@ class _Measurement:
         fast = statistics.median(memory)
         return [
             Result("ttft.cold", once, "s", None, len(cold)),
-            at_most("ttft.memory", fast, "s", once / 15, len(memory), "a fifteenth of ttft.cold"),
+            at_most("ttft.memory", fast, "s", once / 15, len(memory), "1/15 of ttft.cold"),
             at_most(
                 "ttft.disk",
                 statistics.median(disk),
                 "s",
                 once / 12,
                 len(disk),
-                "a twelfth of ttft.cold",
+                "1/12 of ttft.cold",
             ),
             at_least("ttft.example_connector", example, "s", memory, 1.0, "ttft.memory"),
         ]
 
 
 def _checked(answer: Answer, source: str, tokens: list[int]) -> float:
-    """Return the time to the first token of an answer that is as it has to be.
+    """Return the time to the first token. Raises `ProcessError` if the answer is not valid.
 
-    Of KV from disk, KVHaven may count the first chunks as memory: it began to promote them
-    when the request came, before the engine asked for them.
+    The output must equal the reference, with all full chunks from the cache and some from `source`.
+    With KV on disk, KVHaven may count the first chunks as memory, because their promotion began
+    when the request arrived, before the engine's lookup.
     """
     if answer.tokens != tokens:
-        raise ProcessError(f"the output with KV from {source} is another one")
+        raise ProcessError(f"the output with KV from {source} differs from the cold one")
     cached = answer.prompt_tokens - answer.sources["computed"]
     if cached < answer.prompt_tokens - CHUNK or not answer.sources[source]:
         raise ProcessError(f"prompt tokens came from {answer.sources}, not from {source}")

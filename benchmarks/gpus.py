@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gpu.*`: copies between a GPU and the arena, and what they take away from its compute.
+"""`gpu.*`: copies between a GPU and the arena, and the compute time that they cost.
 
-Only where there is an NVIDIA or AMD GPU: `python -m benchmarks gpu`. The limit of a copy is a plain
-one between as much device memory and pinned host memory, in one piece. Wanted is 0.90 of it for
-pages of 2 MiB and more; smaller ones, and blocks of 16 tokens that are scattered over 32 layers,
-are measured and have no limit. `gpu.overlap` is the time of a loop of matrix multiplications
-while saves run, as a multiple of the same loop alone; 1.03 is allowed.
+`python -m benchmarks gpu` needs an NVIDIA or AMD GPU. The limit of a copy is a plain copy of the
+same size between device memory and pinned host memory, in one piece. The target is 0.90 of it for
+pages of 2 MiB and more. Smaller pages, and blocks of 16 tokens scattered over 32 layers, have no
+target. `gpu.overlap` is the time of a loop of matrix multiplications while saves run, as a multiple
+of the same loop alone; the limit is 1.03.
 """
 
 import ctypes
@@ -30,10 +30,10 @@ _MULTIPLICATIONS, _SIZE = 60, 8192
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Measure the GPU that is there, if there is one."""
+    """Measure the first kind of GPU that is available, if any."""
     kind = next((name for name in ("cuda", "rocm") if not KINDS[name].unavailable()), None)
     if kind is None:
-        say("no GPU here: " + "; ".join(KINDS[name].unavailable() for name in ("cuda", "rocm")))
+        say("no usable GPU: " + "; ".join(KINDS[name].unavailable() for name in ("cuda", "rocm")))
         return []
     device = open_device(kind, copy_threads=4)
     arena = mmap.mmap(-1, _TOTAL)
@@ -53,7 +53,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 def _pages(device: Device, page: int, layers: int = 1) -> PagedLayout:
-    """KV of `_TOTAL` bytes in twice as much memory, so that blocks need not be neighbours."""
+    """Return KV of `_TOTAL` bytes in twice as much memory, so that blocks can lie apart."""
     blocks = 2 * _TOTAL // (page * layers)
     heads, tokens = 8, page // (8 * 256 * 2)
     shape = (layers, blocks, heads, tokens, 256)
@@ -70,7 +70,7 @@ def _pages(device: Device, page: int, layers: int = 1) -> PagedLayout:
 def _copies(
     device: Device, name: str, layout: PagedLayout, blocks: int, base: int, wanted: float
 ) -> list[Result]:
-    """Copy `_TOTAL` bytes there and back, and plainly, by turns."""
+    """Copy `_TOTAL` bytes in both directions, alternating with plain copies."""
     size = layout.payload_bytes(blocks)
     count = _TOTAL // size
     ids = [list(range(2 * at * blocks, 2 * (at + 1) * blocks, 2)) for at in range(count)]
@@ -96,7 +96,7 @@ def _copies(
             seconds = _timed(device, copy)
             if repetition >= 0:
                 rates.setdefault(what, []).append(_TOTAL / seconds / 1e9)
-    limit = "a plain copy of as many bytes between the device and pinned memory"
+    limit = "a plain copy of the same size between the device and pinned memory"
     return [
         at_least(f"gpu.store.{name}", rates["store"], "GB/s", rates["to host"], wanted, limit),
         at_least(f"gpu.load.{name}", rates["load"], "GB/s", rates["from host"], wanted, limit),
@@ -104,7 +104,7 @@ def _copies(
 
 
 def _overlap(device: Device, layout: PagedLayout, base: int) -> Result:
-    """Multiply matrices alone, and while as many bytes as fit are saved beside it."""
+    """Multiply matrices alone, and while `_TOTAL` bytes are saved."""
     where = layout.tensors[0].device
     factor = torch.randn(_SIZE, _SIZE, dtype=torch.bfloat16, device=where)
     count = _TOTAL // layout.payload_bytes(1)
@@ -128,11 +128,11 @@ def _overlap(device: Device, layout: PagedLayout, base: int) -> Result:
             if repetition >= 0:
                 times.append(seconds)
     ratio = statistics.median(beside) / statistics.median(alone)
-    return at_most("gpu.overlap", ratio, "x", 1.03, len(alone), "1.03 times as long as alone")
+    return at_most("gpu.overlap", ratio, "x", 1.03, len(alone), "1.03 times the time alone")
 
 
 def _timed(device: Device, work: Callable[[], object]) -> float:
-    """Return the seconds until everything that `work` submits has ended."""
+    """Return the seconds until all device work that `work` submits has ended."""
     device.synchronize()
     began = time.perf_counter()
     work()
@@ -141,7 +141,7 @@ def _timed(device: Device, work: Callable[[], object]) -> float:
 
 
 def _timed_on_stream(device: Device, work: Callable[[], object]) -> float:
-    """Return the seconds until what `work` puts on the current stream has ended."""
+    """Return the seconds until the work on the current stream has ended."""
     device.synchronize()
     began = time.perf_counter()
     work()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`identity.*`: seconds until it is known what 10 GB of weights contain, at a first start.
+"""`identity.*`: seconds to identify the content of 10 GB of weights, at a first start.
 
-Two files of 5 GB, as of a model without a hub's blob names, in the threads that an engine has.
-`identity.disk` reads them from the disk, `identity.cached` from the page cache, where loading them
-has put them; both against a plain read of the same bytes by as many threads in the same run.
-`identity.again` is the second start, which reads nothing. `identity.cpu` is the CPU time of
-`identity.cached`.
+The weights are two files of 5 GB, as of a model without the blob names of a hub, and are read by as
+many threads as in an engine. `identity.disk` reads them from the disk, `identity.cached` from the
+page cache, where the engine's loading has put them. The limit of both is a plain read of the same
+bytes by as many threads in the same run. `identity.again` is the second start, which reads nothing.
+`identity.cpu` is the CPU time of `identity.cached`.
 """
 
 import os
@@ -28,7 +28,7 @@ _NEVER_NS = 2**63 - 1
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Make files, and identify them."""
+    """Write files, and identify them."""
     with empty_folder("identity") as folder:
         model = folder / "model"
         model.mkdir()
@@ -54,7 +54,7 @@ def _compared(name: str, value: float, limit: float) -> Result:
 
 
 def _identify(model: Path, remembered: Path) -> tuple[float, float]:
-    """Return seconds, and seconds of CPU, until the content is known."""
+    """Return the seconds, and the seconds of CPU time, until the content is known."""
     cpu = time.process_time()
     began = time.perf_counter()
     sources = [Source("weights", model)]
@@ -69,12 +69,12 @@ def _write(file: Path) -> None:
             output.write(at.to_bytes(8, "little") + piece[8 : min(_PIECE, _BYTES - at)])
         output.flush()
         os.fsync(output.fileno())
-    old = time.time_ns() - 10**10  # a file that changed just now is not remembered
+    old = time.time_ns() - 10**10  # digests of files that changed recently are not stored
     os.utime(file, ns=(old, old))
 
 
 def _forget(files: list[Path]) -> None:
-    """Take files out of the page cache."""
+    """Remove files from the page cache."""
     for file in files:
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that does nothing, for vLLM: what is left is what vLLM does for any connector."""
+"""Connector for vLLM that does nothing, to measure vLLM's overhead for any connector."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class IdleConnector(KVConnectorBase_V1):
-    """Finds nothing, loads nothing, saves nothing."""
+    """Connector without hits, loads and saves."""
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Load nothing."""
@@ -55,5 +55,5 @@ class IdleConnector(KVConnectorBase_V1):
         self,
         scheduler_output: "SchedulerOutput",  # noqa: ARG002
     ) -> KVConnectorMetadata:
-        """Tell the worker nothing."""
+        """Return an empty plan."""
         return KVConnectorMetadata()

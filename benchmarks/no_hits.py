@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nohit.overhead`: what KVHaven costs when nothing hits.
+"""`nohit.overhead`: overhead of KVHaven without hits.
 
-Three vLLM engines take turns at 20 distinct prompts of 2,000 tokens: one with KVHaven and its
-default settings (embedded service), one with a connector that does nothing, one without any.
-The value is the total time with KVHaven, saves included, as a multiple of the total time of another
-(see `turns`): of the idle connector 1.01 is allowed (`nohit.overhead`), and of vLLM alone 1.03
-(`nohit.overhead.alone`). vLLM does a few things for any connector, see docs/performance.md.
+Three vLLM engines alternate on 20 distinct prompts of 2,000 tokens: one with KVHaven and its
+default settings (embedded service), one with a connector that does nothing, and one without a
+connector. The value is the total time with KVHaven, saves included, as a multiple of the total time
+of another engine (see `turns`). The limits are 1.01 of the idle connector (`nohit.overhead`) and
+1.03 of vLLM alone (`nohit.overhead.alone`). vLLM has some overhead for any connector, see
+docs/performance.md.
 """
 
 import tempfile
@@ -25,7 +26,7 @@ _IDLE = {
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Serve every prompt with and without KVHaven."""
+    """Serve each prompt with and without KVHaven."""
     model = make_model(BENCH / "model")
     say("starting three vLLM engines")
     with (

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`outage.*`: what vLLM's users feel while the node service, or its shared tier, is in trouble.
+"""`outage.*`: slowdown of requests while the node service, or its shared tier, is impaired.
 
-Two vLLM engines, one without KVHaven and one attached to a node service by its default settings,
-take turns at 20 distinct prompts of 2,000 tokens (see `turns`). The value is the total time with
-KVHaven as a multiple of the total time without; 1.10 is allowed. Each trouble begins before its
-first prompt, so the waiting that finds it out is in the figure.
+Two vLLM engines, one without KVHaven and one attached to a node service with default settings,
+alternate on 20 distinct prompts of 2,000 tokens (see `turns`). The value is the total time with
+KVHaven as a multiple of the total time without; the limit is 1.10. Each outage begins before its
+first prompt, so the value includes the time until it is detected.
 
-- `outage.absent`: nobody listens.
-- `outage.slow`: every piece of an answer comes 10 s late, one after the other.
+- `outage.absent`: no process listens at the socket.
+- `outage.slow`: each piece of an answer arrives 10 s late, one after the other.
 - `outage.stuck`: the service is stopped (SIGSTOP).
-- `outage.recovery`: seconds from the end of the service's last trouble until a known prompt comes
-  from the cache again, asked every half second; no limit.
-- `outage.stalled-s3`: the service's S3 (moto) is stopped: its kernel accepts connections, and no
-  request is answered. `outage.stalled-fs`: its shared directory is a FUSE mount whose server
-  (bindfs) is stopped, so every system call there hangs. 40 prompts each. Afterwards
-  `kvhaven status` has to show the tier off; when the server goes on, on again, and
-  `outage.stalled-*.recovery` is the time until the tier gives a known prompt back.
+- `outage.recovery`: seconds from the end of the service's last outage until a known prompt comes
+  from the cache again, requested every half second; no limit.
+- `outage.stalled-s3`: the service's S3 server (moto) is stopped: its kernel accepts connections,
+  but no request is answered. `outage.stalled-fs`: its shared directory is a FUSE mount whose server
+  (bindfs) is stopped, so every system call there hangs. 40 prompts each. Then `kvhaven status` must
+  show the tier as off, and as on after the server continues. `outage.stalled-*.recovery` is the
+  time until the tier returns a known prompt.
 """
 
 import tempfile
@@ -50,7 +50,7 @@ _STALLED_SEEDS = {"s3": 14, "fs": 15}
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Serve prompts beside a service in each kind of trouble."""
+    """Serve prompts during each kind of outage."""
     model = make_model(BENCH / "model")
     with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
         address = Path(runtime) / "service.sock"
@@ -76,7 +76,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
                 proxy.delay_s = _DELAY_S
                 results += turns.measure("outage.slow", _ROUNDS, seed=12)
                 proxy.delay_s = 0
-                say(f"slow no more: a hit after {_seconds_until_hit(on, known):.1f} s")
+                say(f"after the slow service: a hit after {_seconds_until_hit(on, known):.1f} s")
                 service.pause()
                 results += turns.measure("outage.stuck", _ROUNDS, seed=13)
                 service.resume()
@@ -90,7 +90,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 def _stalled_s3(turns: Turns, address: Path) -> list[Result]:
-    """Stop the S3 server of a service."""
+    """Measure with a stopped S3 server."""
     with servers.moto_process() as (url, server):
         bucket = servers.Bucket(url)
         settings = {"remote_url": f"s3://{bucket.name}", "s3_endpoint_url": url}
@@ -99,7 +99,7 @@ def _stalled_s3(turns: Turns, address: Path) -> list[Result]:
 
 
 def _stalled_directory(turns: Turns, address: Path) -> list[Result]:
-    """Stop the server of a service's shared directory."""
+    """Measure with a stopped server of the shared directory."""
     with empty_folder("stalled") as folder:
         (folder / "store").mkdir()
         with servers.fuse_mount(folder / "store", folder / "mount") as server:
@@ -134,23 +134,23 @@ def _stalled(
 
 
 def _seconds_until(service: NodeService, tier: str, *, online: bool) -> str:
-    """Wait until status shows the tier on, or off; return what it shows, for people."""
+    """Wait until status shows the tier as on, or off; return the result as text."""
     began = time.monotonic()
     while True:
         health = service.status()["tiers"][tier]
         waited = time.monotonic() - began
         if online == (health["online"] and health["writable"]):
             state = "on" if online else f"off ({health['last_error']})"
-            return f"status shows it {state} after {waited:.1f} s more"
+            return f"status shows the tier {state} after another {waited:.1f} s"
         if waited > _RECOVERY_S:
-            raise ProcessError(f"the tier is {health} after {_RECOVERY_S:.0f} s")
+            raise ProcessError(f"the tier is still {health} after {_RECOVERY_S:.0f} s")
         time.sleep(0.1)
 
 
 def _seconds_until_hit(
     engine: Engine, prompt: str, forget: Callable[[], None] = lambda: None
 ) -> float:
-    """Ask for a prompt until it comes from the cache; each time, `forget` before."""
+    """Call `forget` and send the prompt until it comes from the cache; return the seconds."""
     began = time.monotonic()
     while True:
         forget()
@@ -158,5 +158,5 @@ def _seconds_until_hit(
         if answer.sources["computed"] < answer.prompt_tokens:
             return time.monotonic() - began
         if time.monotonic() - began > _RECOVERY_S:
-            raise ProcessError(f"no hit {_RECOVERY_S:.0f} s after the trouble ended")
+            raise ProcessError(f"no hit within {_RECOVERY_S:.0f} s after the outage")
         time.sleep(0.5)

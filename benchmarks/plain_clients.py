@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of S3 and Redis: their bare clients, which read into memory of ours."""
+"""Limits for the S3 and Redis tiers: their bare clients, which read into the same memory."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,15 +22,15 @@ _HEADER: Final = bytes(HEADER_BYTES)
 
 
 class PlainS3:
-    """Objects of a header and a payload by obstore alone, as many at once as the tier's.
+    """Objects of a header and a payload by obstore alone, with the tier's concurrency.
 
-    Looking up is a HEAD for each name.
+    A lookup is a HEAD for each name.
     """
 
     def __init__(self, bucket: str, url: str) -> None:
         self._store = S3Store(bucket, endpoint=url, client_options={"allow_http": True})
         at_once = f"{SLOTS[Lane.WRITE]} puts, {SLOTS[Lane.READ]} gets or {HEADS_AT_ONCE} heads"
-        self.what = f"bare obstore on the same server, {at_once} at once"
+        self.what = f"bare obstore on the same server, {at_once} concurrently"
 
     async def write(self, turn: int, buffers: Sequence[memoryview]) -> None:
         """Put objects."""
@@ -52,7 +52,7 @@ class PlainS3:
         await _at_once(SLOTS[Lane.READ], get, len(buffers))
 
     async def contains(self, turn: int) -> None:
-        """Ask for the heads of objects."""
+        """Request the heads of objects."""
 
         async def ask(number: int) -> None:
             try:
@@ -73,7 +73,7 @@ class PlainS3:
 class PlainRedis:
     """Strings of a header and a payload by redis-py alone: pipelines on several connections.
 
-    As many values and connections are under way as the tier's. Looking up is one pipeline.
+    The number of values and connections in use is the tier's. A lookup is one pipeline.
     """
 
     def __init__(self, url: str) -> None:
@@ -108,7 +108,7 @@ class PlainRedis:
         await self._pipelines(READERS, get, len(buffers))
 
     async def contains(self, turn: int) -> None:
-        """Ask for the lengths of strings."""
+        """Request the lengths of strings."""
         pipeline = self._redis.pipeline(transaction=False)
         for number in range(NAMES):
             pipeline.strlen(f"plain/{turn}/{number}")
@@ -126,14 +126,14 @@ class PlainRedis:
     async def _pipelines(
         self, connections: int, work: Callable[[Sequence[int]], Awaitable[None]], pieces: int
     ) -> None:
-        """Do all pieces, as many in a pipeline as keep the same number in flight."""
+        """Process all pieces, in pipelines of a size that keeps the tier's number in flight."""
         size = self._in_flight[connections] // connections
         batches = [range(pieces)[at : at + size] for at in range(0, pieces, size)]
         await _at_once(connections, lambda number: work(batches[number]), len(batches))
 
 
 async def _at_once(most: int, work: Callable[[int], Awaitable[None]], count: int) -> None:
-    """Do `work` for each number, at most `most` at the same time."""
+    """Call `work` for each number, at most `most` concurrently."""
     left = iter(range(count))
 
     async def run() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limit of a tier of files: the same pieces by plain system calls."""
+"""Limit for the tiers of files: the same pieces by plain system calls."""
 
 import asyncio
 import os
@@ -16,8 +16,8 @@ from kvhaven.tiers.format.header import HEADER_BYTES, stored_bytes
 class PlainFiles:
     """Files of a header and a payload, each by one `open`, `pwritev` or `preadv`, and `close`.
 
-    As many threads as the tier has, at the same niceness. Direct I/O where the file system takes
-    it. Looking up is `os.stat`.
+    The number and the niceness of the threads are the tier's. Direct I/O is used if the file system
+    supports it. A lookup is `os.stat`.
     """
 
     def __init__(self, folder: Path, threads: int) -> None:
@@ -26,7 +26,7 @@ class PlainFiles:
         direct = _takes_direct_io(folder)
         self._flags = os.O_DIRECT if direct else 0
         self._pages = [Segment.create(0, HEADER_BYTES) for _ in range(threads)]
-        how = "direct I/O" if direct else "I/O through the page cache (no direct I/O here)"
+        how = "direct I/O" if direct else "I/O through the page cache (direct I/O is not supported)"
         self.what = f"{how} of the same pieces, and os.stat, with {threads} threads"
 
     async def write(self, turn: int, buffers: Sequence[memoryview]) -> None:
@@ -53,7 +53,7 @@ class PlainFiles:
         await self._run(read, len(buffers))
 
     async def contains(self, turn: int) -> None:
-        """Ask for the sizes of files."""
+        """Request the sizes of files."""
 
         def ask(number: int, _: memoryview) -> None:
             try:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan.*`: how long a load holds the engine's thread, and what planning its copies takes.
+"""`plan.*`: time for which a load blocks the engine's thread, and time to plan its copies.
 
-Blocks of 16 tokens, in random order, so that nothing of them can be copied together: a copy for
-each block and layer. 128K tokens of 32 layers are 262,144 copies, 1M tokens of 80 are 5,242,880.
+Blocks of 16 tokens are in random order, so that no two can be copied together: one copy for each
+block and layer. 128K tokens of 32 layers are 262,144 copies, 1M tokens of 80 layers are 5,242,880.
 
-`plan.load.*` is the time that `load` takes the thread that calls it, on a simulated CUDA (whose
-copies are real, but whose time means nothing). `plan.moves.*` is the time until all copies are
-planned, which is done in a thread of ours, batch by batch, beside the copies that are under way.
+`plan.load.*` is the time that `load` blocks its caller, on a simulated CUDA (whose copies are real,
+but whose timing has no meaning). `plan.moves.*` is the time until all copies are planned, which
+KVHaven does in its own thread, batch by batch, beside the copies in progress.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from tests.simulators.build import NoCompilerError, library
 
 _BLOCK, _CHUNK = 16, 256
 _SIZES = {"128k": (32, 2**17), "1m": (80, 2**20)}
-"""Layers and tokens."""
+"""Number of layers and of tokens."""
 _LIMIT_MS = 10.0
 _REPETITIONS = 7
 _WAIT_S = 120.0
@@ -41,7 +41,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
         planned = _moves(layers, tokens)
         moves = f"plan.moves.{name}"
         if name == "128k":
-            what = "10 ms, in whichever thread"
+            what = "10 ms in any thread"
             results.append(at_most(moves, planned, "ms", _LIMIT_MS, _REPETITIONS, what))
         else:
             results.append(plain(moves, planned, "ms", _REPETITIONS))
@@ -57,7 +57,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 def _layout(layers: int, blocks: int, where: str) -> PagedLayout:
-    """KV of pages of 16 bytes: how large they are makes no difference to a plan."""
+    """Return KV with pages of 16 bytes, as the size does not affect a plan."""
     raw = torch.zeros(layers, blocks, 1, _BLOCK, 1, dtype=torch.int8, device=where)
     caches = {f"layer{index}": raw[index] for index in range(layers)}
     return describe_kv_caches(
@@ -69,7 +69,7 @@ def _layout(layers: int, blocks: int, where: str) -> PagedLayout:
 
 
 def _chunks(tokens: int) -> list[list[int]]:
-    """Return the blocks of each chunk, none of which follow each other."""
+    """Return the blocks of each chunk, of which no two are adjacent."""
     ids = list(range(0, 2 * tokens // _BLOCK, 2))
     random.Random(1).shuffle(ids)
     step = _CHUNK // _BLOCK
@@ -77,7 +77,7 @@ def _chunks(tokens: int) -> list[list[int]]:
 
 
 def _moves(layers: int, tokens: int) -> float:
-    """Return the milliseconds until all moves of a load are planned, as the GPUs' code does it."""
+    """Return the milliseconds to plan all moves of a load with the code for GPUs."""
     layout, blocks = _layout(layers, 2 * tokens // _BLOCK, "cpu"), _chunks(tokens)
     size = layout.payload_bytes(_CHUNK // _BLOCK)
     places = [2**40 + at * size for at in range(len(blocks))]
@@ -92,7 +92,7 @@ def _moves(layers: int, tokens: int) -> float:
 
 
 def _load(layers: int, tokens: int) -> float:
-    """Return the milliseconds that `load` takes its caller."""
+    """Return the milliseconds that `load` blocks its caller."""
     blocks = _chunks(tokens)
     with simulated("cuda"):
         device = open_device("cuda", copy_threads=2)
@@ -113,7 +113,7 @@ def _load(layers: int, tokens: int) -> float:
             assert job.wait(_WAIT_S)
             assert not job.error
 
-        load()  # to warm up
+        load()  # a warm-up
         wait()
         try:
             return _median_ms(load, wait)
@@ -123,7 +123,7 @@ def _load(layers: int, tokens: int) -> float:
 
 
 def _median_ms(work: Callable[[], None], after: Callable[[], None]) -> float:
-    """Return the median time of some work, without what follows it."""
+    """Return the median milliseconds of `work`, without those of `after`."""
     times = []
     for _ in range(_REPETITIONS):
         began = time.perf_counter()

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`policies.*`: what part of the looked-up chunks each eviction policy hits, and what it costs.
+"""`policies.*`: hit rate of each eviction policy, in chunks looked up, and its cost.
 
 Hit rates are counted, not timed: a seeded workload goes through the real catalog (prefetch,
-acquire, release, reserve what is missing, commit), parents before children, chunks of 512 tokens.
-The second half of the requests counts. Three workloads, made here; no trace is read:
+acquire, release, reserve the missing chunks, commit), parents before children, in chunks of 512
+tokens. The second half of the requests counts. The three workloads are generated; no trace is read:
 
-- `chat` has the shape of the open conversation trace of Mooncake (FAST'25; 12,031 requests of an
-  hour): one first chunk that all requests share; prompts of 6,900 tokens in the median and 12,000
-  on average (log-normal); conversations that go on, each turn with the whole chain so far and a
-  few chunks more. How often and how soon they go on was chosen so that LRU hits about what was
-  published of that trace (https://pypi.org/project/llmtrafficlens/): 5.6, 18.8 and 35.6% with
-  2,048, 8,192 and 32,768 chunks, 39.8% at most.
+- `chat` has the shape of the open conversation trace of Mooncake (FAST'25; 12,031 requests in one
+  hour): one first chunk that all requests share; prompts with a median of 6,900 and a mean of
+  12,000 tokens (log-normal); conversations in which each turn has the whole chain so far and a few
+  more chunks. The probability and the delay of further turns were chosen so that the hit rates of
+  LRU are about those published for that trace (https://pypi.org/project/llmtrafficlens/): 5.6, 18.8
+  and 35.6% with 2,048, 8,192 and 32,768 chunks, at most 39.8%.
 - `agents` has the shape of the trace of the paper's first version (arXiv 2407.00079, table 1;
-  23,608 requests, 7,590 tokens on average), of which LRU hits 30, 40 and 48% with 1,000, 10,000
-  and 30,000 chunks, 51% at most, and LFU 30, 35 and 43%. More than half of its chunks were never
-  used again, some ten thousands of times. So: 60 system prompts, used as often as rank**-1.2, with
-  a tail for each request; one in four goes on, late. It is kinder to LFU than the trace is.
-- `scan` is `agents` while somebody has the model read cold documents, each once: between the
-  first and the last eighth every third request is one of 60 chunks that never come again.
+  23,608 requests, mean of 7,590 tokens), for which LRU hits 30, 40 and 48% with 1,000, 10,000 and
+  30,000 chunks, at most 51%, and LFU 30, 35 and 43%. More than half of its chunks were never used
+  again, and some tens of thousands of times. Therefore: 60 system prompts, used in proportion to
+  rank**-1.2, with a tail for each request; one request in four continues, late. The workload is
+  better for LFU than the trace.
+- `scan` is `agents` while a client sends cold documents, each once: between the first and the last
+  eighth, every third request consists of 60 chunks that never occur again.
 
 The cost is that of the policy alone, with 100,000 chunks: a chain of 512 is touched, and 512
 chunks are evicted and replaced.
@@ -59,7 +60,7 @@ _ROUNDS = 40
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Play every workload at every size with every policy; then time the policies."""
+    """Run every workload at every size with every policy; then time the policies."""
     results = []
     gc.disable()  # as in the service
     try:
@@ -79,7 +80,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 def chat(rng: random.Random) -> list[Chain]:
-    """Return the chains of conversations that go on."""
+    """Return the chains of conversations with several turns."""
     fresh = _fresh()
     shared = [next(fresh)]
 
@@ -102,7 +103,7 @@ def agents(rng: random.Random) -> list[Chain]:
 
 
 def scan(rng: random.Random) -> list[Chain]:
-    """Return the chains of agents, and between them documents that are read once."""
+    """Return the chains of agents, interleaved with documents that are read once."""
     chains, fresh = agents(rng), _fresh(1 << 40)
     eighth = len(chains) // 8
     for at in range(eighth, len(chains) - eighth, 3):
@@ -115,7 +116,7 @@ WORKLOADS = {
     "agents": (agents, (1000, 10_000, 30_000)),
     "scan": (scan, (1000, 10_000, 30_000)),
 }
-"""Each with the sizes of the arena, in chunks; those for which hit rates were published."""
+"""Workloads, and sizes of the arena in chunks for which hit rates were published."""
 
 
 def _fresh(first: int = 0) -> Iterator[ChunkKey]:
@@ -139,10 +140,10 @@ def _played(
     again: float,
     pause: float,
 ) -> list[Chain]:
-    """Return requests in the order of their arrival, which is counted in requests.
+    """Return requests in the order of arrival; time is counted in requests.
 
-    A request is followed by one that goes on with probability `again`, after a log-normal time
-    with the median `pause`.
+    With probability `again`, a request continues with another one after a log-normal time whose
+    median is `pause`.
     """
     due: dict[int, list[Chain]] = {}
     chains: list[Chain] = []
@@ -160,7 +161,7 @@ def _played(
 
 
 def _described(chains: list[Chain]) -> str:
-    """Say what a workload is like, as its figures are published for traces."""
+    """Describe a workload by the statistics that are published for traces."""
     uses: dict[ChunkKey, int] = {}
     hits = looked_up = 0
     for number, chain in enumerate(chains):
@@ -174,15 +175,15 @@ def _described(chains: list[Chain]) -> str:
     reuses = sorted((n - 1 for n in uses.values()), reverse=True)
     top = sum(reuses[: len(reuses) // 10]) / sum(reuses)
     return (
-        f"{len(chains)} requests, {lengths[len(lengths) // 2] * _CHUNK_TOKENS} tokens in the "
-        f"median, {statistics.mean(lengths) * _CHUNK_TOKENS:.0f} on average; {len(uses)} chunks, "
-        f"{never:.0%} never used again, a tenth has {top:.0%} of the uses; any cache hits at "
-        f"most {hits / looked_up:.1%}"
+        f"{len(chains)} requests, tokens: median {lengths[len(lengths) // 2] * _CHUNK_TOKENS}, "
+        f"mean {statistics.mean(lengths) * _CHUNK_TOKENS:.0f}; {len(uses)} chunks, {never:.0%} "
+        f"never used again, a tenth has {top:.0%} of the reuses; highest possible hit rate "
+        f"{hits / looked_up:.1%}"
     )
 
 
 def _hit_rate(chains: list[Chain], policy: str, chunks: int) -> float:
-    """Play a workload; return the percentage of hits in its second half."""
+    """Run a workload; return the percentage of hits in its second half."""
     table = ShardTable((Shard(ShardId(0, (0, 1), (0, 1)), PAGE_BYTES),))
     namespace = Namespace(NamespaceDigest(bytes(32)), {}, table)
     arena_bytes = chunks * PAGE_BYTES
@@ -209,7 +210,7 @@ def _hit_rate(chains: list[Chain], policy: str, chunks: int) -> float:
 
 
 def _costs(say: Callable[[str], None]) -> list[Result]:
-    """Time each policy alone, all in turns."""
+    """Time each policy alone, alternating between policies."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in POLICIES}
     for _ in range(3):
         for name, found in times.items():
@@ -230,7 +231,7 @@ def _costs(say: Callable[[str], None]) -> list[Result]:
 
 
 def _timed(name: str) -> tuple[float, float]:
-    """Return nanoseconds a chunk to touch it, and to evict one and add another."""
+    """Return the nanoseconds per chunk to touch it, and to evict it and add another."""
     policy, rng, fresh = POLICIES[name](), random.Random(_SEED), _fresh()
     known = _new(fresh, _KNOWN)
     for key in known:

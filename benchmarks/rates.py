@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a tier moves shards, against the same pieces moved without KVHaven in the same run."""
+"""Throughput of a tier, compared with the same pieces moved without KVHaven in the same run."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, Shard, ShardId, S
 PAYLOAD = 2 << 20
 PIECES = 96
 NAMES = 512
-"""Looked up at once, as for a prompt of 128k tokens; the first `PIECES` of them are there."""
+"""Names in one lookup, as for a prompt of 128k tokens; the first `PIECES` are present."""
 REPETITIONS = 7
 
 _SHARD = Shard(ShardId(0, (0, 8), (0, 4)), PAYLOAD)
@@ -30,29 +30,29 @@ _NAMESPACE = Namespace(NamespaceDigest(bytes(32)), {}, ShardTable((_SHARD,)))
 
 
 class Bare(Protocol):
-    """The limit: pieces of a shard's stored size under names, moved by nothing but a client.
+    """The limit: pieces of a shard's stored size, stored under names by a bare client.
 
-    All pieces are asked for at once; how many are under way is as in the tier.
+    All pieces are requested together; the number in progress is the tier's.
     """
 
     what: str
-    """What it does, for people."""
+    """Description for the results."""
 
     async def write(self, turn: int, buffers: Sequence[memoryview]) -> None:
         """Write a piece from each buffer, under names of this turn."""
 
     async def read(self, turn: int, buffers: Sequence[memoryview]) -> None:
-        """Read what was written in this turn into buffers."""
+        """Read the pieces of this turn into buffers."""
 
     async def contains(self, turn: int) -> None:
-        """Ask for `NAMES` names of this turn."""
+        """Look up `NAMES` names of this turn."""
 
     async def remove(self, turn: int) -> None:
-        """Remove what was written in this turn."""
+        """Remove the pieces of this turn."""
 
 
 class Memory:
-    """Pieces as a service's arena has them: shared, populated, aligned. `source` is random."""
+    """Memory as in a service's arena: shared, populated, aligned. `source` is random."""
 
     def __init__(self) -> None:
         self._segments = [Segment.create(0, PAYLOAD * PIECES) for _ in range(2)]
@@ -63,18 +63,18 @@ class Memory:
         self.checksums = [Checksum(xxhash.xxh3_128_digest(piece)) for piece in self.source]
 
     def wipe(self) -> None:
-        """Make the target unlike the source."""
+        """Overwrite the target with zeros."""
         for piece in self.target:
             piece[:] = bytes(PAYLOAD)
 
     def require_equal(self) -> None:
-        """Raise unless what was read is what was written."""
+        """Raise `AssertionError` unless the target equals the source."""
         for piece, copy in zip(self.source, self.target, strict=True):
             if piece != copy:
-                raise AssertionError("other bytes were read than written")
+                raise AssertionError("the bytes that were read differ from those written")
 
     def close(self) -> None:
-        """Give it up."""
+        """Free the memory."""
         for piece in [*self.source, *self.target]:
             piece.release()
         for segment in self._segments:
@@ -83,7 +83,7 @@ class Memory:
 
 @contextlib.contextmanager
 def memory() -> Iterator[Memory]:
-    """Have memory for a measurement."""
+    """Yield memory for a measurement."""
     held = Memory()
     try:
         yield held
@@ -93,7 +93,7 @@ def memory() -> Iterator[Memory]:
 
 @contextlib.contextmanager
 def empty_folder(name: str) -> Iterator[Path]:
-    """Have a new folder under `build/bench`, which is removed in the end."""
+    """Yield a new folder under `build/bench`, which is removed at the end."""
     folder = BENCH / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -108,8 +108,8 @@ async def measure_rates(
 ) -> list[Result]:
     """Return `<tier>.write`, `.read` (GB/s) and `.contains` (names per second); close the tier.
 
-    Tier and limit take turns at being the first. `part` is what is wanted of the limit when
-    bytes move; of look-ups nothing is.
+    The tier and the limit alternate in being the first. `part` is the target for reads and writes,
+    as a fraction of the limit; lookups have no target.
     """
     await tier.start()
     try:
@@ -119,7 +119,7 @@ async def measure_rates(
         sides = [(ours, _OfTier(tier, held.checksums)), (limits, bare)]
         for turn in range(REPETITIONS + 1):
             sides.reverse()
-            if turn == 1:  # the first was to warm up
+            if turn == 1:  # the first turn was a warm-up
                 for rates, _ in sides:
                     for of_verb in rates.values():
                         of_verb.clear()
@@ -137,7 +137,7 @@ async def measure_rates(
 
 
 _Rates = dict[str, list[float]]
-"""By verb, one for each turn."""
+"""By verb, one rate per turn."""
 
 _AMOUNTS: Final = {
     "write": PIECES * PAYLOAD / 1e9,
@@ -147,7 +147,7 @@ _AMOUNTS: Final = {
 
 
 class _OfTier:
-    """A tier as a `Bare`: every call goes through it as the service's do."""
+    """A tier as a `Bare`, called as the service calls it."""
 
     what = ""
 
@@ -173,7 +173,7 @@ class _OfTier:
 
 
 async def _take_turns(turn: int, sides: Sequence[tuple[_Rates, Bare]], held: Memory) -> None:
-    """Have both sides write, read and look up."""
+    """Write, read and look up with both sides."""
     for rates, side in sides:
         with _rate(rates, "write"):
             await side.write(turn, held.source)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark found: printed as a table, and written as JSON to `build/`."""
+"""Results of benchmarks: printed as a table, and written as JSON to `build/`."""
 
 import json
 import statistics
@@ -20,7 +20,7 @@ BENCH = BUILD / "bench"
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One figure. `ratio` is `value / limit`; `wanted` says in words what it should be."""
+    """One result. `ratio` is `value / limit`; `wanted` is the target for the ratio, as text."""
 
     name: str
     value: float
@@ -30,18 +30,18 @@ class Result(msgspec.Struct, frozen=True):
     limit_is: str = ""
     wanted: str = ""
     good: bool | None = None
-    """Whether it is as wanted; None when nothing is wanted."""
+    """Whether the target is met; None without a target."""
 
     @property
     def ratio(self) -> float | None:
-        """The value in limits."""
+        """The value as a multiple of the limit; None without one."""
         return self.value / self.limit if self.limit else None
 
 
 def at_least(
     name: str, values: Sequence[float], unit: str, limits: Sequence[float], part: float, what: str
 ) -> Result:
-    """Return the median of `values` against that of `limits`, of which `part` is wanted."""
+    """Return the median of `values`; the target is `part` of the median of `limits`, or more."""
     value, limit = statistics.median(values), statistics.median(limits)
     return Result(
         name, value, unit, limit, len(values), what, f"at least {part:.2f}", value >= limit * part
@@ -51,17 +51,17 @@ def at_least(
 def at_most(
     name: str, value: float, unit: str, limit: float, repetitions: int, what: str
 ) -> Result:
-    """Return a value that should not exceed its limit."""
+    """Return a value whose target is to stay within its limit."""
     return Result(name, value, unit, limit, repetitions, what, "at most 1.00", value <= limit)
 
 
 def plain(name: str, value: float, unit: str, repetitions: int) -> Result:
-    """Return a value that is compared with nothing."""
+    """Return a value without a limit."""
     return Result(name, value, unit, None, repetitions)
 
 
 def write_json(results: Sequence[Result], name: str) -> Path:
-    """Write a file in `build/`; its results that were not measured now are kept."""
+    """Write results to a file in `build/`, and keep its other results; return its path."""
     path = BUILD / name
     commit = current_commit()
     found = {
@@ -101,6 +101,6 @@ def print_table(console: Console, results: Sequence[Result]) -> None:
     for result in results:
         if result.limit_is:
             console.print(
-                f"  {result.name}: limit is {result.limit_is}; {result.repetitions} repetitions",
+                f"  {result.name}: limit: {result.limit_is}; {result.repetitions} repetitions",
                 soft_wrap=True,
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket to measure with."""
+"""S3 bucket for benchmarks."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from tests import servers
 
 @contextlib.contextmanager
 def s3_bucket() -> Iterator[servers.Bucket]:
-    """Have a new bucket, of the server that TEST_S3_URL names or of moto, and its credentials."""
+    """Yield a new bucket of the server at TEST_S3_URL, or of moto, with credentials set."""
     with contextlib.ExitStack() as stack:
         url = os.environ.get("TEST_S3_URL") or stack.enter_context(servers.moto())
         bucket = servers.Bucket(url)
@@ -20,5 +20,5 @@ def s3_bucket() -> Iterator[servers.Bucket]:
 
 
 def credentials(bucket: servers.Bucket) -> contextlib.AbstractContextManager[object]:
-    """Have a bucket's credentials in our environment, from which processes take them."""
+    """Set a bucket's credentials in the environment, which child processes inherit."""
     return patch.dict(os.environ, bucket.environment)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`loop.stall`: milliseconds for which the service's event loop stands still, at a million chunks.
+"""`loop.stall`: longest callback of the service's event loop in milliseconds, at a million chunks.
 
-A real node service in this process, asked over its socket by a process beside it, with a real disk
-tier. A million chunks of two models and 5,000 tenants are in the arena, and in the disk's index.
-Only metadata is real: the arena is address space alone, and the disk tier's files are sparse. Each
-kind of event has a row (`loop.stall.clear_all`), and `loop.stall` is the longest. The limit is what
-the design allows, 5 ms; `loop.stall.p9999` is the 99.99th percentile of all callbacks by the
-clock, whose limit is 10 ms.
+A real node service with a real disk tier runs in this process, and another process uses it over its
+socket. A million chunks of two models and 5,000 tenants are in the arena, and in the disk's index.
+Only metadata is real: the arena is address space without memory, and the disk tier's files are
+sparse. Each kind of event has a row (`loop.stall.clear_all`), and `loop.stall` is the longest of
+all. The limit is that of the design, 5 ms. `loop.stall.p9999` is the 99.99th percentile of all
+callbacks in elapsed time, with a limit of 10 ms.
 
-A stall is one callback of the loop. Its length is the processor time of the loop's thread, so that
-other processes of a busy machine do not count. Beside it stands what the clock saw of it, and how
-much of that the thread waited: for a processor (the second figure of
-`/proc/thread-self/schedstat`), or for anything else, mostly for the interpreter while a thread of a
-tier had it. Processor time still depends on what others do to caches, and to the cores below a
-virtual machine: `loop.stall.machine` is the longest of 20,000 times the same work of about a
-millisecond, and its limit their median. `loop.stall.often` is how many callbacks took more than
-5 ms in a minute of processor time, and its limit how many of that same work did.
+A stall is one callback of the loop. Its length is the CPU time of the loop's thread, so that other
+processes of a busy machine do not count. The results also have its elapsed time, and the parts that
+the thread waited: for a CPU (the second field of `/proc/thread-self/schedstat`), or for anything
+else, mostly for the interpreter while a tier's thread held it. CPU time still depends on the effect
+of other processes on caches, and on the cores below a virtual machine. Therefore,
+`loop.stall.machine` is the longest of 20,000 repetitions of a reference work of about a
+millisecond, and its limit their median. `loop.stall.often` is the number of callbacks that took
+more than 5 ms, per minute of CPU time, and its limit the same for the reference work.
 """
 
 import asyncio
@@ -99,8 +99,8 @@ _LIMIT_MS = 5.0
 _P9999_LIMIT_MS = 10.0
 _REST_S = 0.3
 _IDLE = ""
-_SAME = "the median of the same work"
-_SAME_OFTEN = "how often that same work took as long"
+_SAME = "the median of the reference work"
+_SAME_OFTEN = "the same for the reference work"
 _STEPS = (
     *("scan", "fill", "acquire", "promote", "acquire_long", "prefetch", "prefetch_long", "status"),
     *("save", "save_long", "save_large", "hold", "burst", "lose", "limit", "limit_disk"),
@@ -109,9 +109,9 @@ _STEPS = (
 
 
 class Stall(NamedTuple):
-    """The longest callback of a kind, in milliseconds.
+    """The longest callback of a kind: three durations in milliseconds.
 
-    Processor time, time by the clock, and what of that was a wait for a processor.
+    `held` is CPU time, `wall` is elapsed time, and `queued` the part of `wall` waiting for a CPU.
     """
 
     held: float
@@ -120,7 +120,7 @@ class Stall(NamedTuple):
 
 
 class Watch:
-    """Times every callback of the loop that runs in this thread, by the kind of event under way."""
+    """Timer of all callbacks of this thread's loop, by the present kind of event."""
 
     def __init__(self) -> None:
         self.kind = _IDLE
@@ -131,7 +131,7 @@ class Watch:
         self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
     async def do_the_same(self, times: int = 20_000) -> None:
-        """Note the processor time of the same work, in many callbacks: of look-ups, as ours is."""
+        """Record the CPU time of the reference work: dictionary lookups, as in the service."""
         known = dict.fromkeys(range(1 << 20))
         keys = random.Random(1).sample(range(1 << 20), 1 << 12)
         for _ in range(times):
@@ -143,9 +143,9 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Time callbacks meanwhile."""
+        """Time all callbacks while the context is active."""
         handle: Any = asyncio.Handle
-        run = handle._run  # noqa: SLF001  what asyncio offers itself only logs, by the clock
+        run = handle._run  # noqa: SLF001  asyncio itself can only log elapsed time
 
         def timed(this: asyncio.Handle) -> None:
             before = self._now()
@@ -159,7 +159,7 @@ class Watch:
             handle._run = run  # noqa: SLF001
 
     def close(self) -> None:
-        """Give the descriptor back, when the loop has ended."""
+        """Close the descriptor, after the loop has ended."""
         os.close(self._schedstat)
 
     def _note(self, stall: Stall) -> None:
@@ -170,14 +170,14 @@ class Watch:
                 self.longest[self.kind] = stall
 
     def _now(self) -> Stall:
-        """Return the thread's clocks: a `Stall` is what they differ by."""
+        """Return the thread's clocks; a `Stall` is the difference of two results."""
         queued = int(os.pread(self._schedstat, 64, 0).split()[1])
         times = time.thread_time_ns(), time.perf_counter_ns(), queued
         return Stall(*(nanoseconds / 1e6 for nanoseconds in times))
 
 
 class AddressSpace:
-    """An arena of addresses without memory, mapped by no process."""
+    """An arena of addresses without memory, which no process maps."""
 
     size = usable = _ARENA_BYTES
     allocating = False
@@ -187,7 +187,7 @@ class AddressSpace:
         self._zeros = memoryview(bytearray(_LARGE_BYTES))
 
     def describe(self, lock_byte: int) -> tuple[SegmentInfo, ...]:
-        """Return what there would be to map."""
+        """Return the segment that a member would map."""
         return (SegmentInfo(SEGMENT, self.size, lock_byte, self.usable),)
 
     def memory(self, extent: Extent) -> memoryview:
@@ -195,11 +195,11 @@ class AddressSpace:
         return self._zeros[: extent.length]
 
     def is_mapped(self, _: int) -> bool:
-        """Say that a member that is lost is gone."""
+        """Return that no member maps the arena: a lost member counts as gone."""
         return False
 
     def grow(self, _: Callable[[], None]) -> None:
-        """Do nothing: it is all there."""
+        """Do nothing, as the arena has its final size."""
 
     def stop_growing(self) -> None:
         """Do nothing."""
@@ -276,7 +276,7 @@ class Engine:
     def reserve(
         self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT, parent: bytes = b""
     ) -> list[tuple[ChunkKey, int, list[bytes]]]:
-        """Reserve chunks; return what a commit says of those that were granted."""
+        """Reserve chunks; return the items for a commit of the granted ones."""
         number = next(self._numbers)
         granted = self.rank.ask(
             Reserve(number, parent, b"".join(keys), number, tenant), Granted
@@ -287,13 +287,13 @@ class Engine:
     def save(
         self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT, parent: bytes = b""
     ) -> int:
-        """Reserve and commit chunks; return how many were granted."""
+        """Reserve and commit chunks; return the number granted."""
         chunks = self.reserve(keys, tenant, parent)
         self.rank.reliably(Commit(self.rank.next_seq(), chunks))
         return len(chunks)
 
     def acquire(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> tuple[int, int]:
-        """Lease chunks; return the ticket, and how many there were."""
+        """Lease chunks; return the lease id and the number of chunks."""
         lease_id = next(self._numbers)
         answer = self.scheduler.ask(Acquire(lease_id, b"".join(keys), 60_000, tenant), Acquired)
         while not answer.final:
@@ -320,7 +320,7 @@ _DISK = TierName("disk")
 
 
 class Story:
-    """What happens, in turn, to a service that is full; each method is a kind of event."""
+    """The sequence of events for a full service; each method is a kind of event."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -337,14 +337,14 @@ class Story:
         self.other = [chain(f"other {n}") for n in range(left // _CHAIN + 1)]
 
     def stored(self) -> list[tuple[str, TenantId, list[ChunkKey]]]:
-        """Return what is to be on the disk at the start, that which is only there at the end."""
+        """Return the chunks on the disk at the start; those that are only there come last."""
         return [
             *self.resident(),
             *(("one", NO_TENANT, keys) for keys in self.cold),
         ]
 
     def resident(self) -> list[tuple[str, TenantId, list[ChunkKey]]]:
-        """Return what is to be in the arena."""
+        """Return the chunks for the arena."""
         return [
             *(("one", NO_TENANT, keys) for keys in self.mine),
             *(("one", BIG, keys) for keys in self.big),
@@ -353,12 +353,12 @@ class Story:
         ]
 
     def make_files(self) -> None:
-        """Make what the disk holds from an earlier life of the service."""
+        """Create the files of an earlier run of the service."""
         whole = {keys[0] for keys in self.cold}
         _make_files(self._root / "disk", self.stored(), whole)
 
     def scan(self) -> None:
-        """Start a service on a full disk."""
+        """Wait until the service has scanned a full disk."""
         wanted = sum(len(keys) for _, _, keys in self.stored())
         while self._status().catalog.tiers[_DISK].chunks < wanted:
             time.sleep(1)
@@ -372,12 +372,12 @@ class Story:
             engine.save(keys, tenant)
 
     def acquire(self) -> None:
-        """Lease chains of 512 chunks, and let go."""
+        """Lease and release chains of 512 chunks."""
         for keys in self.mine[:500]:
             self.one.release([self.one.acquire(keys)[0]])
 
     def promote(self) -> None:
-        """Ask for chains that are only on the disk, and for long prompts."""
+        """Lease chains that are only on the disk, and then several as one long prompt."""
         for keys in self.cold[:8]:
             lease_id, found = self.one.acquire(keys)
             assert found == len(keys), found
@@ -389,7 +389,7 @@ class Story:
             self.one.release([lease_id])
 
     def acquire_long(self) -> None:
-        """Ask for prompts of 1,000,000 tokens and more."""
+        """Lease prompts of 1,000,000 tokens and more."""
         keys = list(itertools.chain.from_iterable(self.other[:64]))
         for length in (4096, 16384, 32768):
             lease_id, found = self.two.acquire(keys[:length])
@@ -397,29 +397,29 @@ class Story:
             self.two.release([lease_id])
 
     def prefetch(self) -> None:
-        """See new requests."""
+        """Prefetch for new requests."""
         for keys in self.mine[:200]:
             self.one.scheduler.say(Prefetch(b"".join(keys)))
         self.one.release([0])
 
     def prefetch_long(self) -> None:
-        """See a long request."""
+        """Prefetch for a long request."""
         keys = list(itertools.chain.from_iterable(self.other[:64]))
         self.two.scheduler.say(Prefetch(b"".join(keys)))
         self.two.release([0])
 
     def status(self) -> None:
-        """Look at it."""
+        """Request the status."""
         for _ in range(5):
             self._status()
 
     def save(self) -> None:
-        """Save into the full arena: one goes for each that comes."""
+        """Save into the full arena: each new chunk evicts one."""
         for number in range(40):
             self.one.save(chain(f"new {number}"))
 
     def save_long(self) -> None:
-        """Save one long prompt bit by bit, and another at once."""
+        """Save one long prompt in parts, and another in one request."""
         keys, parent = chain("bit by bit", 4096), b""
         for part in batches(keys, 8):
             self.one.save(part, parent=parent)
@@ -432,11 +432,11 @@ class Story:
         saved = 0
         for number in range(30):
             saved += engine.save(chain(f"large {number}", 16))
-        assert saved, "nothing of another size was saved"
+        assert saved, "no chunk of another size was saved"
         engine.close()
 
     def hold(self) -> None:
-        """Lease a fifth of all chunks, use the rest, and save until the held ones are oldest."""
+        """Lease a fifth of all chunks, use the rest, and save while the leased are oldest."""
         held = self.mine[: _CHUNKS // 5 // _CHAIN]
         lease_ids = [self.one.acquire(keys)[0] for keys in held]
         for keys in (*self.mine[len(held) :], *self.other):
@@ -450,29 +450,29 @@ class Story:
             self.one.release(part)
 
     def burst(self) -> None:
-        """Say many small things at once."""
+        """Send many small messages together."""
         client = self.one.scheduler
         client.reliably(*(Release(client.next_seq(), [n]) for n in range(20_000)))
 
     def lose(self) -> None:
-        """Lose a rank that was writing, and learn that it is gone."""
+        """Disconnect a rank that is writing; the service then finds it gone."""
         engine = Engine(self._address, "one")
         for number in range(40):
             engine.reserve(chain(f"lost {number}"))
         engine.close()
 
     def limit(self) -> None:
-        """Give a tenant with a quarter of all its first quota."""
+        """Set the first memory quota of a tenant that has a quarter of all chunks."""
         with connect(self._address, 60) as control:
             control.limit(BIG, memory=_CHUNKS // 8 * _CHUNK_BYTES)
 
     def limit_disk(self) -> None:
-        """Give it one of the disk."""
+        """Set a disk quota of the same tenant."""
         with connect(self._address, 60) as control:
             control.limit(BIG, disk=_CHUNKS // 8 * stored_bytes(_CHUNK_BYTES))
 
     def clear_tenant(self) -> None:
-        """Clear it."""
+        """Clear that tenant."""
         with connect(self._address, 60) as control:
             control.clear(tenant=BIG)
 
@@ -487,7 +487,7 @@ class Story:
             control.clear()
 
     def end(self) -> None:
-        """Wait until everything is stored."""
+        """Wait until all chunks are stored."""
         with connect(self._address, 60) as control:
             control.flush(600)
 
@@ -497,7 +497,7 @@ class Story:
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Let everything happen to a service with a million chunks."""
+    """Run all kinds of events against a service with a million chunks."""
     shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
     root = Path(tempfile.mkdtemp(prefix="kvhaven-stall-", dir=shm))
     logging.getLogger("kvhaven").setLevel(logging.ERROR)
@@ -515,20 +515,20 @@ def measure(say: Callable[[str], None]) -> list[Result]:
         _result("loop.stall", worst),
         Result("loop.stall.machine", same[-1], "ms", statistics.median(same), len(same), _SAME),
         Result("loop.stall.often", _often(watch.held), "/min", _often(watch.same), 1, _SAME_OFTEN),
-        at_most("loop.stall.p9999", p9999, "ms", _P9999_LIMIT_MS, len(walls), "the design's"),
+        at_most("loop.stall.p9999", p9999, "ms", _P9999_LIMIT_MS, len(walls), "set by the design"),
     ]
 
 
 def _often(held: Sequence[float]) -> float:
-    """Return how many of these took longer than is allowed, in a minute of all of them."""
+    """Return the number of callbacks above the limit, per minute of their total time."""
     return sum(ms > _LIMIT_MS for ms in held) / (sum(held) / 60_000)
 
 
 def _result(name: str, stall: Stall) -> Result:
     waited = max(0.0, stall.wall - stall.held - stall.queued)
     what = (
-        f"what the design allows; processor time of a callback that took {stall.wall:.1f} ms by "
-        f"the clock, and waited {stall.queued:.1f} for a processor and {waited:.1f} for others"
+        f"set by the design; CPU time of a callback with {stall.wall:.1f} ms elapsed, of "
+        f"which it waited {stall.queued:.1f} ms for a CPU and {waited:.1f} ms otherwise"
     )
     return at_most(name, stall.held, "ms", _LIMIT_MS, 1, what)
 
@@ -550,7 +550,7 @@ async def _run(root: Path, say: Callable[[str], None]) -> Watch:
         if (failure := await asyncio.to_thread(ours.recv)) is not None:
             raise ProcessError(f"{name}: {failure}")
 
-    say(f"making {_CHUNKS} files")
+    say(f"creating {_CHUNKS} files")
     await step("make_files")
     service = Service(settings, AddressSpace(), make_tiers(settings))  # type: ignore[arg-type]  # an arena without memory
     tame_collector()
@@ -564,10 +564,10 @@ async def _run(root: Path, say: Callable[[str], None]) -> Watch:
             watch.kind, began = kind, time.monotonic()
             await step(kind)
             await asyncio.sleep(_REST_S)
-            while not service.driver.idle:  # noqa: ASYNC110  whatever makes it idle
+            while not service.driver.idle:  # noqa: ASYNC110  no event signals idle
                 await asyncio.sleep(_REST_S)
             stall, took = watch.longest[kind], time.monotonic() - began
-            say(f"{kind}: {stall.held:.2f} ms, {stall.wall:.2f} by the clock, in {took:.0f} s")
+            say(f"{kind}: {stall.held:.2f} ms of CPU, {stall.wall:.2f} ms elapsed, in {took:.0f} s")
         watch.kind = _IDLE
         await watch.do_the_same()
         collecting.cancel()
@@ -578,14 +578,14 @@ async def _run(root: Path, say: Callable[[str], None]) -> Watch:
 
 
 def _play(root: Path, orders: Connection) -> None:
-    """Do what the process that measures says, in a process beside it."""
+    """Run the steps that the measuring process orders, in another process."""
     story = Story(root)
     while True:
         try:
             getattr(story, orders.recv())()
         except EOFError:
             return
-        except Exception as error:  # noqa: BLE001  the other process is to end, and say why
+        except Exception as error:  # noqa: BLE001  the measuring process reports it
             orders.send(repr(error))
         else:
             orders.send(None)
@@ -594,7 +594,7 @@ def _play(root: Path, orders: Connection) -> None:
 def _make_files(
     path: Path, stored: Sequence[tuple[str, TenantId, list[ChunkKey]]], read: set[ChunkKey]
 ) -> None:
-    """Make the disk tier's files: sparse ones, of the right names and sizes."""
+    """Create the disk tier's files: sparse, with valid names and sizes."""
     path.mkdir(mode=0o700)
     shard = Shard(ShardId(0, (0, 1), (0, 1)), _CHUNK_BYTES)
     size = stored_bytes(_CHUNK_BYTES)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench-tiers`: every tier against its raw limit, and what it is worth to a user.
+"""`make bench-tiers`: each tier compared with its raw limit, and its effect on time to first token.
 
-- `<tier>.write`, `<tier>.read`: GB/s of shards of 2 MiB, all asked for at once, as the service
-  does; what is read is verified. `<tier>.contains`: names per second. See `rates`.
-- Limits: for `disk` and `fs` direct I/O of the same pieces (see `disks`), 0.85 of it wanted;
-  for `s3` and `redis` their bare clients with as many requests under way on the same server
-  (see `plain_clients`), 0.80 wanted.
+- `<tier>.write`, `<tier>.read`: GB/s of shards of 2 MiB, all requested together, as the service
+  does; reads are verified. `<tier>.contains`: names per second. See `rates`.
+- Limits: for `disk` and `fs`, direct I/O of the same pieces (see `disks`), target 0.85; for `s3`
+  and `redis`, their bare clients with as many requests in progress on the same server (see
+  `plain_clients`), target 0.80.
 - `ttft.*`: see `two_nodes`.
 
-S3 is moto's server, a Python program with little throughput: there the ratio counts, not the
-value. `TEST_S3_URL` names another (`scripts/with-ceph python -m benchmarks tiers`: Ceph). A
-server that is not installed is skipped, and it is said how to get it. All results are in
-`build/bench-tiers.json`.
+The S3 server is moto, a Python program with low throughput: there only the ratio is meaningful, not
+the value. `TEST_S3_URL` selects another server (`scripts/with-ceph python -m benchmarks tiers`:
+Ceph). A server that is not installed is skipped, with a line about its installation. All results
+are in `build/bench-tiers.json`.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from tests.servers import Bucket
 
 _PART = 0.80
 _ALWAYS_ASK: dict[str, Any] = {"present_s": 0, "absent_s": 0}
-"""Else the tier would answer look-ups from its own memory."""
+"""Otherwise the tier would answer lookups from its own memory."""
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Measure all tiers whose servers there are."""
+    """Measure all tiers whose servers are available."""
     results = []
     with memory() as held:
         for of_tier in (measure_disk, measure_directory, measure_s3, measure_redis):
@@ -46,7 +46,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 def measure_s3(held: Memory, say: Callable[[str], None]) -> list[Result]:
-    """Write, read and look up in a bucket."""
+    """Measure writes, reads and lookups of the S3 tier."""
 
     async def run(bucket: Bucket) -> list[Result]:
         tier = bucket.tier(deadline_s=120, **_ALWAYS_ASK)
@@ -57,7 +57,7 @@ def measure_s3(held: Memory, say: Callable[[str], None]) -> list[Result]:
 
 
 def measure_redis(held: Memory, say: Callable[[str], None]) -> list[Result]:
-    """Write, read and look up in a Redis."""
+    """Measure writes, reads and lookups of the Redis tier."""
 
     async def run(url: str) -> list[Result]:
         plain = PlainRedis(url)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engines, with KVHaven and without, that take turns at prompts nobody has seen.
+"""Alternating vLLM engines, with and without KVHaven, on prompts that are new to all of them.
 
-A figure is what the same prompts cost with KVHaven, as a multiple of what they cost without.
-Every prompt is replaced by another of the same length in each round, and the median over the
-rounds counts for it: what else a machine does for a moment falls out. The engine whose turn it
-is not stands still (SIGSTOP), since an idle one polls and takes a core's time.
+A value is the time of the same prompts with KVHaven, as a multiple of the time without. Each round
+replaces every prompt by another one of the same length, and the median over the rounds counts, so
+that short disturbances have no effect. Engines are stopped (SIGSTOP) except while they serve,
+because an idle engine polls and uses a core.
 """
 
 import random
@@ -23,14 +23,14 @@ _OUTPUT_TOKENS = 8
 
 
 def warm_up(*engines: Engine) -> None:
-    """Let each serve a first prompt, and stand still until it is its turn."""
+    """Send a first prompt to each engine, then stop it until its turn."""
     for engine in engines:
         engine.ask(WARM_UP, 2)
         engine.pause()
 
 
 def ask(engine: Engine, prompt: str, tokens: int = _OUTPUT_TOKENS) -> Answer:
-    """Ask an engine that stands still."""
+    """Send a prompt to a stopped engine, and stop it again."""
     engine.resume()
     try:
         return engine.ask(prompt, tokens)
@@ -40,13 +40,13 @@ def ask(engine: Engine, prompt: str, tokens: int = _OUTPUT_TOKENS) -> Answer:
 
 @dataclass(frozen=True)
 class Baseline:
-    """An engine without KVHaven, and what KVHaven may cost against it."""
+    """An engine without KVHaven, and the limit for KVHaven's time relative to it."""
 
     engine: Engine
     name: str
-    """Of the figure, after that of the measurement."""
+    """Suffix of the result's name, after the measurement's."""
     what: str
-    """In words, for people."""
+    """Description for the results."""
     allowed: float
 
 
@@ -59,10 +59,10 @@ class Turns:
     say: Callable[[str], None]
 
     def measure(self, name: str, rounds: int, *, seed: int, prompts: int = PROMPTS) -> list[Result]:
-        """Return the time of all prompts with KVHaven, in times of each baseline's.
+        """Return the time of all prompts with KVHaven, as a multiple of each baseline's.
 
-        `seed` makes the prompts; other figures of the same engines need another one. Raises
-        `ProcessError` when outputs differ, or when a token came from a cache.
+        `seed` generates the prompts; every measurement with the same engines needs a different one.
+        Raises `ProcessError` if outputs differ, or if a token came from a cache.
         """
         engines = [*(baseline.engine for baseline in self.baselines), self.with_kvhaven]
         times: list[list[list[float]]] = [[[] for _ in range(prompts)] for _ in engines]
@@ -72,13 +72,13 @@ class Turns:
             chance = random.Random(seed * 10_000 + turn)
             prompt = "".join(chance.choices(string.ascii_lowercase, k=_PROMPT_TOKENS))
             outputs = set()
-            first = turn // prompts + turn  # each is first, second, ... at each prompt by turns
+            first = turn // prompts + turn  # engines alternate in being first, second, ...
             for which in [(first + step) % len(engines) for step in range(len(engines))]:
                 answer = self._ask(engines[which], prompt)
                 outputs.add(tuple(answer.tokens))
                 times[which][turn % prompts].append(answer.total)
             if len(outputs) > 1:
-                raise ProcessError(f"{name}: the output with KVHaven is another one")
+                raise ProcessError(f"{name}: the output with KVHaven differs")
         *without, with_kvhaven = map(_total, times)
         results = []
         for baseline, limit in zip(self.baselines, without, strict=True):
@@ -86,7 +86,7 @@ class Turns:
                 f"{name}{baseline.name}: {prompts} prompts take {limit:.2f} s {baseline.what}, "
                 f"{with_kvhaven:.2f} s with KVHaven"
             )
-            what = f"{baseline.allowed:.2f} times as long as {baseline.what}"
+            what = f"{baseline.allowed:.2f} times the time {baseline.what}"
             value = with_kvhaven / limit
             results.append(
                 at_most(f"{name}{baseline.name}", value, "x", baseline.allowed, rounds, what)
@@ -97,7 +97,7 @@ class Turns:
     def _ask(engine: Engine, prompt: str) -> Answer:
         answer = ask(engine, prompt)
         if answer.sources["computed"] != answer.prompt_tokens:
-            raise ProcessError(f"a prompt that was never seen came from {answer.sources}")
+            raise ProcessError(f"a new prompt came from {answer.sources}, not from computation")
         return answer
 
 

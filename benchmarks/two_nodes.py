@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft.<tier>`: what a node gains from what another computed, in real vLLM.
+"""`ttft.<tier>`: speedup of a node by KV that another node computed, in real vLLM.
 
-Two engines, each with a node service and an arena of its own. Node A computes three prompts of
-8,200 tokens on the same document, with a shared directory, S3 and Redis at once, and stores them.
-Node B's service is started anew before each prompt, with one of these tiers, so its arena is
-empty and it knows nothing: it looks up, reads, verifies and loads.
+Two engines each have their own node service and arena. Node A computes three prompts of 8,200
+tokens on the same document, and stores them in a shared directory, S3 and Redis together. Node B's
+service is restarted before each prompt, with one of these tiers, so its arena is empty and has no
+lookup results: it looks up, reads, verifies and loads.
 
-- `ttft.cold`: seconds to the first token at node B without any tier, in turns with the others.
-- `ttft.fs`, `ttft.s3`, `ttft.redis`: from a tier that only A wrote to. Limit: a fifth of cold.
-- `ttft.disk`: from B's own disk, where an earlier service of B left the prompts; the same limit.
+- `ttft.cold`: seconds to the first token at node B without a tier, alternating with the others.
+- `ttft.fs`, `ttft.s3`, `ttft.redis`: from a tier that only A wrote to. Limit: 1/5 of cold.
+- `ttft.disk`: from B's own disk, where an earlier service of B stored the prompts; the same limit.
 
-All outputs are compared with what A computed, and the cache has to cover all full chunks.
+All outputs are compared with those of A, and the cache must cover all full chunks.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ _PASSES = 3
 _TIMES = 5
 _ATTACH_S = 30.0
 _SETTLE_S = 1.0
-"""Both sides populate their mappings of a new arena in the background, which takes less."""
+"""Longer than service and engine need to populate their mappings of a new arena."""
 
 _Settings = Mapping[str, object]
 
 
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Compute on one node, then ask the other."""
+    """Compute on one node, then send the prompts to the other."""
     with contextlib.ExitStack() as stack:
         runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhaven-bench-")))
         folder = stack.enter_context(empty_folder("two-nodes"))
@@ -64,7 +64,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 def _shared_tiers(
     stack: contextlib.ExitStack, folder: Path, say: Callable[[str], None]
 ) -> Iterator[tuple[str, _Settings]]:
-    """Yield the settings of each shared tier whose server there is."""
+    """Yield the settings of each shared tier whose server is available."""
     (folder / "shared").mkdir()
     yield "fs", {"remote_url": f"file://{folder}/shared"}
     try:
@@ -79,14 +79,14 @@ def _shared_tiers(
 
 
 class _Node:
-    """A node: where its service and its engine meet, and their logs."""
+    """A node: the socket of its service and engine, and their logs."""
 
     def __init__(self, socket: Path, log: Path) -> None:
         self._socket = socket
         self._log = log
 
     def engine(self, model: Path) -> contextlib.AbstractContextManager[Engine]:
-        """Start its engine, which attaches to any service that is started."""
+        """Start the node's engine, which attaches to each service that starts."""
         config = kvhaven(service_address=str(self._socket), **PATIENT)
         return engine(model, self._log.with_suffix(".engine.log"), kv_transfer_config=config)
 
@@ -108,7 +108,7 @@ class _Node:
 
 
 class _Measurement:
-    """The passes over all prompts. `_outputs` are what node A computed."""
+    """The passes over all prompts. `_outputs` are those of node A."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class _Measurement:
             self._say(
                 f"{name}: {value:.3f} s ({min(of_tier):.3f} to {max(of_tier):.3f}), "
                 f"{medians['cold'] / value:.1f} times as fast as cold, "
-                f"{value / medians['disk']:.2f} of disk"
+                f"{value / medians['disk']:.2f} times the time of disk"
             )
             if name == "cold":
                 results.append(plain("ttft.cold", value, "s", count))
@@ -152,7 +152,7 @@ class _Measurement:
         return results
 
     def _fill(self) -> None:
-        """Let A compute and store in all shared tiers, and B on its disk."""
+        """Compute the prompts; store them from A in all shared tiers, and from B on its disk."""
         every: dict[str, object] = {}
         for settings in self._shared.values():
             urls = f"{every.get('remote_url', '')} {settings['remote_url']}".strip()
@@ -171,14 +171,14 @@ class _Measurement:
             self._outputs = outputs
 
     def _ask_b(self, number: int, settings: _Settings) -> float:
-        """Return the seconds to the first token at node B, whose service is new."""
+        """Return the seconds to the first token at node B, with a new service."""
         node, attached = self._b
         prompt = self._prompts[number]
         with node.service(attached, settings) as service:
             answer = ask(attached, prompt)
             tiers = service.status()["tiers"]
         if answer.tokens != self._outputs[number]:
-            raise ProcessError(f"with {settings} the output is another one")
+            raise ProcessError(f"with {settings} the output differs from node A's")
         computed = answer.sources["computed"]
         wanted = CHUNK if settings else answer.prompt_tokens
         if computed > wanted or (not settings and computed != wanted):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A toy inference engine with paged KV and batched steps, and KVHaven in it.
+"""Toy inference engine with paged KV, batched steps, and KVHaven.
 
-One layer of attention, random weights, greedy sampling, several requests a step. The lines with
-KVHaven are marked.
+It has one layer of attention, random weights, greedy sampling, and several requests per step. The
+lines that use KVHaven are marked.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ VOCABULARY, HEADS, WIDTH = 101, 4, 32
 
 
 class Model:
-    """Token embeddings, one layer of attention, logits."""
+    """Model of token embeddings, one layer of attention, and logits."""
 
     def __init__(self, seed: int) -> None:
         make = torch.Generator().manual_seed(seed)
@@ -34,7 +34,7 @@ class Model:
         self.kv = torch.zeros(BLOCKS, HEADS, BLOCK, 2 * WIDTH)  # content: K, then V
 
     def forward(self, tokens: list[int], first: int, blocks: list[int]) -> int:
-        """Compute `tokens`, which begin at position `first`, into `blocks`; return the next one."""
+        """Compute `tokens` from position `first` on into `blocks`; return the next token."""
         end = first + len(tokens)
         hidden = self.embedding[tokens] + torch.arange(first, end).sin()[:, None]
         q, k, v = (hidden @ self.qkv).view(-1, 3, HEADS, WIDTH).unbind(1)
@@ -52,7 +52,7 @@ class Model:
 
 @dataclass
 class Sequence(Request):
-    """A request, its blocks, and how many tokens it may still generate."""
+    """Request with its blocks and the number of tokens that it may still generate."""
 
     left: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Sequence(Request):
 
 
 class Engine:
-    """Adds requests, and runs them step by step until all are finished."""
+    """Queues requests, and runs them step by step until all are finished."""
 
     def __init__(self, name: str, seed: int = 0) -> None:
         self.model = Model(seed)
@@ -83,25 +83,25 @@ class Engine:
         """Queue a prompt for `length` tokens of output."""
         request = Sequence(name, list(prompt), len(prompt), left=length)
         self.waiting.append(request)
-        self.scheduler.on_new_request(request)  # KVHaven: promote its KV while it waits
+        self.scheduler.on_new_request(request)  # KVHaven: promote its KV while it is queued
         return request
 
     def run(self) -> None:
-        """Step until every request is finished."""
+        """Run steps until all requests are finished."""
         while self.waiting or self.running:
             self.step()
 
     def step(self) -> None:
-        """Admit what waits, compute every running request, sample a token for each."""
+        """Admit waiting requests, compute all running ones, sample a token for each."""
         starting = self._admit()
         scheduled = []
         for request in self.running:
             starts, done = request in starting, request.num_computed_tokens
             blocks, due = [request.blocks] if starts else None, request.num_tokens - done
             scheduled.append(ScheduledRequest(request.request_id, blocks, done, due, starts))
-        plan = self.scheduler.plan_step(scheduled)  # KVHaven: what to copy around this step
+        plan = self.scheduler.plan_step(scheduled)  # KVHaven: plan this step's copies
         sampled: list[int] = []
-        with self.worker.step(plan):  # KVHaven: loads end before the forward, saves begin after it
+        with self.worker.step(plan):  # KVHaven: loads end before the forward, saves start after it
             for request in self.running:
                 first = request.num_computed_tokens
                 sampled.append(self.model.forward(request.tokens[first:], first, request.blocks))
@@ -129,11 +129,11 @@ class Engine:
             blocks = -(-(request.num_tokens + request.left) // BLOCK)
             if len(self.free) < blocks:
                 break
-            matched, _ = self.scheduler.matched_tokens(request, 0)  # KVHaven: what is cached?
+            matched, _ = self.scheduler.matched_tokens(request, 0)  # KVHaven: look up
             if matched is None:
-                continue  # it is being fetched: ask again in the next step
+                continue  # not known yet: ask again in the next step
             request.blocks, self.free = self.free[:blocks], self.free[blocks:]
-            self.scheduler.allocated(request, [request.blocks], matched)  # KVHaven: load it there
+            self.scheduler.allocated(request, [request.blocks], matched)  # KVHaven: plan load
             request.num_computed_tokens = matched
             self.waiting.remove(request)
             self.running.append(request)
@@ -141,6 +141,6 @@ class Engine:
         return admitted
 
     def _finish(self, request: Sequence) -> None:
-        self.scheduler.finished(request)  # KVHaven: saves that still read its blocks are fenced
+        self.scheduler.finished(request)  # KVHaven: fence saves that still read its blocks
         self.running.remove(request)
         self.free += request.blocks

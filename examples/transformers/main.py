@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVHaven in Hugging Face transformers: one prompt cold, warm, and in a new process from disk.
+"""KVHaven with Hugging Face transformers: one prompt cold, warm, and from disk after a restart.
 
     .venv/bin/python examples/transformers/main.py [--model FOLDER] [--tokens 8192]
 
-Without `--model` it makes a small Llama of its own. Prints the time to the first token of each,
-and whether the outputs are equal.
+Without `--model` it creates a small Llama. Prints the time to the first token of each run, and
+whether the outputs are equal.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from kvhaven.integrations.transformers import KVHaven
 
 
 def main() -> int:
-    """Run the demonstration, or with `--phase` one process of it; return the exit status."""
+    """Run the demonstration, or one of its processes (`--phase`); return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", type=Path, help="a folder as save_pretrained writes it")
-    parser.add_argument("--tokens", type=int, default=8192, help="length of the prompt")
+    parser.add_argument("--model", type=Path, help="folder written by save_pretrained")
+    parser.add_argument("--tokens", type=int, default=8192, help="length of the prompt in tokens")
     parser.add_argument("--disk", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--phase", choices=("first", "restarted"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def run(folder: Path, disk: Path, tokens: int, phase: str) -> dict[str, dict[str, object]]:
-    """Measure one process: without KVHaven, then cold and warm; or after the restart."""
+    """Measure one process: without KVHaven, then cold and warm; or after a restart."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     dice = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, model.config.vocab_size, (1, tokens), generator=dice)
@@ -70,7 +70,7 @@ def run(folder: Path, disk: Path, tokens: int, phase: str) -> dict[str, dict[str
 
 
 def measure(generator: object, prompt: torch.Tensor) -> dict[str, object]:
-    """Return the time to the first token, the tokens from the cache, and 16 tokens of output."""
+    """Return the seconds to the first token, the number of cached tokens, and 16 output tokens."""
     generate = generator.generate  # type: ignore[attr-defined]
     mask = torch.ones_like(prompt)
     began = time.perf_counter()

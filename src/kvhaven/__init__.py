@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KVHaven: a KV-cache layer for inference engines on every accelerator.
 
-The names that this package and `kvhaven.engine` export are the public interface: they are changed
-only with a new minor version, after a version that warns. Everything else may change at any time.
+The names that this package and `kvhaven.engine` export are the public interface. They change only
+in a new minor version, after a version that warns. Everything else may change at any time.
 """
 
 from kvhaven.config import Resolved, Settings, load_settings

@@ -1,48 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions of KVHaven; a message names the thing, the value and the way out."""
+"""Exceptions of KVHaven; messages name the object, the value and the remedy."""
 
 
 class KVHavenError(Exception):
-    """Base of all errors of KVHaven."""
+    """Base class of all errors of KVHaven."""
 
 
 class ConfigError(KVHavenError):
-    """A setting is unknown, malformed, or contradicts another one."""
+    """A setting is unknown or malformed, or contradicts another setting."""
 
 
 class ProtocolError(KVHavenError):
-    """A peer sent something that is not of the wire format; its connection is closed."""
+    """A peer violated the wire format; its connection is closed."""
 
 
 class ServiceUnavailableError(KVHavenError):
-    """The node service cannot be reached or did not answer in time."""
+    """The node service is unreachable or did not answer in time."""
 
 
 class IncompleteEngineError(ServiceUnavailableError):
-    """The service has not all ranks of the engine, or ranks that loaded unlike files.
+    """Ranks of the engine have not attached to the service, or loaded different files.
 
-    No setting is wrong, and it may pass: the engine serves without a cache.
+    No setting is wrong and the condition may be temporary. The engine serves without a cache.
     """
 
 
 class ArenaError(KVHavenError):
-    """Shared memory could not be had, mapped or checked."""
+    """Shared memory cannot be allocated, mapped or checked."""
 
 
 class TierError(KVHavenError):
-    """A tier failed (full, read-only, gone): counted by its breaker."""
+    """A tier failed (full, read-only, gone); its breaker counts the failure."""
 
 
 class TierMissError(KVHavenError):
-    """A tier does not hold the shard, or what it holds did not pass its checks: a miss."""
+    """A tier does not hold the shard, or the stored shard failed its checks: a miss."""
 
 
 class LayoutError(KVHavenError):
-    """KV tensors are laid out in a way that is not understood, so they are not touched."""
+    """The layout of the KV tensors is not supported."""
 
 
 class IncompatibleEngineError(KVHavenError):
-    """The engine, or how it is configured, is one that KVHaven does not serve; it says why."""
+    """The engine or its configuration is not supported; the message has the reason."""
 
 
 class DeviceCopyError(KVHavenError):
@@ -50,4 +50,4 @@ class DeviceCopyError(KVHavenError):
 
 
 class UnreportedLoadError(KVHavenError):
-    """A load failed where the engine cannot be told: rather no answer than a wrong one."""
+    """A load failed and cannot be reported; the engine must end to avoid wrong output."""

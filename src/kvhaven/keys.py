@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Names of chunks: the namespace and the chain of keys, as another program could compute them.
+r"""Names of chunks: the namespace digest and the key chain, specified for other implementations.
 
-Everything here is SHA-256 over bytes that are written down exactly; `u32` is a little-endian
-unsigned 32-bit number, `i64` a little-endian signed 64-bit one, text is UTF-8 (lone surrogates
-are encoded as three bytes each, so that no text is refused).
+Every name is SHA-256 over exactly specified bytes. `u32` is a little-endian unsigned 32-bit number,
+`i64` a little-endian signed 64-bit number. Text is UTF-8; lone surrogates are encoded as three
+bytes each, so that no text is refused.
 
-- Namespace: `SHA-256("kvhaven namespace 1\n" || u32 number of fields || fields)`, the fields in
-  the order of their names' bytes, each as `u32 length || name || u32 length || value`.
-- Chain: `key[i] = SHA-256(key[i-1] || tokens of chunk i, each u32 || extras of chunk i)`, and
-  `key[-1]` is the root: the namespace's digest, or after a reset
-  `SHA-256("kvhaven epoch 1\n" || namespace's digest || epoch)`.
-- Extras: records of `kind (one byte) || u32 length || content`, in this order and only where
-  they exist: 1 the LoRA adapter's fingerprint and 2 the cache salt, both in chunk 0 alone (the
-  chain carries them on); 3 a media item, in every chunk that its range touches, with the content
-  `i64 offset || u32 length || content hash`. The offset is that of the item's first token,
-  counted from the chunk's first token: negative if the item began in an earlier chunk. Items are
-  ordered by offset, length, content hash.
-- Tenant: the first 8 bytes of `SHA-256("kvhaven tenant 1\n" || cache salt)`; without a salt there
-  is none. It stands for the salt wherever people or files see it: usage, quotas, names of stores.
+- Namespace: `SHA-256("kvhaven namespace 1\n" || u32 number of fields || fields)`, with the fields
+  sorted by the bytes of their names, each as `u32 length || name || u32 length || value`.
+- Chain: `key[i] = SHA-256(key[i-1] || tokens of chunk i, each u32 || extras of chunk i)`. `key[-1]`
+  is the root: the namespace's digest, or after a reset `SHA-256("kvhaven epoch 1\n" || namespace's
+  digest || epoch)`.
+- Extras: records of `kind (one byte) || u32 length || content`, in this order and only where they
+  exist. Kind 1 is the LoRA adapter's fingerprint and kind 2 the cache salt, both only in chunk 0
+  (the chain carries them to later chunks). Kind 3 is a media item, in every chunk that its range
+  touches, with the content `i64 offset || u32 length || content hash`. The offset is that of the
+  item's first token relative to the chunk's first token; it is negative if the item began in an
+  earlier chunk. Items are ordered by offset, length, content hash.
+- Tenant: the first 8 bytes of `SHA-256("kvhaven tenant 1\n" || cache salt)`, empty without a salt.
+  It replaces the salt wherever users or files see it: usage, quotas, names of stores.
 
 `tests/unit/key_vectors.json` holds test vectors.
 """
@@ -46,18 +46,18 @@ _EPOCH_TAG = b"kvhaven epoch 1\n"
 _TENANT_TAG = b"kvhaven tenant 1\n"
 _LORA, _SALT, _MEDIA = 1, 2, 3
 _RULES = "rules"
-"""The field that says by which rules the others were made."""
+"""Field with the version of the rules by which the other fields were made."""
 _OF_CONTENT = ("weights", "draft.weights", "code.", "tokenizer", "scales", "files.")
 _SHOWN_FIELDS = 6
 _SHOWN_CHARACTERS = 40
 
 
 class KeyInputError(KVHavenError):
-    """Tokens or extras cannot be named by a key: the request is not cached."""
+    """Error for tokens or extras that cannot be part of a key: the request is not cached."""
 
 
 class MediaItem(msgspec.Struct, frozen=True):
-    """A multimodal item in the prompt: `length` tokens from token `offset` stand for it."""
+    """Multimodal item in the prompt, which takes `length` tokens from token `offset` on."""
 
     content_hash: str
     offset: int
@@ -65,7 +65,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class Extras(msgspec.Struct, frozen=True):
-    """What determines a request's KV besides its tokens.
+    """Inputs that determine a request's KV besides its tokens.
 
     `lora` is the adapter's fingerprint (never its name), `salt` the tenant's cache salt.
     """
@@ -85,19 +85,19 @@ def namespace_digest(fields: Mapping[str, str]) -> NamespaceDigest:
 
 
 def differing_fields(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the names of the fields in which two namespaces differ, sorted."""
+    """Return the sorted names of the fields in which two namespaces differ."""
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 def of_content(field: str) -> bool:
-    """Whether a namespace's field is made of what files contain, and not of settings."""
+    """Return whether a namespace field is derived from the content of files, not from settings."""
     return field.startswith(_OF_CONTENT)
 
 
 def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return in words in what two namespaces differ: some fields, with both values."""
+    """Describe the difference of two namespaces for messages: some fields, with both values."""
     names = differing_fields(one, other)
-    if _RULES in names:  # then most fields differ, and say nothing
+    if _RULES in names:  # with other rules most fields differ, which explains nothing
         names = [_RULES]
     shown = [
         f"{name} ({_shortened(one.get(name))}, {_shortened(other.get(name))})"
@@ -108,41 +108,41 @@ def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
 
 
 def epoch_root(namespace: NamespaceDigest, epoch: bytes) -> bytes:
-    """Return the 32 byte root for an engine that reset its cache; `epoch` is any unique value."""
+    """Return the 32-byte root for an engine that reset its cache; `epoch` is any unique value."""
     return sha256(_EPOCH_TAG + namespace + epoch).digest()
 
 
 def tenant_id(salt: str) -> TenantId:
-    """Return the name of the tenant with this cache salt; the empty salt is nobody's."""
+    """Return the tenant with this cache salt; `NO_TENANT` for an empty salt."""
     if not salt:
         return NO_TENANT
     return TenantId(sha256(_TENANT_TAG + _text(salt)).digest()[:TENANT_BYTES])
 
 
 class KeyChain:
-    """The keys of one request's full chunks, extended as the request grows.
+    """Keys of one request's full chunks, extended as the request grows.
 
-    `root` is what the chain starts from: 32 bytes, a namespace's digest or an `epoch_root`.
-    Raises `KeyInputError` for a root of another length, a `chunk_size` below 1, or media items
-    with an offset or length outside of 32 bits.
+    `root` starts the chain: 32 bytes, a namespace's digest or an `epoch_root`. Raises
+    `KeyInputError` for a root of another length, a `chunk_size` below 1, or media items with an
+    offset or length outside of 32 bits.
 
-    Not safe for use by several threads at once.
+    Not thread-safe.
     """
 
     def __init__(
         self, root: NamespaceDigest | bytes, chunk_size: int, extras: Extras | None = None
     ) -> None:
         if len(root) != KEY_BYTES:
-            raise KeyInputError(f"a root has {KEY_BYTES} bytes, this one has {len(root)}")
+            raise KeyInputError(f"root: wrong length (expected {KEY_BYTES} bytes, got {len(root)})")
         if chunk_size < 1:
-            raise KeyInputError(f"chunk_size is {chunk_size}, it must be at least 1")
+            raise KeyInputError(f"chunk_size: out of range (got {chunk_size}); expected at least 1")
         self.root = bytes(root)
         self.chunk_size = chunk_size
         self.keys: list[ChunkKey] = []
-        """Keys of the full chunks so far, from the first chunk on."""
+        """Keys of the full chunks so far, starting with the first chunk."""
         extras = extras or Extras()
         self.tenant = tenant_id(extras.salt)
-        """Whose chunks these are."""
+        """Tenant to which these chunks belong."""
         self._first_records = _record(_LORA, _text(extras.lora)) if extras.lora else b""
         if extras.salt:
             self._first_records += _record(_SALT, _text(extras.salt))
@@ -151,17 +151,18 @@ class KeyChain:
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash the full chunks of `tokens` that are not hashed yet.
 
-        `tokens` are all tokens of the request so far; those of chunks that have a key already
-        are not looked at again. Raises `KeyInputError` if a token is no 32-bit unsigned
-        integer, or if there are fewer tokens than were hashed (see `truncate`); the keys are
-        then unchanged.
+        `tokens` are all tokens of the request so far; tokens of chunks that already have a key are
+        not read again. Raises `KeyInputError` if a token is not an unsigned 32-bit integer, or if
+        there are fewer tokens than were hashed (see `truncate`); the keys are unchanged in both
+        cases.
         """
         size, first, end = self.chunk_size, len(self.keys), len(tokens) // self.chunk_size
         if end == first:
             return
         if end < first:
             raise KeyInputError(
-                f"{len(tokens)} tokens given, but {first * size} are hashed: truncate first"
+                f"tokens: too few (got {len(tokens)}); {first * size} are already hashed. "
+                "Call truncate first."
             )
         packed = _packed(tokens, first * size, end * size)
         records = self._media_records(first, end)
@@ -177,11 +178,11 @@ class KeyChain:
             self.keys.append(previous)
 
     def truncate(self, tokens: int) -> None:
-        """Forget the keys of chunks that end beyond the first `tokens` tokens."""
+        """Drop the keys of chunks that end after the first `tokens` tokens."""
         del self.keys[max(tokens, 0) // self.chunk_size :]
 
     def add_items(self, items: Iterable[MediaItem]) -> None:
-        """Add media items (a streaming session brought them); keys they touch are forgotten.
+        """Add media items (of a streaming session); drop the keys of chunks that they touch.
 
         Raises `KeyInputError` as the constructor does.
         """
@@ -191,7 +192,7 @@ class KeyChain:
             self.truncate(item.offset)
 
     def _media_records(self, first: int, end: int) -> dict[int, bytes]:
-        """Return the media records of chunks `first` to `end`, by chunk, where there are any."""
+        """Return the media records of chunks `first` to `end`, by chunk index."""
         records: dict[int, bytes] = {}
         for item in self._items:
             content = _text(item.content_hash)
@@ -225,8 +226,8 @@ def _checked(items: Iterable[MediaItem]) -> list[MediaItem]:
     for item in checked:
         if not (0 <= item.offset <= UINT32_MAX and 1 <= item.length <= UINT32_MAX):
             raise KeyInputError(
-                f"media item {item.content_hash!r} covers {item.length} tokens from token "
-                f"{item.offset}; both must be unsigned 32-bit numbers, and the length at least 1"
+                f"media item {item.content_hash!r}: out of range (got {item.length} tokens from "
+                f"token {item.offset}); expected unsigned 32-bit numbers and a length of at least 1"
             )
     return checked
 
@@ -238,9 +239,9 @@ def _order(item: MediaItem) -> tuple[int, int, bytes]:
 def _packed(tokens: Sequence[int], start: int, end: int) -> memoryview:
     """Return tokens `start` to `end` as little-endian unsigned 32-bit numbers."""
     try:
-        # A slice of a long list costs more than half of what hashing it does.
+        # Slicing a long list costs more than half as much as hashing it.
         packed = array.array("I", tokens if start == 0 else tokens[start:end])
-    except (OverflowError, TypeError):  # by a token that does not count, perhaps
+    except (OverflowError, TypeError):  # the bad token may lie behind `end`
         packed = _packed_strictly(tokens[start:end], start)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -248,7 +249,7 @@ def _packed(tokens: Sequence[int], start: int, end: int) -> memoryview:
 
 
 def _packed_strictly(tokens: Sequence[int], position: int) -> "array.array[int]":
-    """Return tokens; the first one is `position`. Raises `KeyInputError` for a bad one."""
+    """Return packed tokens; the first is token `position`. Raises `KeyInputError` for a bad one."""
     try:
         return array.array("I", tokens)
     except (OverflowError, TypeError):
@@ -260,6 +261,6 @@ def _refuse_first_bad(tokens: Sequence[object], position: int) -> None:
     for index, token in enumerate(tokens, position):
         if not isinstance(token, int) or not 0 <= token <= UINT32_MAX:
             raise KeyInputError(
-                f"token {index} of the request is {token!r}; "
-                f"a token must be an integer from 0 to {UINT32_MAX}"
+                f"token {index} of the request: invalid (got {token!r}); "
+                f"expected an integer from 0 to {UINT32_MAX}"
             ) from None

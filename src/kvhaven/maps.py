@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mappings of millions of keys whose every operation touches a small part of them.
+"""Mappings for millions of keys in which every operation touches a bounded number of them.
 
-Python copies a dictionary as a whole now and then, also one that does not grow: with a million
-keys that takes 50 to 170 ms, and so does freeing or listing it. These are made of small ones.
-Their keys are bytes whose first byte is evenly distributed, such as digests.
+Python copies a whole dictionary when it resizes it, which also happens to one that does not grow.
+With a million keys a copy takes 50 to 170 ms, and so does freeing or listing the dictionary. The
+mappings here consist of small dictionaries. Keys are bytes whose first byte is evenly distributed,
+such as digests.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,17 +16,17 @@ D = TypeVar("D")
 
 _STRIPES = 256
 _WHOLE = 4096
-"""A mapping with fewer keys is one dictionary: there may be thousands of small mappings."""
+"""A mapping with fewer keys is one dictionary, because there may be thousands of small mappings."""
 PAGE = 256
-"""Keys of a page of an `OrderedMap`."""
+"""Maximum number of keys in a page of an `OrderedMap`."""
 _ENDS = 0
-"""The number of the page, always empty, that comes before the first and after the last."""
+"""Number of the sentinel page, always empty, that precedes the first page and follows the last."""
 
 
 class StripedDict(Generic[K, V]):
-    """A dictionary in 256 stripes, by the first byte of its keys.
+    """Dictionary in 256 stripes, selected by the first byte of the key.
 
-    Loops that cannot afford a call for each key read `stripes[key[0]]` themselves.
+    Loops that cannot afford a method call per key read `stripes[key[0]]` directly.
     """
 
     __slots__ = ("_whole", "stripes")
@@ -35,7 +36,7 @@ class StripedDict(Generic[K, V]):
         self.stripes: list[dict[K, V]] = [self._whole] * _STRIPES
 
     def get(self, key: K) -> V | None:
-        """Return a value, or None."""
+        """Return the value of a key, or None."""
         return self.stripes[key[0]].get(key)
 
     def pop(self, key: K, default: D) -> V | D:
@@ -43,16 +44,16 @@ class StripedDict(Generic[K, V]):
         return self.stripes[key[0]].pop(key, default)
 
     def parts(self) -> tuple[dict[K, V], ...]:
-        """Return the dictionaries that it consists of, of a few thousand keys at a million."""
+        """Return the underlying dictionaries; each holds a few thousand keys of a million."""
         return tuple(self.stripes) if self._whole is None else (self._whole,)
 
     def values(self) -> Iterator[V]:
-        """Yield every value. Nothing may change meanwhile."""
+        """Yield every value. The mapping must not change during the iteration."""
         for part in self.parts():
             yield from part.values()
 
     def items(self) -> Iterator[tuple[K, V]]:
-        """Yield every key with its value. Nothing may change meanwhile."""
+        """Yield every key with its value. The mapping must not change during the iteration."""
         for part in self.parts():
             yield from part.items()
 
@@ -86,10 +87,10 @@ class StripedDict(Generic[K, V]):
 
 
 class _Page(dict[K, V]):
-    """Keys that follow each other; `size` is how many there were when it was made or filled.
+    """Consecutive keys; `size` is the number of keys when the page was created or filled.
 
-    Pages are linked by their numbers, which grow from the first page to the last: references would
-    make cycles.
+    Pages refer to each other by number, which increases from the first page to the last, because
+    object references would form cycles.
     """
 
     __slots__ = ("after", "backwards", "before", "number", "size")
@@ -97,16 +98,16 @@ class _Page(dict[K, V]):
     def __init__(self, number: int, *, backwards: bool = False) -> None:
         self.number = number
         self.before = self.after = _ENDS
-        self.backwards = backwards  # the key that was added last comes first
+        self.backwards = backwards  # the most recently added key comes first
         self.size = 0
 
     def ordered(self) -> Iterator[K]:
-        """Return its keys in order."""
+        """Return an iterator over the keys in order."""
         return reversed(self) if self.backwards else iter(self)
 
 
 class _Walk:
-    """The number of the page with which somebody who walks goes on; `back` is to the first."""
+    """Number of the page at which a walk continues; `back` walks towards the first page."""
 
     __slots__ = ("at", "back")
 
@@ -116,10 +117,10 @@ class _Walk:
 
 
 class OrderedMap(Generic[K, V]):
-    """An ordered dictionary: pages of up to `PAGE` keys, and a `StripedDict` of who is where.
+    """Ordered dictionary: pages of up to `PAGE` keys, and a `StripedDict` from key to page.
 
-    To move a key is to take it from its page and put it on the last one, or on the first. Keys
-    that are moved together get pages of their own, and next time these are moved as a whole.
+    Moving a key removes it from its page and adds it to the last page, or to the first. Keys that
+    are moved together get their own pages, and the next move moves such pages as a whole.
     """
 
     __slots__ = ("_count", "_last", "_numbers", "_page", "_pages", "_walks", "_where")
@@ -135,7 +136,7 @@ class OrderedMap(Generic[K, V]):
         self._walks: list[_Walk] = []
 
     def append(self, key: K, value: V) -> None:
-        """Add a key that is not here, as the last."""
+        """Add a key that is not in the map, as the last."""
         last = self._last
         if len(last) >= self._page or last.backwards:
             last = self._add_page()
@@ -144,7 +145,7 @@ class OrderedMap(Generic[K, V]):
         self._count += 1
 
     def prepend(self, key: K, value: V) -> None:
-        """Add a key that is not here, as the first."""
+        """Add a key that is not in the map, as the first."""
         first = self._pages[self._pages[_ENDS].after]
         if not first.backwards or len(first) >= self._page:
             behind = first.number
@@ -156,7 +157,7 @@ class OrderedMap(Generic[K, V]):
         self._count += 1
 
     def pop(self, key: K) -> V:
-        """Remove a key and return its value. Raises KeyError."""
+        """Remove a key and return its value. Raises `KeyError` if the key is missing."""
         page = self._where.stripes[key[0]].pop(key)
         value = page.pop(key)
         self._count -= 1
@@ -164,7 +165,7 @@ class OrderedMap(Generic[K, V]):
         return value
 
     def to_end(self, keys: Iterable[K]) -> None:
-        """Make each of these the last, one after the other; those that are not here stay away."""
+        """Move each key to the end, one after the other; ignore keys that are not in the map."""
         keys = list(keys)
         if len(keys) * 2 >= self._page and self._last:
             self._add_page()
@@ -195,35 +196,35 @@ class OrderedMap(Generic[K, V]):
         self._tidy(page)
 
     def to_front(self, key: K) -> None:
-        """Make a key the first."""
+        """Move a key to the front."""
         self.prepend(key, self.pop(key))
 
     def get(self, key: K) -> V | None:
-        """Return a value, or None."""
+        """Return the value of a key, or None."""
         page = self._where.get(key)
         return None if page is None else page[key]
 
     def walk(self) -> Iterator[list[tuple[K, V]]]:
-        """Yield what is here in order, page by page, while it changes.
+        """Yield keys with values in order, page by page; the map may change between pages.
 
-        A key that is moved meanwhile may not come; nor need one that is added. A page is true
-        of the moment at which it comes.
+        A key that is moved or added during the walk may be missed. A page shows the state at the
+        moment at which it is yielded.
         """
         return self._walk(back=False)
 
     def walk_back(self) -> Iterator[list[tuple[K, V]]]:
-        """Yield the same from the last to the first."""
+        """Yield pages as `walk` does, from the last key to the first."""
         for page in self._walk(back=True):
             yield page[::-1]
 
     def values(self) -> Iterator[V]:
-        """Yield every value, in order. Nothing may change meanwhile."""
+        """Yield every value in order. The map must not change during the iteration."""
         for page in self._in_order():
             for key in page.ordered():
                 yield page[key]
 
     def items(self) -> Iterator[tuple[K, V]]:
-        """Yield every key with its value, in order. Nothing may change meanwhile."""
+        """Yield every key with its value in order. The map must not change during the iteration."""
         for page in self._in_order():
             for key in page.ordered():
                 yield key, page[key]
@@ -232,7 +233,7 @@ class OrderedMap(Generic[K, V]):
         return self._where[key][key]
 
     def __setitem__(self, key: K, value: V) -> None:
-        """Change the value of a key that is here, or append it; its place stays."""
+        """Set the value of a key in place, or append the key if it is missing."""
         page = self._where.get(key)
         if page is None:
             self.append(key, value)
@@ -276,33 +277,33 @@ class OrderedMap(Generic[K, V]):
 
     @staticmethod
     def _is(page: _Page[K, V], keys: list[K], at: int) -> bool:
-        """Whether a page holds what follows in `keys`, in that order, and nothing else."""
+        """Return whether a page holds exactly the next keys of `keys` from `at`, in that order."""
         if page.backwards or next(iter(page)) != keys[at]:
             return False
         return list(page) == keys[at : at + len(page)]
 
     def _move(self, page: _Page[K, V]) -> _Page[K, V]:
-        """Make a page the last."""
+        """Make a page the last one."""
         self._remove(page)
         self._numbers = page.number = self._numbers + 1
         self._add(page, _ENDS)
         return self._replace_last(page)
 
     def _add_page(self) -> _Page[K, V]:
-        """Make a page behind the last one."""
+        """Append an empty page."""
         self._numbers += 1
         page = _Page[K, V](self._numbers)
         self._add(page, _ENDS)
         return self._replace_last(page)
 
     def _add(self, page: _Page[K, V], behind: int) -> None:
-        """Put a page before that of a number."""
+        """Link a page in front of the page with number `behind`."""
         page.before, page.after = self._pages[behind].before, behind
         self._pages[page.before].after = self._pages[behind].before = page.number
         self._pages[page.number] = page
 
     def _remove(self, page: _Page[K, V]) -> None:
-        """Take a page out; who was to go on with it goes on with the next one."""
+        """Unlink a page; walks that would continue with it continue with the page after it."""
         for walk in self._walks:
             if walk.at == page.number:
                 walk.at = page.before if walk.back else page.after
@@ -317,7 +318,7 @@ class OrderedMap(Generic[K, V]):
         return page
 
     def _tidy(self, page: _Page[K, V]) -> None:
-        """Give back what an emptied page does not need: a dictionary never shrinks by itself."""
+        """Free the memory that an emptied page does not need: dictionaries never shrink."""
         if page is self._last or len(page) * 4 > page.size:
             return
         if not page:

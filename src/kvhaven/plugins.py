@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that other packages add by entry points: tiers, eviction policies, devices.
+"""Entry points by which other packages add tiers, eviction policies and devices.
 
-A package declares a part in its `pyproject.toml`; the entry point's name is the word for it in
-settings, in lower case:
+A package declares an entry point in its `pyproject.toml`. Settings refer to it by its name, in
+lower case:
 
     [project.entry-points."kvhaven.tiers"]
     sqlite = "my_package:open_sqlite"
 
-Nothing is imported before a setting names it.
+An entry point is imported only when a setting names it.
 """
 
 from importlib.metadata import EntryPoint, entry_points
@@ -16,11 +16,11 @@ from typing import Any, Final
 from kvhaven.errors import ConfigError
 
 TIERS: Final = "kvhaven.tiers"
-"""URL schemes of shared tiers; each loads to a function `(url, options) -> Tier`."""
+"""URL schemes of shared tiers; each refers to a function `(url, options) -> Tier`."""
 EVICTION_POLICIES: Final = "kvhaven.eviction_policies"
-"""Values of `cache_policy`; each loads to a function `() -> EvictionPolicy`."""
+"""Values of `cache_policy`; each refers to a function `() -> EvictionPolicy`."""
 DEVICES: Final = "kvhaven.devices"
-"""Values of `device`; each loads to a `kvhaven.devices.detect.Kind`."""
+"""Values of `device`; each refers to a `kvhaven.devices.detect.Kind`."""
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
@@ -29,7 +29,10 @@ def installed(group: str) -> dict[str, EntryPoint]:
 
 
 def load(entry: EntryPoint) -> Any:
-    """Return what an entry point names. Raises `ConfigError` if it cannot be imported."""
+    """Return the object that an entry point refers to.
+
+    Raises `ConfigError` if it cannot be imported.
+    """
     try:
         return entry.load()
     except Exception as error:

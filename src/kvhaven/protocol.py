@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire between engines and the node service: msgpack frames on a unix socket.
+"""Wire protocol between engines and the node service: msgpack frames on a unix socket.
 
 A frame is a little-endian uint32 (the body's length in bytes) and a msgpack map with the
-message's name under `type`. Unknown fields are ignored, so either side may be newer.
+message's name under `type`. Receivers ignore unknown fields, so either side may be newer.
 `docs/formats.md` lists every message.
 """
 
@@ -27,21 +27,21 @@ T = TypeVar("T")
 
 VERSION: Final = 4
 TENANTS: Final = 1
-"""The feature bit of a service that tells tenants apart."""
+"""Feature bit of a service that supports tenants."""
 FRAME_LIMIT: Final = 4 << 20
-"""Largest body in bytes; a longer one is malformed."""
+"""Maximum length of a body in bytes; a longer one is malformed."""
 MOST_KEYS: Final = 1 << 15
-"""Chunks that an `Acquire` or a `Prefetch` may ask for."""
+"""Maximum number of chunks in an `Acquire` or a `Prefetch`."""
 MOST_ITEMS: Final = 1 << 12
-"""Chunks, or leases, that any other message may name."""
+"""Maximum number of chunks, or leases, in any other message."""
 MOST_HELD: Final = 1 << 15
-"""Grants that a rank may hold; the catalog gives half as many (`reservations.MOST_OPEN`)."""
+"""Maximum number of grants of a rank; the catalog issues half (`reservations.MOST_OPEN`)."""
 MOST_SHARDS: Final = 1 << 10
-"""Shards of a rank: in the format portable, its KV heads times the groups of a hybrid model."""
+"""Maximum number of shards of a rank: in the portable format, KV heads times KV groups."""
 MOST_FIELDS: Final = 1 << 12
-"""Fields of a namespace; our connector has 1024 settings at most (130 of vLLM), and files."""
+"""Maximum number of fields of a namespace; the connector sends at most 1024, and files."""
 MOST_ADAPTERS: Final = 1 << 12
-"""LoRA adapters of a rank; our connector remembers as many, vLLM has hundreds."""
+"""Maximum number of LoRA adapters of a rank, also in the connector; vLLM has hundreds."""
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -52,20 +52,20 @@ _FEW: Final = msgspec.Meta(max_length=MOST_ITEMS)
 Sum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 Sums = Annotated[Sequence[Sum], msgspec.Meta(max_length=MOST_SHARDS)]
 Tenant = Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)]
-"""`TENANT_BYTES` bytes, or none."""
+"""`TENANT_BYTES` bytes, or empty."""
 NO_LIMIT: Final = -1
 MOST_QUOTA: Final = 1 << 50
 Quota = Annotated[int, msgspec.Meta(ge=NO_LIMIT, le=MOST_QUOTA)]
-_Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]  # as long as a path
+_Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]  # the length of a path
 Fields = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MOST_FIELDS)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):
-    """Base of all messages; the class name is the tag."""
+    """Base class of all messages; the class name is the tag."""
 
 
-# --- said once per connection ---------------------------------------------------------------
+# --- once per connection --------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True, tag=True):
@@ -87,10 +87,10 @@ class Welcome(Message, frozen=True, tag=True):
 
 
 class AdapterVersion(msgspec.Struct, frozen=True):
-    """The LoRA adapter that a rank's model has loaded under a number.
+    """A LoRA adapter that a rank's model has loaded, by its number in the engine.
 
-    `digest` is SHA-256 of what was loaded; `generation` counts the different contents that the
-    rank has loaded under this number, from 1 on.
+    `digest` is the SHA-256 of the loaded content. `generation` counts the different contents that
+    the rank has loaded under this number, from 1 on.
     """
 
     adapter: int
@@ -99,9 +99,9 @@ class AdapterVersion(msgspec.Struct, frozen=True):
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """What a rank's model holds besides the weights that it started with.
+    """Changes of a rank's model since its start: updates of its weights, and LoRA adapters.
 
-    `weights` counts the changes of its weights since then.
+    `weights` counts the updates of the weights.
     """
 
     weights: int = 0
@@ -109,14 +109,14 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class AttachRank(Message, frozen=True, tag=True):
-    """A worker says who it is. `member` names its process; `fields` are its namespace's.
+    """Attaches a rank. `member` identifies its process; `fields` are its namespace's fields.
 
-    `shards` are those it holds, in the order of their ids; two ranks of a session hold the
-    same ones or none in common. The same ones only if `shared` says that their bytes are
-    equal on every rank that holds them: then one rank writes them for all.
+    `shards` are the shards that it holds, ordered by id. Two ranks of a session hold the same
+    shards or disjoint ones. They may hold the same shards only if `shared` is set, which declares
+    that their bytes are equal on all these ranks; then one rank writes them for all.
 
-    `holding` are the generations of grants it got on earlier connections and has neither
-    committed nor aborted. All others that the service remembers never arrived: they end.
+    `holding` are the generations of grants from earlier connections that the rank has neither
+    committed nor aborted. The service ends all its other grants, because they never arrived.
     """
 
     id: int
@@ -133,7 +133,7 @@ class AttachRank(Message, frozen=True, tag=True):
 
 
 class AttachScheduler(Message, frozen=True, tag=True):
-    """A scheduler joins the session its ranks opened; waits `wait_ms` for them."""
+    """Attaches a scheduler to its ranks' session; the service waits `wait_ms` for the ranks."""
 
     id: int
     session: str
@@ -143,9 +143,9 @@ class AttachScheduler(Message, frozen=True, tag=True):
 
 
 class SegmentInfo(msgspec.Struct, frozen=True):
-    """A segment of the arena; `lock_byte` is the one that this member locks while it maps it.
+    """A segment of the arena. The member locks `lock_byte` while it maps the segment.
 
-    Its first `usable` bytes are allocated; the others must not be touched before `Grown`.
+    The first `usable` bytes are allocated; the others must not be accessed before `Grown`.
     """
 
     index: int
@@ -155,10 +155,11 @@ class SegmentInfo(msgspec.Struct, frozen=True):
 
 
 class Attached(Message, frozen=True, tag=True):
-    """Answer to both. A rank gets the segments, their descriptors come with the frame.
+    """Answer to `AttachRank` and `AttachScheduler`.
 
-    The scheduler gets the namespace, the shard table on which all ranks agree, and for each
-    rank where the first of its shards lies in an extent; its others follow.
+    Ranks receive the segments; the descriptors come with the frame. The scheduler receives the
+    namespace, the shard table that all ranks share, and for each rank the offset of its first
+    shard in an extent; its other shards follow.
     """
 
     id: int
@@ -176,9 +177,9 @@ class Grown(Message, frozen=True, tag=True):
 
 
 class Refused(Message, frozen=True, tag=True):
-    """The request `id` (0: the connection) cannot be served; `reason` is for people.
+    """Refusal of the request `id` (0: of the connection); `reason` is text for users.
 
-    `passing`: no setting is wrong, so an engine need not end; trying again may help.
+    `passing`: no setting is wrong and a retry may succeed, so the engine need not exit.
     """
 
     id: int
@@ -186,18 +187,18 @@ class Refused(Message, frozen=True, tag=True):
     passing: bool = False
 
 
-# --- the scheduler's ------------------------------------------------------------------------
+# --- scheduler ------------------------------------------------------------------------------
 
 
 class Prefetch(Message, frozen=True, tag=True):
-    """Promote what is stored below memory and mark the chain as used; no lease, no answer."""
+    """Promote chunks from tiers and mark the chain as used; without lease and answer."""
 
     keys: Keys
     tenant: Tenant = b""
 
 
 class Acquire(Message, frozen=True, tag=True):
-    """Lease the longest prefix of `keys`; promotions are waited for, `wait_ms` at most."""
+    """Lease the longest prefix of `keys`; the service waits up to `wait_ms` for promotions."""
 
     lease_id: int
     keys: Keys
@@ -206,9 +207,9 @@ class Acquire(Message, frozen=True, tag=True):
 
 
 class Acquired(Message, frozen=True, tag=True):
-    """The lease's state: `(segment, offset)` of each chunk's extent, one source byte each.
+    """State of a lease: `(segment, offset)` of each chunk's extent, and a source byte for each.
 
-    `final=False` says that promotions are under way and another answer follows.
+    `final=False`: promotions are in progress and another answer follows.
     """
 
     lease_id: int
@@ -218,26 +219,26 @@ class Acquired(Message, frozen=True, tag=True):
 
 
 class Release(Message, frozen=True, tag=True):
-    """These leases were not handed to any rank and end now. Reliable."""
+    """Ends leases that were not passed to any rank. Reliable."""
 
     seq: int
     lease_ids: Annotated[Sequence[int], _FEW]
 
 
 class RankModel(Message, frozen=True, tag=True):
-    """Tells a scheduler what the model of one of its ranks holds: when it attaches, and anew."""
+    """Model state of a rank, sent to its scheduler at attach and after each change."""
 
     rank: int
     model: ModelState
 
 
-# --- a rank's -------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------
 
 
 class Ready(Message, frozen=True, tag=True):
     """The rank can copy to and from the first `usable` bytes of a segment. Reliable.
 
-    It is true of the mapping that holds `lock_byte`, and of no other.
+    It applies only to the mapping that holds `lock_byte`.
     """
 
     seq: int
@@ -247,7 +248,7 @@ class Ready(Message, frozen=True, tag=True):
 
 
 class ModelChanged(Message, frozen=True, tag=True):
-    """The rank's model holds this from now on. Reliable."""
+    """New state of the rank's model. Reliable."""
 
     seq: int
     model: ModelState
@@ -261,10 +262,10 @@ class Loaded(Message, frozen=True, tag=True):
 
 
 class Reserve(Message, frozen=True, tag=True):
-    """Space for consecutive chunks; `parent` is the key before them (empty: none).
+    """Reserve space for consecutive chunks; `parent` is the preceding key (empty: none).
 
-    `save` is the number of the save, the same on all ranks of the engine and used for no
-    other: all shards of a chunk come from one save.
+    `save` is the number of the save: the same on all ranks, and never reused by the engine. All
+    shards of a chunk come from one save.
     """
 
     id: int
@@ -275,10 +276,11 @@ class Reserve(Message, frozen=True, tag=True):
 
 
 class Granted(Message, frozen=True, tag=True):
-    """Answer to `Reserve`: `(segment, offset, generation, writes)` for each chunk, or nothing.
+    """Answer to `Reserve`: `(segment, offset, generation, writes)` or None for each chunk.
 
-    `offset` is that of the rank's first shard. It writes all its shards, or, where `writes` is
-    false, none: another rank of its engine writes the same ones. It commits or aborts either way.
+    `offset` is that of the rank's first shard. The rank writes all its shards, or none if `writes`
+    is false: then another rank of its engine writes the same shards. In both cases it commits or
+    aborts.
     """
 
     id: int
@@ -286,9 +288,9 @@ class Granted(Message, frozen=True, tag=True):
 
 
 class Commit(Message, frozen=True, tag=True):
-    """A rank has done its part of these chunks: `(key, generation, checksums)`. Reliable.
+    """Commits the rank's part of chunks: `(key, generation, checksums)`. Reliable.
 
-    The checksums are those of the shards it was to write, in order.
+    The checksums are those of the shards that the rank wrote, in order.
     """
 
     seq: int
@@ -296,38 +298,38 @@ class Commit(Message, frozen=True, tag=True):
 
 
 class Abort(Message, frozen=True, tag=True):
-    """Chunks given up: `(key, generation)`; no copy into them is running. Reliable."""
+    """Aborts chunks, `(key, generation)`, into which no copy is running. Reliable."""
 
     seq: int
     chunks: Annotated[Sequence[tuple[Key, int]], _FEW]
 
 
 class Ack(Message, frozen=True, tag=True):
-    """All reliable messages of this member up to `seq` were handled."""
+    """Acknowledges all reliable messages of this member up to `seq`."""
 
     seq: int
 
 
-# --- people's -------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------
 
 
 class Status(Message, frozen=True, tag=True):
-    """Ask for everything `kvhaven status` shows."""
+    """Requests the data of `kvhaven status`."""
 
     id: int
 
 
 class StatusReply(Message, frozen=True, tag=True):
-    """The answer, as JSON (its shape is `service.status.ServiceStatus`)."""
+    """Answer to `Status`, as JSON of a `service.status.ServiceStatus`."""
 
     id: int
     status: bytes
 
 
 class Clear(Message, frozen=True, tag=True):
-    """Drop a namespace (its digest, empty: all) from a tier (empty: from all and memory).
+    """Drop a namespace (digest; empty: all) from a tier (empty: memory and the local disk).
 
-    With `tenant`, only what is that tenant's.
+    With `tenant`, drop only chunks of that tenant.
     """
 
     id: int
@@ -337,7 +339,7 @@ class Clear(Message, frozen=True, tag=True):
 
 
 class Cleared(Message, frozen=True, tag=True):
-    """What `Clear` dropped."""
+    """Answer to `Clear`: the dropped chunks and their bytes."""
 
     id: int
     chunks: int
@@ -345,7 +347,7 @@ class Cleared(Message, frozen=True, tag=True):
 
 
 class Limit(Message, frozen=True, tag=True):
-    """Give a tenant other quotas, in bytes; `NO_LIMIT`: none at all, nil: as it is."""
+    """Set the quotas of a tenant in bytes; `NO_LIMIT`: no quota, None: unchanged."""
 
     id: int
     tenant: Tenant
@@ -354,7 +356,7 @@ class Limit(Message, frozen=True, tag=True):
 
 
 class Limited(Message, frozen=True, tag=True):
-    """The quotas of a tenant that count now (nil: none), and what it has."""
+    """Answer to `Limit`: the tenant's quotas in bytes (None: no quota), and its usage."""
 
     id: int
     memory: int | None
@@ -364,14 +366,14 @@ class Limited(Message, frozen=True, tag=True):
 
 
 class Flush(Message, frozen=True, tag=True):
-    """Wait until everything resident is written to the tiers, `wait_ms` at most."""
+    """Wait up to `wait_ms` until all resident chunks are written to the tiers."""
 
     id: int
     wait_ms: Milliseconds
 
 
 class Flushed(Message, frozen=True, tag=True):
-    """Answer to `Flush`: writes still outstanding (0: all is stored)."""
+    """Answer to `Flush`: the number of outstanding writes (0: everything is stored)."""
 
     id: int
     outstanding: int
@@ -421,17 +423,18 @@ _service_decoder: Final[msgspec.msgpack.Decoder[ServiceMessage]] = msgspec.msgpa
 
 
 def encode(message: Message) -> bytes:
-    """Return the message as one frame. Raises `ProtocolError` when it is over the limit."""
+    """Return a message as one frame. Raises `ProtocolError` if it exceeds `FRAME_LIMIT`."""
     body = _encoder.encode(message)
     if len(body) > FRAME_LIMIT:
         raise ProtocolError(
-            f"{type(message).__name__} of {len(body)} bytes; a frame has {FRAME_LIMIT} at most"
+            f"{type(message).__name__}: the message is too long (got {len(body)} bytes); "
+            f"expected at most {FRAME_LIMIT}"
         )
     return _LENGTH.pack(len(body)) + body
 
 
 def decode_client(body: bytes | bytearray | memoryview) -> ClientMessage:
-    """Return what a client said. Raises `ProtocolError`."""
+    """Return the message of a client. Raises `ProtocolError` if it is malformed."""
     try:
         return _client_decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -439,7 +442,7 @@ def decode_client(body: bytes | bytearray | memoryview) -> ClientMessage:
 
 
 def decode_service(body: bytes | bytearray | memoryview) -> ServiceMessage:
-    """Return what the service said. Raises `ProtocolError`."""
+    """Return the message of the service. Raises `ProtocolError` if it is malformed."""
     try:
         return _service_decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -447,21 +450,21 @@ def decode_service(body: bytes | bytearray | memoryview) -> ServiceMessage:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames' bodies."""
+    """Splitter of a byte stream into the bodies of frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._wanted = _LENGTH.size  # bytes by which there is more to know
+        self._wanted = _LENGTH.size  # buffered bytes needed for the next step
 
     def feed(self, data: bytes) -> list[memoryview]:
-        """Add received bytes; return the bodies that are complete now, in order.
+        """Add received bytes; return the bodies that they complete, in order.
 
-        Raises `ProtocolError` for a length over the limit.
+        Raises `ProtocolError` if a length exceeds `FRAME_LIMIT`.
         """
         self._buffer += data
         if len(self._buffer) < self._wanted:
             return []
-        received = memoryview(self._buffer)  # it belongs to the bodies now
+        received = memoryview(self._buffer)  # the bodies own it from here on
         bodies, at = [], 0
         while (length := _length_at(received, at)) is not None:
             end = at + _LENGTH.size + length
@@ -475,19 +478,21 @@ class FrameReader:
 
 
 def _length_at(received: memoryview, at: int) -> int | None:
-    """Return the length that a frame announces; None if that has not come yet."""
+    """Return the length field of a frame; None if it has not arrived yet."""
     if len(received) - at < _LENGTH.size:
         return None
     length: int = _LENGTH.unpack_from(received, at)[0]
     if length > FRAME_LIMIT:
-        raise ProtocolError(f"a frame of {length} bytes was announced; {FRAME_LIMIT} are allowed")
+        raise ProtocolError(
+            f"frame: too long (announced {length} bytes); expected at most {FRAME_LIMIT}"
+        )
     return length
 
 
 class KeyList(Sequence[ChunkKey]):
-    """The keys in a blob of 32 bytes each. There may be many, so it makes them when asked for.
+    """Sequence of the 32-byte keys in a blob. Keys are created on access, as there may be many.
 
-    Raises `ProtocolError` for a blob that ends within a key.
+    Raises `ProtocolError` if the blob ends within a key.
     """
 
     __slots__ = ("_blob",)
@@ -495,7 +500,7 @@ class KeyList(Sequence[ChunkKey]):
     def __init__(self, blob: bytes) -> None:
         if len(blob) % KEY_BYTES:
             raise ProtocolError(
-                f"{len(blob)} bytes are not a whole number of {KEY_BYTES}-byte keys"
+                f"keys: {len(blob)} bytes are not a whole number of {KEY_BYTES}-byte keys"
             )
         self._blob = blob
 
@@ -522,7 +527,12 @@ def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def tenant_of(raw: bytes) -> TenantId:
-    """Return whom a message names, if anybody. Raises `ProtocolError` for half a name."""
+    """Return the tenant of a message, possibly none.
+
+    Raises `ProtocolError` if the name has a wrong length.
+    """
     if len(raw) not in {0, TENANT_BYTES}:
-        raise ProtocolError(f"{len(raw)} bytes name no tenant; {TENANT_BYTES} are needed")
+        raise ProtocolError(
+            f"tenant: malformed name (got {len(raw)} bytes); expected 0 or {TENANT_BYTES}"
+        )
     return TenantId(raw)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that several parts share: keys, shards, places.
+"""Basic types that several parts share: keys, shards, extents.
 
-Structs of which there are many are `gc=False`: they cannot be in a cycle, and the collector, which
-would stop the service's loop, does not look at them.
+Structs that exist in large numbers are `gc=False`: they cannot be in a cycle, and the garbage
+collector, whose runs stop the service's event loop, skips them.
 """
 
 from typing import NewType
@@ -10,23 +10,23 @@ from typing import NewType
 import msgspec
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""32 bytes that name a chunk by all that determines its content (see `keys`)."""
+"""32 bytes that name a chunk by everything that determines its content (see `keys`)."""
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)
 """32 bytes: SHA-256 of a namespace's canonical form (see `keys`)."""
 
 TenantId = NewType("TenantId", bytes)
-"""8 bytes that name a tenant by its cache salt (see `keys`); none for requests without a salt."""
+"""8 bytes that name a tenant by its cache salt (see `keys`); empty for requests without a salt."""
 
 Checksum = NewType("Checksum", bytes)
-"""16 bytes: xxh3-128 of a shard's payload, big-endian, as `xxhash.xxh3_128_digest` gives it."""
+"""16 bytes: xxh3-128 of a shard's payload, big-endian, as `xxhash.xxh3_128_digest` returns it."""
 
 KEY_BYTES = 32
 CHECKSUM_BYTES = 16
 TENANT_BYTES = 8
 NO_TENANT = TenantId(b"")
 PAGE_BYTES = 4096
-"""Shards start on this boundary in the arena and in files, so that direct I/O can move them."""
+"""Shards start at multiples of this in the arena and in files, as direct I/O requires."""
 
 
 def align_up(size: int, to: int = PAGE_BYTES) -> int:
@@ -35,10 +35,10 @@ def align_up(size: int, to: int = PAGE_BYTES) -> int:
 
 
 class ShardId(msgspec.Struct, frozen=True, order=True, gc=False):
-    """Which part of a chunk one writer holds.
+    """Part of a chunk that one writer holds.
 
-    `layers` and `heads` are half-open ranges `(first, end)`; `replica` counts writers of
-    the same part (KV heads that are replicated over tensor-parallel ranks).
+    `layers` and `heads` are half-open ranges `(first, end)`. `replica` numbers writers of the same
+    part (KV heads that are replicated over tensor-parallel ranks).
     """
 
     group: int
@@ -55,7 +55,7 @@ class ShardId(msgspec.Struct, frozen=True, order=True, gc=False):
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
-    """One entry of a namespace's shard table: who holds it and its payload's size in bytes."""
+    """Entry of a namespace's shard table: the shard and the size of its payload in bytes."""
 
     id: ShardId
     payload_bytes: int
@@ -91,7 +91,7 @@ class ShardTable(msgspec.Struct, frozen=True):
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """A piece of the arena. `generation` differs each time the same piece is handed out."""
+    """Piece of the arena. `generation` differs each time the same piece is allocated."""
 
     segment: int
     offset: int

@@ -65,7 +65,7 @@ def leaks(status: ServiceStatus) -> dict[str, int]:
         "leased_bytes": catalog.leased_bytes,
         "reserved_bytes": catalog.reserved_bytes,
         "promoting_bytes": catalog.promoting_bytes,
-        "doomed_bytes": catalog.retired_bytes,
+        "retired_bytes": catalog.retired_bytes,
         "quarantined_bytes": catalog.quarantined_bytes,
         "used_beyond_resident": status.arena_used_bytes - resident,
     }

@@ -38,7 +38,7 @@ async def main(folder, quota, first):
     tier = open_tier(folder, TierOptions(limits=limits, retry_s=0.1))
     await tier.start()
     await tier.add_namespace(space)
-    print(f"owner-id {tier._store.caretaker._id}", flush=True)
+    print(f"owner-id {tier._store.quota_manager._id}", flush=True)
     chosen = random.Random(first)
     number, written = first, 0
     while True:

@@ -62,7 +62,7 @@ def test_a_stalled_store_costs_one_deadline_and_comes_back(
     short_dir: Path,
     store: Callable[[Path], contextlib.AbstractContextManager[tuple[Open, Stoppable]]],
 ) -> None:
-    settings = {"promote_deadline_ms": 1000 * LOOKUP_S, "remote_believe_s": 0.1}
+    settings = {"promote_deadline_ms": 1000 * LOOKUP_S, "remote_lookup_ttl_s": 0.1}
     with store(short_dir) as (open_tier, server):
         node = NodeThread(short_dir / "s.sock", **settings)
         node.make_tiers = lambda settings: {TierName("remote"): open_tier()}
@@ -93,7 +93,7 @@ def test_a_disk_that_hangs_at_the_start_keeps_a_service_from_nothing(short_dir: 
     node = NodeProcess(short_dir / "s.sock", short_dir / "log", **settings)
     with servers.fuse_mount(short_dir / "store", short_dir / "mount") as server:
         with server.stopped(), node:
-            assert "still being asked" in status_of(node.address).tiers["disk"].last_error
+            assert "the attempt continues" in status_of(node.address).tiers["disk"].last_error
             with Engine(node.address) as engine:
                 assert engine.save(KEYS) == len(KEYS)
             node.stop()

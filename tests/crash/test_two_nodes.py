@@ -45,7 +45,7 @@ def node_of(short_dir: Path, name: str, **settings: object) -> NodeProcess:
         "local_disk": short_dir / f"{name}-disk",
         "max_local_disk_size": "16MiB",
         "remote_url": f"file://{short_dir}/shared",
-        "remote_believe_s": 0.2,
+        "remote_lookup_ttl_s": 0.2,
         "verify_memory": "off",
     }
     return NodeProcess(short_dir / f"{name}.sock", short_dir / f"{name}.log", **defaults | settings)
@@ -76,7 +76,7 @@ def working(work: Work) -> Iterator[WorkingEngine]:
         engine.kill()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_node_loads_what_another_computed(short_dir: Path, shared: Path, world_size: int) -> None:
     with node_of(short_dir, "a") as a, node_of(short_dir, "b") as b:
         with Engine(a.address, world_size) as engine:

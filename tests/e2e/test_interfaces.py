@@ -79,7 +79,7 @@ def test_vllm_serve_with_nothing_but_the_connector_hits_and_shows_it(
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGKILL)
     wait_until_empty(short_dir)
-    assert log.read_text().count("settings of LMCache without effect here: remote_url") == 1
+    assert log.read_text().count("settings of LMCache without effect: remote_url") == 1
 
 
 def test_under_multiconnector_another_connector_may_win(

@@ -20,7 +20,7 @@ from kvhaven.catalog.actions import Grant, MemberId, TierName
 from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.holdings import Place, Scope
-from kvhaven.catalog.leases import Leases, LettingGo
+from kvhaven.catalog.leases import Leases, Unpinning
 from kvhaven.catalog.local_index import LocalTierIndex
 from kvhaven.catalog.lookups import TierLookups
 from kvhaven.catalog.owners import Owners
@@ -433,7 +433,7 @@ def _break_sweeps_of_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalTierIndex, "_sweep", lazy)
 
 
-def _break_settled_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+def _break_finalized_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Go on with a long lease whose scheduler was told that it is all."""
     halt, finalize = Leases._halt, Leases._finalize
 
@@ -442,14 +442,14 @@ def _break_settled_growth(monkeypatch: pytest.MonkeyPatch) -> None:
         finalize(self, home, lease)
         monkeypatch.setattr(Leases, "_halt", halt)
 
-    monkeypatch.setattr(Leases, "_settle", greedy)
+    monkeypatch.setattr(Leases, "_finalize", greedy)
 
 
 def _break_unpinning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let go of the first piece of what a lease held."""
     unpin = Leases._unpin
 
-    def lazy(self: Leases, tail: LettingGo) -> Iterator[None]:
+    def lazy(self: Leases, tail: Unpinning) -> Iterator[None]:
         del tail.entries[tail.done + PACE.light :]
         yield from unpin(self, tail)
 
@@ -503,7 +503,7 @@ BREAKAGES = [
     _break_reads_of_what_was_cleared,
     _break_sweeps,
     _break_sweeps_of_tiers,
-    _break_settled_growth,
+    _break_finalized_growth,
     _break_unpinning,
     _break_answers_keys,
     _break_answers_shards,

@@ -136,7 +136,7 @@ def test_allocation_prefers_the_fullest_slab() -> None:
 def test_slab_of_unused_space_is_an_error() -> None:
     allocator = SlabAllocator({0: 4 * MIB})
     for segment in (0, 1):
-        with pytest.raises(ArenaError, match="no slab"):
+        with pytest.raises(ArenaError, match="outside of all slabs in use"):
             allocator.slab_of(Extent(segment, 0, 4096, 1))
 
 

@@ -3,14 +3,12 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import venv
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -101,19 +99,3 @@ def wait_for(path: Path, service: subprocess.Popen[str], seconds: float = 30) ->
             pytest.fail(f"the service ended with status {service.returncode}: {said}")
         assert time.monotonic() < end, "no socket in time"
         time.sleep(0.02)
-
-
-def test_without_a_c_compiler_it_is_built_all_the_same(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(
-        ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("*.so", "__pycache__")
-    )
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    pip = ["-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "--quiet"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
-    run("env", "CC=none", sys.executable, *build, str(copy))
-    (wheel,) = tmp_path.glob("kvhaven-*-py3-none-any.whl")
-    with zipfile.ZipFile(wheel) as content:
-        assert "kvhaven/devices/native.py" in content.namelist()
-        assert not [name for name in content.namelist() if name.endswith(".so")]

@@ -86,7 +86,7 @@ def test_only_a_rank_of_the_session_can_say_loaded() -> None:
     node.save(keys)
     lease_id = node.acquire(keys).lease_id
     for stranger in ("t/0", "s/None"):
-        with pytest.raises(KVHavenError, match="no rank of session s"):
+        with pytest.raises(KVHavenError, match="not a rank of session s"):
             node.catalog.loaded(node.session, lease_id, MemberId(stranger))
     node.catalog.loaded(node.session, lease_id, MemberId("nobody"))
     assert node.catalog.stats().leases == 1

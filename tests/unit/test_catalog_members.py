@@ -162,7 +162,7 @@ def test_members_that_contradict_the_session_are_refused() -> None:
     node = Node(world_size=2)
     digest, session = node.namespace.digest, node.session
     attach = node.catalog.attach
-    with pytest.raises(KVHavenError, match="has 2 ranks, but member x says 4"):
+    with pytest.raises(KVHavenError, match="has 2 ranks, but member x expects 4"):
         attach(session, MemberId("x"), 1, digest, 4, 2)
     with pytest.raises(KVHavenError, match=r"rank 2 .* world of 2"):
         attach(session, MemberId("x"), 2, digest, 2, 1)
@@ -193,7 +193,7 @@ def test_members_that_hold_impossible_shards_are_refused() -> None:
     with pytest.raises(KVHavenError, match="the same shards or none in common"):
         attach(SessionId("t"), MemberId("t/1"), 1, other.digest, 2, 0b1100)
     for namespace, shard_mask in ((digest, 0b1100), (other.digest, 0b0011)):
-        with pytest.raises(KVHavenError, match="cannot come back"):
+        with pytest.raises(KVHavenError, match="cannot reattach"):
             attach(SessionId("t"), MemberId("t/0"), 0, namespace, 2, shard_mask)
     attach(SessionId("t"), MemberId("t/1"), 1, digest, 2, 0b0011)
     node.catalog.check()

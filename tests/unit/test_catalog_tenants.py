@@ -218,7 +218,7 @@ def test_tenants_of_whom_nothing_is_here_are_forgotten() -> None:
 
 
 def test_figures_name_the_tenants_that_have_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvhaven.catalog.figures.MOST_TENANTS", 2)
+    monkeypatch.setattr("kvhaven.catalog.stats.MOST_TENANTS", 2)
     node = Node()
     for number, tenant in enumerate((ANN, BEN, tenant_id("cat")), 1):
         node.save(keys_of(tenant.hex(), number), tenant=tenant)

@@ -295,7 +295,7 @@ def test_what_is_pinned_is_cleared_from_sight_and_freed_later() -> None:
 def test_mistakes_are_refused_by_name() -> None:
     node, key = Node(tiers=[spec()]), keys_of("a", 1)[0]
     digest = node.namespace.digest
-    with pytest.raises(KVHavenError, match="tier tape is unknown; there are: disk"):
+    with pytest.raises(KVHavenError, match="tier tape is unknown; expected one of: disk"):
         node.catalog.clear(tier=TierName("tape"))
     with pytest.raises(KVHavenError, match=r"shard 1 .* does not exist"):
         node.catalog.tier_found(DISK, digest, key, 1, PAGE)

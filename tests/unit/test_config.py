@@ -60,7 +60,7 @@ def test_extra_config_takes_keys_with_and_without_prefix() -> None:
             "chunk_siz = 1 in kv_connector_extra_config: did you mean chunk_size",
         ),
         ({}, {"KVHAVEN_LOCALDISK": "/x"}, "KVHAVEN_LOCALDISK.*did you mean KVHAVEN_LOCAL_DISK"),
-        ({"zzz": 1}, {}, "zzz.*nothing known is like it"),
+        ({"zzz": 1}, {}, "zzz.*no known setting is similar"),
     ],
 )
 def test_unknown_keys_are_refused_with_the_nearest_known_one(
@@ -126,7 +126,7 @@ def test_a_setting_by_both_of_its_names_is_refused(tmp_path: Path) -> None:
         ("max_local_cpu_size", 0, "from 1MiB"),
         ("max_local_cpu_size", -1, "from 1MiB"),
         ("local_disk", True, "a path"),
-        ("local_disk", "s3://bucket/x", "a path is needed, not a URL"),
+        ("local_disk", "s3://bucket/x", "expected a path, not a URL"),
         ("service_address", "tcp://host:1", "the path of a unix socket"),
         ("service_address", "/" + "x" * 107, "at most 107 bytes"),
         ("stop_deadline_s", "nan", "seconds from 0 to 3600"),
@@ -136,11 +136,11 @@ def test_a_setting_by_both_of_its_names_is_refused(tmp_path: Path) -> None:
         ("model_fingerprint", {"a": 1}, "1 to 256 characters"),
         ("log_level", "LOUD", "DEBUG, INFO, WARNING or ERROR"),
         ("write_queue_size", "20GiB", "max_local_cpu_size is 4GiB"),
-        ("remote_url", "mnt/kv", "no URL, nor an absolute path"),
+        ("remote_url", "mnt/kv", "neither a URL nor an absolute path"),
         ("remote_url", "file://mnt/kv", "write file:///path"),
         ("remote_url", "s3://bucket fs:///", "write fs:///path"),
         ("remote_url", 5, "one or more URLs separated by spaces"),
-        ("remote_url", "s3://b\x00", "a URL has no such characters"),
+        ("remote_url", "s3://b\x00", "a URL must not contain unprintable characters"),
         ("remote_write", "never", "behind, through or off"),
         ("disk_write", "off", "behind or through"),
         ("remote_store_on", 2, "first or second"),
@@ -198,13 +198,13 @@ def test_yaml_words_mean_what_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n- b", "must hold lines such as"),
-        ("chunk_size: [", "is no YAML"),
+        ("- a\n- b", "must contain lines such as"),
+        ("chunk_size: [", "is not valid YAML"),
         ("chunk_size: 256\nchunk_size: 512", r"given twice, at .*:1 and .*:2"),
         ("chunk_size: [256]", r"chunk_size = \['256'\]|chunk_size = \[256\]"),
         ("? [a]\n: 1", "unknown setting"),
         ("chunk_size: &a [*a]", "chunk_size"),
-        ("\xff: \x00", "is no YAML"),
+        ("\xff: \x00", "is not valid YAML"),
     ],
 )
 def test_broken_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:

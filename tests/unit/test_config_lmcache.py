@@ -127,7 +127,11 @@ def test_what_is_wrong_only_here_gives_way_to_a_setting_of_ours() -> None:
 
 @pytest.mark.parametrize(
     ("written", "message"),
-    [("- a", "must hold lines"), ("chunk_size: [", "is no YAML"), ("a: 1\na: 2", "given twice")],
+    [
+        ("- a", "must contain lines"),
+        ("chunk_size: [", "is not valid YAML"),
+        ("a: 1\na: 2", "given twice"),
+    ],
 )
 def test_a_broken_file_is_refused(written: str, message: str, theirs: Path) -> None:
     theirs.write_text(written)
@@ -162,7 +166,7 @@ def test_all_that_has_no_counterpart_is_named_in_one_note(theirs: Path) -> None:
         "remote_url (LMCACHE_REMOTE_URL), remote_serde",
         f"enable_blending (LMCache's {theirs}:3): only prefixes are reused",
         f"extra_config (LMCache's {theirs}:4)",
-        f"frobnicate (LMCache's {theirs}:5): not known here",
+        f"frobnicate (LMCache's {theirs}:5): unknown setting",
         f"local_cpu (LMCache's {theirs}:6): host memory is always used",
         "enable_pd (LMCACHE_ENABLE_PD): prefill and decode on different machines",
         "max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE): host memory is always used",
@@ -233,7 +237,7 @@ def test_a_service_says_it_once_at_start(short_dir: Path) -> None:
     warnings = [line for line in said.splitlines() if "LMCache" in line]
     assert len(warnings) == 1, said
     assert "WARNING" in warnings[0]
-    assert "remote_url (LMCACHE_REMOTE_URL): there is no such store or option" in warnings[0]
+    assert "remote_url (LMCACHE_REMOTE_URL): this store or option is not supported" in warnings[0]
 
 
 RECIPE = """\
@@ -267,12 +271,12 @@ def test_an_imported_file_says_what_is_different(theirs: Path) -> None:
     theirs.write_text(RECIPE)
     result = runner.invoke(app, ["config", "import", str(theirs)])
     told = " ".join(result.output.replace("#", "").split())
-    assert "There: max_local_cpu_size: 20.0. Each rank has so much there; here" in told
-    assert "There: enable_kv_events: False. On by default here. kv_events: false" in told
+    assert "LMCache: max_local_cpu_size: 20.0. LMCache allocates this for each rank; KV" in told
+    assert "LMCache: enable_kv_events: False. Enabled by default. kv_events: false" in told
     assert "chunk_size: 512" in result.output.splitlines()
-    assert "Not taken over: local_cpu (line 3): host memory is always used" in told
+    assert "Not imported: local_cpu (line 3): host memory is always used" in told
     assert "enable_pd (line 9), pd_role (line 10): prefill and decode on different" in told
-    assert "lies beside it. remote_url: redis://:hunter2@host" in told
+    assert "stores its own beside it. remote_url: redis://:hunter2@host" in told
     assert all(len(line) <= 100 for line in result.output.splitlines())
 
 
@@ -294,4 +298,4 @@ def test_show_names_these_sources(theirs: Path) -> None:
     output = runner.invoke(app, ["config", "show"], env=environ).output
     assert f"(LMCache's {theirs}:1)" in output
     assert "(LMCACHE_CACHE_POLICY)" in output
-    assert "note: settings of LMCache without effect here: enable_p2p" in output
+    assert "note: settings of LMCache without effect: enable_p2p" in output

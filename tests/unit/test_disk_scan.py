@@ -214,7 +214,7 @@ async def test_a_scan_that_is_given_up_holds_nothing_up(path: Path) -> None:
 
 def test_a_manifest_is_read_back() -> None:
     assert unpack_manifest(pack_manifest(SPACE), folder_name(SPACE)) == SPACE
-    with pytest.raises(TierMissError, match="is of namespace"):
+    with pytest.raises(TierMissError, match="belongs to namespace"):
         unpack_manifest(pack_manifest(SPACE), folder_name(OTHER))
 
 

@@ -177,12 +177,12 @@ def test_the_oldest_go_and_no_more_than_has_to() -> None:
     limits = Limits(quota_bytes=100 * 4096)
     found = [Blob(f"a/00/{at}.kv", 4096, 1000 + 7 * at) for at in range(120)]
     survey = survey_of(*found)
-    doomed = survey.doomed(limits, 2000, 0)
-    gone = [one for one in found if doomed.take(one)]
+    deletions = survey.deletions(limits, 2000, 0)
+    gone = [one for one in found if deletions.take(one)]
     assert gone == found[: len(gone)]
     assert (120 - len(gone)) * 4096 <= limits.floor_bytes
     assert len(gone) <= 42
-    few = survey_of(*found[:90]).doomed(limits, 2000, 0)
+    few = survey_of(*found[:90]).deletions(limits, 2000, 0)
     assert not any(few.take(one) for one in found)
 
 
@@ -190,10 +190,10 @@ def test_what_nobody_used_for_long_goes_and_a_namespace_has_its_own_limit() -> N
     limits = Limits(quota_bytes=1 << 30, namespace_bytes=10 * 4096, ttl_s=500)
     old = [Blob(f"a/00/{at}.kv", 4096, 400) for at in range(3)]
     many = [Blob(f"b/00/{at}.kv", 4096, 900 + 10 * at) for at in range(15)]
-    doomed = survey_of(*old, *many).doomed(limits, 1000, 0)
-    assert all(doomed.take(one) for one in old)
-    assert [doomed.take(one) for one in many] == [True] * 5 + [False] * 10
-    assert not doomed.take(Blob("c/00/x.kv", 4096, 0))  # came after the survey
+    deletions = survey_of(*old, *many).deletions(limits, 1000, 0)
+    assert all(deletions.take(one) for one in old)
+    assert [deletions.take(one) for one in many] == [True] * 5 + [False] * 10
+    assert not deletions.take(Blob("c/00/x.kv", 4096, 0))  # came after the survey
 
 
 def test_a_tenant_has_its_own_limit_in_all_namespaces_together() -> None:
@@ -211,8 +211,8 @@ def test_a_tenant_has_its_own_limit_in_all_namespaces_together() -> None:
         *files_of(one, 900, 910, 920, 930, 940),
         *files_of(two, 50),
     ]
-    doomed = survey_of(*found).doomed(limits, 2000, 0)
-    gone = {(one.name.partition("/")[0], one.used_at) for one in found if doomed.take(one)}
+    deletions = survey_of(*found).deletions(limits, 2000, 0)
+    gone = {(one.name.partition("/")[0], one.used_at) for one in found if deletions.take(one)}
     assert gone == {
         *((f"{one}.t{ann.hex()}", at) for at in (100, 200)),
         (f"{two}.t{ann.hex()}", 150),
@@ -220,8 +220,8 @@ def test_a_tenant_has_its_own_limit_in_all_namespaces_together() -> None:
     }
     # What tenants have left counts in their namespace: it has 3 + 3 + 5, its limit is 11.
     less = msgspec.structs.replace(limits, namespace_bytes=9 * 4096)
-    doomed = survey_of(*found).doomed(less, 2000, 0)
-    more = {(one.name.partition("/")[0], one.used_at) for one in found if doomed.take(one)}
+    deletions = survey_of(*found).deletions(less, 2000, 0)
+    more = {(one.name.partition("/")[0], one.used_at) for one in found if deletions.take(one)}
     assert more - gone == {(f"{one}.t{ann.hex()}", at) for at in (300, 400)}
 
 
@@ -367,4 +367,4 @@ async def test_who_has_no_limits_where_others_have_is_told(
         )
         await store.open()
         await store.close(5)
-    assert "set max_remote_size and its like as they do" in caplog.text
+    assert "set max_remote_size and the other limits as they do" in caplog.text

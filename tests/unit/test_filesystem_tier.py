@@ -95,7 +95,7 @@ async def test_nothing_is_written_where_a_mount_has_vanished(tmp_path: Path) -> 
             await store(tier, PIECE)
             run_or_skip("umount", "-l", path)
             await until(lambda: MARKER in tier.health().last_error)
-            with pytest.raises(TierError, match="mount the store"):
+            with pytest.raises(TierError, match="Mount the store"):
                 await store(tier, make_piece(SPACE, 1))
             assert not list(path.iterdir())
             run_or_skip("mount", "--bind", server, path)

@@ -224,7 +224,7 @@ def test_folders_that_cannot_be_listed_for_a_moment_are_looked_at_again(
     assert found.read(threading.Event()) == known
     errors += [OSError(errno.EIO, "Input/output error")] * 4
     assert look_at_files(look, threading.Event()) is None
-    assert "nothing is cached: the model's files cannot be looked at" in caplog.text
+    assert "nothing is cached: the model's files cannot be listed" in caplog.text
 
 
 def test_an_engine_that_ends_does_not_try_again(

@@ -222,7 +222,7 @@ REFUSED = {
     "K and V apart, form not given": (
         {"l": APART["2BHND"]},
         PAGE,
-        r"none of the forms that are read: .*2BNHD \(one tensor.*FlashAttention to 0\.22\)",
+        r"unknown tensor form; expected one of .*2BNHD \(one tensor.*FlashAttention to 0\.22\)",
     ),
     "not the engine's blocks": (
         {"l": torch.zeros(BLOCKS + 1, HEADS, TOKENS, CONTENT, dtype=torch.bfloat16)},
@@ -252,7 +252,7 @@ REFUSED = {
     "content not dense": (
         {"l": torch.zeros(BLOCKS, HEADS, CONTENT, TOKENS, dtype=torch.bfloat16).transpose(2, 3)},
         PAGE,
-        "content dense",
+        r"dense last dimension \(the content\)",
     ),
     "kernel blocks apart": (
         {"l": torch.zeros(2 * BLOCKS, 2, HEADS, TOKENS, CONTENT, dtype=torch.bfloat16)[:, 0]},
@@ -263,9 +263,9 @@ REFUSED = {
 
 
 OTHER_FORMS: list[tuple[str | None, object, str]] = [
-    ("2BNHD", torch.zeros(BLOCKS, 2, TOKENS, HEADS, 4), r"K and V would be dimension 0"),
+    ("2BNHD", torch.zeros(BLOCKS, 2, TOKENS, HEADS, 4), r"2 \(K and V\) in dimension 0"),
     ("2BNHD", torch.zeros(2, BLOCKS + 1, TOKENS, HEADS, 4), r"dimension 1 is not the engine's 6"),
-    ("B2NHD", torch.zeros(BLOCKS, 3, TOKENS, HEADS, 4), r"K and V would be dimension 1"),
+    ("B2NHD", torch.zeros(BLOCKS, 3, TOKENS, HEADS, 4), r"2 \(K and V\) in dimension 1"),
     ("B2NHD", caches()["layer.0"], r"expected 5 dimensions"),
     ("BNC", caches()["layer.0"], r"expected 3 dimensions"),
     ("BNHD", caches()["layer.0"], r"1 tensors a layer, but BNHD has 2"),
@@ -274,7 +274,7 @@ OTHER_FORMS: list[tuple[str | None, object, str]] = [
     (None, (torch.zeros(6, 4, 2, 8), torch.zeros(6, 4, 3, 8)), "differ in more than head_dim"),
     (None, (torch.zeros(6, 4, 2, 8), None), "registered Tensor and NoneType"),
     (None, torch.zeros(6, 8), "2 dimensions, form not given"),
-    ("NBHD", caches()["layer.0"], "none of the forms"),
+    ("NBHD", caches()["layer.0"], "unknown tensor form"),
 ]
 
 
@@ -305,7 +305,7 @@ def test_a_layer_without_a_spec_is_refused() -> None:
 def test_layers_of_unlike_block_sizes_are_refused() -> None:
     tensors = caches()
     specs = {name: (PAGE, TOKENS * (1 + index)) for index, name in enumerate(tensors)}
-    with pytest.raises(LayoutError, match=r"unlike block sizes \(\[4, 8, 12\] tokens\)"):
+    with pytest.raises(LayoutError, match=r"different block sizes \(\[4, 8, 12\] tokens\)"):
         describe_kv_caches(tensors, layer_specs=specs, num_blocks=BLOCKS, kernel_tag="")
 
 

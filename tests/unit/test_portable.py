@@ -81,7 +81,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         with pytest.raises(LayoutError, match=f"{heads} KV heads cannot be split evenly over"):
             head_shards(heads, ranks, 0, group=0, layers=(0, 1))
     for rank in (-1, 2):
-        with pytest.raises(LayoutError, match=f"rank {rank} of 2 with 4 KV heads cannot be"):
+        with pytest.raises(LayoutError, match=f"rank {rank} of 2 with 4 KV heads is invalid"):
             head_shards(4, 2, rank, group=0, layers=(0, 1))
 
 

@@ -85,7 +85,7 @@ def test_what_the_service_says_arrives(message: Message) -> None:
 
 
 def test_unknown_fields_are_ignored() -> None:
-    body = {"type": "Release", "seq": 1, "tickets": [2], "reason": "of a newer client"}
+    body = {"type": "Release", "seq": 1, "lease_ids": [2], "reason": "of a newer client"}
     assert decode_client(msgspec.msgpack.encode(body)) == Release(1, [2])
 
 
@@ -104,11 +104,11 @@ def test_fields_that_came_later_have_defaults() -> None:
         b"\xc1",
         msgspec.msgpack.encode({"type": "Nonsense"}),
         msgspec.msgpack.encode({"type": "Welcome", "service": "s", "pid": 1}),
-        msgspec.msgpack.encode({"type": "Release", "seq": "one", "tickets": []}),
+        msgspec.msgpack.encode({"type": "Release", "seq": "one", "lease_ids": []}),
         msgspec.msgpack.encode({"type": "Commit", "seq": 1, "chunks": [(b"short", 1, [SUM])]}),
         msgspec.msgpack.encode({"type": "Commit", "seq": 1, "chunks": [(KEY, 1, [b"short"])]}),
         msgspec.msgpack.encode({"type": "Commit", "seq": 1, "chunks": [(KEY, 1, SUM)]}),
-        msgspec.msgpack.encode({"type": "Acquire", "ticket": 1, "keys": KEY, "wait_ms": -1}),
+        msgspec.msgpack.encode({"type": "Acquire", "lease_id": 1, "keys": KEY, "wait_ms": -1}),
     ],
 )
 def test_what_is_no_message_is_refused(body: bytes) -> None:

@@ -3,7 +3,9 @@
 
 import asyncio
 import contextlib
+import json
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,7 +158,7 @@ async def test_a_store_without_conditional_puts_is_written_without(
 
 
 ERRORS = {
-    "no bucket": (error("NoSuchBucket", 404), "there is no such bucket"),
+    "no bucket": (error("NoSuchBucket", 404), "the bucket does not exist"),
     "unknown key": (error("InvalidAccessKeyId", 403), "credentials are not accepted"),
     "wrong secret": (error("SignatureDoesNotMatch", 403), "credentials are not accepted"),
     "old token": (error("ExpiredToken", 400), "session token has expired"),
@@ -216,6 +218,51 @@ async def test_credentials_are_read_from_the_file_and_read_anew(
     (authorization,) = set(scripted.authorizations)
     assert "Credential=mine/" in authorization
     assert "/eu-somewhere-1/s3/" in authorization
+
+
+def process_profile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a profile whose credentials a program prints; return the program."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    program = folder / "print-credentials"
+    told = {"Version": 1, "AccessKeyId": "printed", "SecretAccessKey": SECRET}
+    program.write_text(f"#!/bin/sh\necho '{json.dumps(told)}'\n")
+    program.chmod(0o700)
+    (folder / ".aws").mkdir()
+    config = f"[default]\nregion = eu-somewhere-1\ncredential_process = {program}\n"
+    (folder / ".aws" / "config").write_text(config)
+    return program
+
+
+async def test_a_profile_that_needs_boto3_gets_its_credentials_from_there(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("boto3", reason="pip install boto3")
+    process_profile(tmp_path, monkeypatch)
+    async with tier_of(scripted.url) as tier:
+        assert tier.health().online
+    (authorization,) = set(scripted.authorizations)
+    assert "Credential=printed/" in authorization
+
+
+async def test_credentials_that_boto3_cannot_get_are_an_outage(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("boto3", reason="pip install boto3")
+    process_profile(tmp_path, monkeypatch).write_text("#!/bin/sh\nexit 1\n")
+    async with tier_of(scripted.url) as tier:
+        health = tier.health()
+        assert not health.online
+        assert "credentials" in health.last_error
+
+
+def test_a_profile_that_needs_boto3_is_refused_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    process_profile(tmp_path, monkeypatch)
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(ConfigError, match=r"credential_process, which needs.*pip install boto3"):
+        s3_tier("s3://bucket/x")
 
 
 async def test_requests_go_to_the_endpoints_in_turn(bucket: Bucket) -> None:
@@ -282,7 +329,7 @@ async def test_a_server_that_hangs_at_start_does_not_hold_up_the_service(
 ) -> None:
     scripted.script = lambda *_: Answer(hang=True)
     async with tier_of(scripted.url, deadline_s=20) as tier:
-        assert "still being asked" in tier.health().last_error
+        assert "the attempt continues" in tier.health().last_error
 
 
 DELETED = Answer(200, b"<DeleteResult><Deleted><Key>x</Key></Deleted></DeleteResult>")

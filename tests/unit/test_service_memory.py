@@ -239,7 +239,9 @@ def test_clearing_takes_what_was_asked_for_and_nothing_else(short_dir: Path) -> 
             assert other.load(theirs) == 6
             assert control.clear().chunks == 6
             assert other.load(theirs) == 0
-            with pytest.raises(KVHavenError, match="no tier 'tape' here; there are memory, disk"):
+            with pytest.raises(
+                KVHavenError, match="unknown tier 'tape'; expected one of memory, disk"
+            ):
                 control.clear(tier="tape")
             with pytest.raises(KVHavenError, match=r"namespace 0101.* is unknown"):
                 control.clear(namespace=bytes([1]) * 32)

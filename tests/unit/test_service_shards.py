@@ -26,12 +26,12 @@ def heads(first: int, end: int, group: int = 0) -> tuple[Shard, ...]:
     ("shards", "reason"),
     [
         ((), "holds no shards"),
-        ((Shard(ShardId(0, (0, 1), (0, 1)), 0),), "holds 0 bytes .* more than none"),
-        ((shard((1, 1)),), "holds .* ranges that begin at 0 or later and are not empty"),
+        ((Shard(ShardId(0, (0, 1), (0, 1)), 0),), "holds 0 bytes .* expected more than 0"),
+        ((shard((1, 1)),), "holds .* non-empty ranges that begin at 0 or later"),
         ((shard((-1, 1)),), "ranges that begin at 0"),
         ((shard((0, 1), (3, 2)),), "ranges that begin at 0"),
         ((*heads(1, 2), *heads(0, 1)), "ascending order"),
-        (heads(0, 1) * 2, "each once"),
+        (heads(0, 1) * 2, "without repetition"),
     ],
 )
 def test_impossible_shards_are_refused(shards: tuple[Shard, ...], reason: str) -> None:
@@ -104,5 +104,5 @@ def test_equal_shards_are_refused_unless_they_are_said_to_be_equal() -> None:
 def test_a_chunk_of_more_shards_than_can_be_counted_is_refused() -> None:
     held = {rank: heads(1000 * rank, 1000 * (rank + 1)) for rank in range(5)}
     assert len(united({rank: held[rank] for rank in range(4)}, shared=False).shards) == 4000
-    with pytest.raises(KVHavenError, match="hold 5000 shards; a chunk has 4096 at most"):
+    with pytest.raises(KVHavenError, match="hold 5000 shards; a chunk has at most 4096"):
         united(held, shared=False)

@@ -26,7 +26,7 @@ def test_a_directory_of_somebody_else_is_refused(short_dir: Path) -> None:
     theirs = short_dir / "theirs"
     theirs.mkdir()
     theirs.chmod(0o777)
-    with pytest.raises(KVHavenError, match="others could answer there in our place"):
+    with pytest.raises(KVHavenError, match="another user could run a false service there"):
         prepare_directory(str(theirs / "s.sock"))
     theirs.chmod(0o700)
     prepare_directory(str(theirs / "s.sock"))
@@ -38,7 +38,7 @@ def test_a_directory_of_somebody_else_is_refused(short_dir: Path) -> None:
 
 
 def test_an_address_that_is_too_long_is_refused(short_dir: Path) -> None:
-    with pytest.raises(KVHavenError, match="set runtime_dir to a shorter path"):
+    with pytest.raises(KVHavenError, match="Set runtime_dir to a shorter path"):
         prepare_directory(str(short_dir / ("x" * 120) / "s.sock"))
 
 

@@ -109,7 +109,7 @@ def test_clear_by_the_first_digits_of_a_namespace(node: NodeThread) -> None:
         digest = engine.ranks[0].attach.namespace.hex()
         wrong = "f" if digest[0] != "f" else "0"
         said = kvhaven("clear", "--namespace", wrong, "--socket", node.address, status=1)
-        assert f"0 namespaces begin with '{wrong}'; there are {digest[:16]}" in said
+        assert f"0 namespaces start with '{wrong}'; known: {digest[:16]}" in said
         said = kvhaven("clear", "--namespace", digest[:8], "--socket", node.address)
         assert said.startswith("cleared 10 chunks")
         assert engine.load(KEYS) == 0
@@ -117,8 +117,8 @@ def test_clear_by_the_first_digits_of_a_namespace(node: NodeThread) -> None:
 
 def test_clear_wants_to_know_what(node: NodeThread) -> None:
     said = kvhaven("clear", "--socket", node.address, status=1)
-    assert "say what to clear: --namespace, --tenant, --tier, or --all" in said
-    assert "no tier 'tape'" in kvhaven(
+    assert "specify what to clear: --namespace, --tenant, --tier, or --all" in said
+    assert "unknown tier 'tape'" in kvhaven(
         "clear", "--tier", "tape", "--socket", node.address, status=1
     )
     assert kvhaven("clear", "--all", "--socket", node.address).startswith("cleared 0 chunks")
@@ -177,4 +177,4 @@ def test_serve_says_why_it_cannot(short_dir: Path) -> None:
     said = kvhaven("serve", "--socket", "/proc/none/s.sock", status=1)
     assert said.startswith("kvhaven: /proc/none cannot hold a socket: ")
     said = kvhaven("serve", "--socket", "/proc/s.sock", status=1)
-    assert said.startswith("kvhaven: /proc/s.sock.lock cannot be made: ")
+    assert said.startswith("kvhaven: /proc/s.sock.lock cannot be created: ")

@@ -60,13 +60,13 @@ def test_a_tenant_is_named_by_16_hex_digits_in_either_case() -> None:
 
 
 WRONG = {
-    f"{SALT}": "pair 1 has no =",
-    f"a=1MiB {SALT}=much": "pair 2 has no size",
-    f"{SALT}=1MiB a=1MiB {NAME}=2MiB": "pairs 1 and 3 are of one tenant",
-    f"{SALT}=2000000TiB": "the size of pair 1 is too large",
-    "*=1MiB *=2MiB": "pair 2 is a second one for *",
-    "=1MiB": "pair 1: an empty salt is no tenant's",
-    f"tenant:{SALT}=1MiB": "pair 1: tenant: is followed by 16 hex digits",
+    f"{SALT}": "pair 1: no = found",
+    f"a=1MiB {SALT}=much": "pair 2: no valid size after the =",
+    f"{SALT}=1MiB a=1MiB {NAME}=2MiB": "pairs 1 and 3 name the same tenant",
+    f"{SALT}=2000000TiB": "pair 1: the size is too large",
+    "*=1MiB *=2MiB": "pair 2: second quota for *",
+    "=1MiB": "pair 1: empty salt; expected the salt or the name of a tenant",
+    f"tenant:{SALT}=1MiB": ("pair 1: malformed tenant name; expected tenant: and 16 hex digits"),
 }
 
 
@@ -148,6 +148,7 @@ def test_a_wrong_option_repeats_no_salt(
         assert exited.value.code == 2
         said = capsys.readouterr().err
         assert said.startswith(
-            "kvhaven: --tenant is refused (tenant: is followed by 16 hex digits)"
+            "kvhaven: --tenant is refused (malformed tenant name; "
+            "expected tenant: and 16 hex digits)"
         )
         assert SALT not in said

@@ -167,7 +167,7 @@ async def test_closing_gives_up_at_its_deadline() -> None:
     await asyncio.sleep(0)
     assert not await executor.close(0.1)
     for task in (blocked.task, waiting):
-        with pytest.raises(TierError, match="given up"):
+        with pytest.raises(TierError, match="not finished within"):
             await task
     blocked.go_on.set()
     assert await executor.close(5)

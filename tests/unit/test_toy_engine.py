@@ -34,6 +34,7 @@ def make_engine(node: NodeThread, patch: pytest.MonkeyPatch, seed: int = 0) -> E
     patch.setenv("KVHAVEN_SERVICE_ADDRESS", node.address)
     patch.setenv("KVHAVEN_LOOKUP_DEADLINE_MS", "10000")
     patch.setenv("KVHAVEN_SAVE_DEADLINE_MS", "10000")
+    patch.setenv("KVHAVEN_STEP_BUDGET_MS", "1000")
     return Engine(f"toy-{next(_numbers)}", seed)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An example of a package that extends KVHaven: a tier in SQLite, an eviction policy."""
+"""Example of a package that extends KVHaven with a SQLite tier and an eviction policy."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second chance: first in, first out, but a chunk that was used goes round once more."""
+"""Second-chance eviction: first in, first out, but used chunks are queued once more."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -8,10 +8,10 @@ from kvhaven.types import ChunkKey
 
 
 class SecondChance:
-    """A queue of unused chunks, and one of those that were used; a proposal comes from the first.
+    """Eviction policy with a queue of unused chunks, proposed first, and one of used chunks.
 
-    `OrderedMap` moves none of its other keys when one is added or removed, so that no call
-    takes long, however many chunks there are.
+    `OrderedMap` moves no other keys when one is added or removed, so every call is fast however
+    many chunks there are.
     """
 
     name = "second-chance"
@@ -40,7 +40,7 @@ class SecondChance:
             self._queue_of(key).to_end([key])
 
     def passed(self, keys: Iterable[ChunkKey]) -> None:
-        """Move chunks that cannot go behind all others."""
+        """Move chunks that cannot be evicted behind all others."""
         self.touched(keys)
 
     def evicted(self, key: ChunkKey) -> None:
@@ -50,7 +50,7 @@ class SecondChance:
     removed = evicted
 
     def candidates(self) -> Iterator[ChunkKey]:
-        """Yield the unused chunks, then the used ones, each from the oldest on."""
+        """Yield the unused chunks, then the used ones, each oldest first."""
         yield from self._unused
         yield from self._used
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shared tier in a SQLite database: `remote_url: sqlite:///var/kv.db`."""
+"""Shared tier in a SQLite database: `remote_url: sqlite:///var/kv.db`."""
 
 import asyncio
 import sqlite3
@@ -32,17 +32,17 @@ _PAGE = 1000
 
 
 def open_sqlite(url: str, options: TierOptions) -> SharedTier:
-    """Return the tier of a database file, not started. Raises `ConfigError` for a bad URL."""
+    """Return the tier of a database file, not started. Raises `ConfigError` for an invalid URL."""
     path = unquote(urlsplit(url).path)
     if not path.startswith("/") or urlsplit(url).netloc:
         raise ConfigError(
-            f"remote_url: no absolute path of a database (got {url!r}); expected sqlite:///path"
+            f"remote_url: not an absolute path of a file (got {url!r}); expected sqlite:///path"
         )
     return SharedTier(RemoteStore(SqliteClient(Path(path)), _DEADLINE_S), retry_s=options.retry_s)
 
 
 class SqliteClient:
-    """Blobs in a table, by name. Used in the one thread of a `RemoteStore`. See `SharedStore`."""
+    """`SharedStore` over a table of blobs. Used in the one thread of a `RemoteStore`."""
 
     name = "sqlite"
 
@@ -63,7 +63,7 @@ class SqliteClient:
             raise StoreFailedError(f"{self.title}: cannot be opened: {error}") from error
 
     async def still_open(self) -> bool:
-        """Return whether the file is there."""
+        """Return whether the file exists."""
         return self._path.exists()
 
     async def close(self, deadline_s: float) -> None:
@@ -73,7 +73,7 @@ class SqliteClient:
             self._connection = None
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
-        """Read and verify."""
+        """Read and verify a shard."""
         name = blob_name(shard)
         await asyncio.sleep(0)  # a cancelled call ends here, before the buffer is written
         blob = self._content(name)
@@ -84,7 +84,7 @@ class SqliteClient:
         return unpack(self._packing, blob[:HEADER_BYTES], into, len(blob), shard, name)
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Write unless it is there."""
+        """Write a shard unless it is present."""
         if (await self.contains([shard]))[0]:
             return 0
         blob = b"".join(self._packing.pack(shard, payload, checksum))
@@ -92,7 +92,7 @@ class SqliteClient:
         return len(blob)
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Look all of them up."""
+        """Return whether each shard is present."""
         await asyncio.sleep(0)
         sizes = [
             self._run("SELECT length(content) FROM blobs WHERE name = ?", blob_name(shard))
@@ -104,7 +104,7 @@ class SqliteClient:
         ]
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Remove."""
+        """Remove blobs."""
         for name in names:
             self._run("DELETE FROM blobs WHERE name = ?", name)
 
@@ -113,7 +113,7 @@ class SqliteClient:
         return self._content(manifest_name(folder))
 
     async def save_manifest(self, folder: str, content: bytes) -> None:
-        """Keep a manifest."""
+        """Store a manifest."""
         self._run("INSERT OR REPLACE INTO blobs VALUES (?, ?)", manifest_name(folder), content)
 
     async def folders(self) -> Sequence[str]:
@@ -137,15 +137,15 @@ class SqliteClient:
         return time.time()
 
     async def probe(self, lane: Lane) -> None:
-        """Show that the database answers."""
+        """Verify that the database answers."""
         self._run("SELECT 1")
 
     def queued(self, lane: Lane) -> int:
-        """Nothing waits here; `RemoteStore` has the queue."""
+        """Return 0: `RemoteStore` has the queue."""
         return 0
 
     def longest_running_s(self) -> float:
-        """Every call ends by SQLite's own timeout."""
+        """Return 0: every call ends by SQLite's timeout."""
         return 0.0
 
     def _content(self, name: str) -> bytes | None:
@@ -155,7 +155,7 @@ class SqliteClient:
     def _run(self, statement: str, *values: object) -> list[tuple[bytes | int | str, ...]]:
         """Run a statement. Raises `StoreFailedError`."""
         if self._connection is None:
-            raise StoreFailedError(f"{self.title}: is not open")
+            raise StoreFailedError(f"{self.title}: the database is not open")
         try:
             return self._connection.execute(statement, values).fetchall()
         except sqlite3.Error as error:

@@ -15,7 +15,7 @@ from kvhaven.tiers.shared.store import blob_name
 
 @pytest.fixture
 def kit(tmp_path: Path) -> Kit:
-    """Return a database that nothing else uses; the URL shows that KVHaven finds the package."""
+    """Return a private database; opening it by URL verifies that KVHaven finds the package."""
     path = tmp_path / "kv.db"
 
     def change(shard: StoredShard, change: Change) -> None:

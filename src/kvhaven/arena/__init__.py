@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena: shared memory that holds resident shards, and who may use which piece of it."""
+"""The arena: shared memory for resident shards, its allocation, and the locks on it."""

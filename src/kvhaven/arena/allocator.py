@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands out extents of the arena: slabs of equal extents, one class per extent size.
+"""Allocator of the arena: slabs of equal extents, one class per extent size.
 
-A segment is divided into units (the slab size; a power of two, and at most a sixteenth of
-the segment). A slab is a run of units that belongs to one class. It holds at least 16
-extents and is at least `slab_bytes` long, so that its tail (what is left behind the last
-extent) is at most 1/16 of it. Two exceptions:
+A segment is divided into units (the slab size; a power of two, and at most a sixteenth of the
+segment). A slab is a run of units that belongs to one class. It holds at least 16 extents and is at
+least `slab_bytes` long, so that its tail (the bytes behind the last extent) is at most 1/16 of it.
+There are two exceptions:
 
-- in a small segment a slab is at most a quarter of the segment, unless one extent needs
-  more; then the length with the smallest tail is chosen;
-- when no free run is long enough, a shorter one is taken, if its tail is at most 1/16 too (or
-  no worse than that of the best length).
+- in a small segment a slab is at most a quarter of the segment, unless one extent needs more; the
+  length with the smallest tail is chosen then;
+- if no free run is long enough, a shorter one is taken, provided that its tail is at most 1/16 too
+  (or no worse than that of the best length).
 
-Allocation prefers fuller slabs, so that others can empty. A slab that is empty goes back to
-the free units, and any class may have them.
+Allocation prefers fuller slabs, so that others become empty. The units of an empty slab become free
+for any class.
 
 A segment may grow: only its first bytes are `usable` at first. Its units and the shapes of its
 slabs are those of its final size, so growing moves nothing.
@@ -30,14 +30,14 @@ from kvhaven.types import PAGE_BYTES, Extent
 __all__ = ["AllocatorStats", "ClassStats", "SlabAllocator", "SlabId"]
 
 _MOST_LOOKED_AT = 64
-"""Slabs of a class that are searched for room within a reach; a class may have thousands."""
+"""Maximum number of a class's slabs, of possibly thousands, searched for room within a reach."""
 
 
 class AllocatorStats(msgspec.Struct, frozen=True):
-    """How full and how fragmented the arena is, in bytes.
+    """Usage and fragmentation of the arena in bytes.
 
-    `capacity = used + free in slabs + waste + unassigned`. `largest_free_bytes` is the longest
-    run that no class has: the longest extent of a new class that can be had without eviction.
+    `capacity = used + free in slabs + waste + unassigned`. `largest_free_bytes` is the longest run
+    that belongs to no class: the longest extent of a new class that fits without eviction.
     """
 
     capacity_bytes: int
@@ -49,12 +49,12 @@ class AllocatorStats(msgspec.Struct, frozen=True):
 
 
 class SlabAllocator:
-    """The allocator of all segments; pure bookkeeping, not thread-safe.
+    """Allocator of all segments; pure bookkeeping, not thread-safe.
 
-    `segments` maps a segment's index to its size in bytes; `slab_bytes` is the least length
-    of a slab (smaller in small segments, see the module). `usable` are the bytes of each
-    segment that may be handed out, from its beginning (default: all). Raises ArenaError for a
-    segment smaller than a page.
+    `segments` maps a segment's index to its size in bytes. `slab_bytes` is the minimum length of a
+    slab (smaller in small segments, see the module). `usable` maps each segment to the number of
+    bytes at its beginning that may be allocated (default: all). Raises `ArenaError` for a segment
+    smaller than a page.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class SlabAllocator:
         self._used_bytes = 0
 
     def grow(self, segment: int, usable_bytes: int) -> None:
-        """Hand out extents in the first `usable_bytes` of a segment from now on.
+        """Allow allocation in the first `usable_bytes` of a segment.
 
-        Raises ArenaError for fewer than before, or for more than the segment has.
+        Raises `ArenaError` for fewer bytes than before, or for more than the segment has.
         """
         self._segments[segment].grow(usable_bytes)
         self.usable[segment] = usable_bytes
 
     def finalize(self, segment: int) -> None:
-        """Note that a segment will not grow any more: that is its size."""
+        """Fix the size of a segment at its usable bytes: it will not grow any more."""
         self._segments[segment].finalize()
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that slabs can cover: what is usable without an incomplete last unit."""
+        """Bytes that slabs can cover: the usable bytes without an incomplete last unit."""
         return sum(s.units * s.unit_bytes for s in self._segments.values())
 
     @property
@@ -97,21 +97,21 @@ class SlabAllocator:
         return self._used_bytes
 
     def fits(self, length: int) -> bool:
-        """Whether an extent of `length` bytes could be had from an empty arena."""
+        """Return whether an empty arena could hold an extent of `length` bytes."""
         return length > 0 and any(s.fits(_class_size(length)) for s in self._segments.values())
 
     def allocate(self, length: int, reach: Mapping[int, int] | None = None) -> Extent | None:
         """Return a new extent of `length` bytes, rounded up to whole pages.
 
-        None means that its class has no room and there is no free run for another slab:
-        something must be evicted (see `room_near`). With `reach`, only from slabs in the
-        first so many bytes of each segment; None may be the answer then although there is room:
-        not every slab is looked at. Generations only ever grow and are never used twice. Raises
-        ArenaError for a length that is not positive.
+        None means that the class has no room and no free run fits another slab: the caller has to
+        evict (see `room_near`). With `reach`, only slabs within the first so many bytes of each
+        segment are used. None may then be returned although there is room, because not every slab
+        is searched. Generations only increase and are never reused. Raises `ArenaError` if the
+        length is not positive.
         """
         size = -(-length // PAGE_BYTES) * PAGE_BYTES
         if size <= 0:
-            raise ArenaError(f"an extent of {length} bytes was asked for; it must be positive")
+            raise ArenaError(f"extent of {length} bytes: invalid length; it must be positive")
         slab = self._slab_with_room(size, reach)
         if slab is None:
             return None
@@ -132,14 +132,14 @@ class SlabAllocator:
         return extent
 
     def free(self, extent: Extent) -> None:
-        """Take an extent back; the last one of a slab gives the slab back too.
+        """Free an extent; freeing the last extent of a slab frees the slab too.
 
-        Raises ArenaError when it is not allocated: freed before, or of an old generation.
+        Raises `ArenaError` if it is not allocated: freed before, or of an old generation.
         """
         slab = self._slab(extent)
         offset = extent.offset
         if slab is None or slab.live.get(offset) != extent:
-            raise ArenaError(f"{extent} is not allocated: it was freed before, or never given out")
+            raise ArenaError(f"{extent} is not allocated: it was freed before, or never allocated")
         live = slab.live
         del live[offset]
         size = extent.length
@@ -154,21 +154,21 @@ class SlabAllocator:
             slab_class.move(slab, level)
 
     def slab_of(self, extent: Extent) -> SlabId:
-        """Return the slab in which an extent lies; ArenaError when no slab is there."""
+        """Return the slab of an extent. Raises `ArenaError` if no slab lies there."""
         segment = self._segments.get(extent.segment)
         slab = None if segment is None else segment.owner.get(extent.offset >> segment.shift)
         if slab is None:
-            raise ArenaError(f"{extent} lies in no slab that is in use")
+            raise ArenaError(f"{extent} lies outside of all slabs in use")
         return slab.id
 
     def extents_in(self, slab: SlabId) -> tuple[Extent, ...]:
-        """Return the allocated extents of a slab, oldest first; none for one not in use."""
+        """Return the allocated extents of a slab, oldest first; empty if the slab is not in use."""
         segment = self._segments.get(slab.segment)
         found = segment.owner.get(slab.index) if segment is not None else None
         return tuple(found.live.values()) if found is not None and found.id == slab else ()
 
     def slabs(self) -> Iterator[SlabId]:
-        """Yield the slabs that belong to a class, in the order of their addresses."""
+        """Yield the slabs that belong to a class, in order of address."""
         for segment in self._segments.values():
             for slab in segment.slabs():
                 yield slab.id
@@ -176,12 +176,12 @@ class SlabAllocator:
     def room_near(
         self, slab: SlabId, length: int, cost: Callable[[SlabId], float | None]
     ) -> tuple[SlabId, ...] | None:
-        """Return the slabs to empty so that `length` bytes can be had, at the least total cost.
+        """Return the slabs to empty for an extent of `length` bytes, at the least total cost.
 
-        They lie side by side, with the free units between them, so emptying them is enough;
-        emptying any others may not be, as slabs differ in length. Only runs that a slab is in, or
-        touches, are looked at. `cost` gives what it costs to empty a slab, None for one that cannot
-        be emptied (leased, quarantined). The answer is None when nothing there helps.
+        The slabs are adjacent, apart from free units between them, so emptying them is sufficient;
+        emptying others may not be, because slabs differ in length. Only runs that contain or touch
+        `slab` are considered. `cost` returns the cost of emptying a slab, None for a slab that
+        cannot be emptied (leased, quarantined). The result is None if no such run exists.
         """
         segment = self._segments[slab.segment]
         shapes = segment.shapes(_class_size(length))
@@ -189,7 +189,7 @@ class SlabAllocator:
         return None if found is None else found[1]
 
     def stats(self) -> AllocatorStats:
-        """Return how full and how fragmented everything is."""
+        """Return usage and fragmentation of the arena."""
         classes = tuple(c.stats() for _, c in sorted(self._classes.items()))
         segments = self._segments.values()
         return AllocatorStats(
@@ -202,7 +202,7 @@ class SlabAllocator:
         )
 
     def check(self) -> None:
-        """Audit every invariant; AssertionError names the one that does not hold."""
+        """Audit every invariant. Raises `AssertionError` that names the violated one."""
         used = 0
         counted: dict[int, int] = {}
         generations: set[int] = set()
@@ -211,7 +211,7 @@ class SlabAllocator:
             for slab in segment.slabs():
                 slab.check()
                 slab_class = self._classes[slab.size]
-                assert slab in slab_class.levels[slab.level], f"{slab.id} is in no level"
+                assert slab in slab_class.levels[slab.level], f"{slab.id} is missing from its level"
                 counted[slab.size] = counted.get(slab.size, 0) + 1
                 used += slab.size * len(slab.live)
                 generations.update(e.generation for e in slab.live.values())
@@ -219,16 +219,16 @@ class SlabAllocator:
             slab_class.check()
             assert counted.get(size) == slab_class.slabs, f"slabs of class {size} are miscounted"
         extents = sum(c.stats().extents for c in self._classes.values())
-        assert used == self._used_bytes, f"{used} bytes are used, {self._used_bytes} counted"
-        assert len(generations) == extents, "two extents have one generation"
-        assert max(generations, default=0) <= self._generation, "a generation from the future"
+        assert used == self._used_bytes, f"{used} bytes are used, {self._used_bytes} are counted"
+        assert len(generations) == extents, "two extents have the same generation"
+        assert max(generations, default=0) <= self._generation, "a generation was never issued"
 
     def _slab(self, extent: Extent) -> Slab | None:
         segment = self._segments.get(extent.segment)
         return segment.owner.get(extent.offset >> segment.shift) if segment is not None else None
 
     def _slab_with_room(self, size: int, reach: Mapping[int, int] | None) -> Slab | None:
-        """Return the fullest slab of a class that has room, or a new one; None: there is none."""
+        """Return the fullest slab of a class that has room, or a new one; None without either."""
         slab_class = self._classes.get(size)
         if slab_class is not None and slab_class.mask:
             if reach is None:

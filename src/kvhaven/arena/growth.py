@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps in which an arena becomes usable, the same for the service and for each rank.
 
-The service allocates it step by step, at 2 to 4 GiB/s; a rank registers it with its device step
-by step, at about 10 GiB/s. After each step what is there can be used. Steps grow with what is
-there, so that there are few of them: 35 for 2 TiB. Each costs a message to every rank, and a
-boundary that no device copy may cross.
+The service allocates the arena step by step, at 2 to 4 GiB/s; a rank registers it with its device
+step by step, at about 10 GiB/s. After each step the part that is done can be used. The length of a
+step grows with that part, so that there are few steps: 35 for 2 TiB. Each step costs a message to
+every rank, and a boundary that no device copy may cross.
 """
 
 from typing import Final
 
 FIRST_BYTES: Final = 256 << 20
-"""Allocated before the service listens, a tenth of a second: a small arena is all there then."""
+"""Allocated before the service listens, within 0.1 s: a small arena is complete by then."""
 STEP_BYTES: Final = 1 << 30
-"""Least length of a step, and the unit of its length."""
+"""Minimum length of a step, and the unit of its length."""
 
 
 def next_step(done: int, size: int, step: int = STEP_BYTES) -> int:
-    """Return where the step ends that begins at `done`, of `size` bytes altogether.
+    """Return the end of the step that begins at `done`, of `size` bytes in total.
 
-    It is a quarter of what is done, in whole units of `step`, and at least one.
+    The step is a quarter of `done`, in whole units of `step`, and at least one unit.
     """
     return min(size, done + max(1, done // 4 // step) * step)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the arena may be: free memory, and every control group above us.
+"""Memory limits for the arena: free memory, and every control group of this process.
 
-Pages of a segment are charged to the control group of whoever touches them first. Beyond a
-limit the kernel does not refuse, it kills; so the room is looked up before. Sources:
-proc(5), cgroups(7), and the kernel's Documentation/admin-guide/cgroup-v1/memory.rst and
-cgroup-v2.rst.
+Pages of a segment are charged to the control group of the process that touches them first. Beyond a
+limit the kernel kills a process instead of refusing memory, so the limits are read before memory is
+allocated. Sources: proc(5), cgroups(7), and the kernel's
+Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from kvhaven.types import align_up
 _MIB = 1 << 20
 _HEADROOM = 512 * _MIB
 _UNLIMITED_V1 = 1 << 62  # memory.limit_in_bytes is the largest multiple of a page when unset
-_GRAIN = 2 * _MIB  # a shrunken arena is a multiple of this
+_GRAIN = 2 * _MIB  # a reduced arena is a multiple of this
 
 
 class MemoryLimit(msgspec.Struct, frozen=True):
-    """One limit: its name and file, the bytes it allows, and the bytes not in use under it."""
+    """One limit: its name with its file, the bytes it allows, and the bytes unused under it."""
 
     name: str
     total: int
@@ -30,7 +30,7 @@ class MemoryLimit(msgspec.Struct, frozen=True):
 
     @property
     def headroom(self) -> int:
-        """Bytes to leave to others: 5%, at least 512 MiB, but at most an eighth."""
+        """Bytes to leave to other processes: 5%, at least 512 MiB, but at most an eighth."""
         return min(max(self.total // 20, _HEADROOM), self.total // 8)
 
     def __str__(self) -> str:
@@ -41,27 +41,27 @@ class MemoryLimit(msgspec.Struct, frozen=True):
 
 
 class MemoryLimits(msgspec.Struct, frozen=True):
-    """All limits that bind this process."""
+    """All limits that apply to this process."""
 
     limits: tuple[MemoryLimit, ...]
 
     @property
     def tightest(self) -> MemoryLimit | None:
-        """The limit that leaves least after its headroom; None when none could be read."""
+        """The limit that leaves least after its headroom; None when no limit could be read."""
         return min(self.limits, key=lambda limit: limit.available - limit.headroom, default=None)
 
 
 class ArenaSize(msgspec.Struct, frozen=True):
-    """Bytes that the arena may have, and why they are fewer than wanted (empty: they are not)."""
+    """Allowed size of the arena in bytes, and the reason if it was reduced (empty otherwise)."""
 
     bytes: int
     reason: str
 
 
 def memory_limits(proc: Path = Path("/proc")) -> MemoryLimits:
-    """Return the limits now. Reads a few small files under `proc` and the cgroup mounts.
+    """Return the current limits. Reads a few small files under `proc` and the cgroup mounts.
 
-    What cannot be read is left out: a limit that is not there does not bind.
+    A file that cannot be read is skipped: a limit that does not exist does not apply.
     """
     found = [*_meminfo(proc), *_cgroups(proc)]
     return MemoryLimits(tuple(found))
@@ -70,12 +70,12 @@ def memory_limits(proc: Path = Path("/proc")) -> MemoryLimits:
 def arena_size(
     wanted: int, *, strict: bool, floor: int = 64 * _MIB, limits: MemoryLimits | None = None
 ) -> ArenaSize:
-    """Return the size that an arena of `wanted` bytes may really have.
+    """Return the allowed size of an arena that was requested with `wanted` bytes.
 
-    That is `wanted`, in whole pages, when every limit leaves its headroom beside it, else
-    what the tightest one leaves. Memory that old workers still map counts as used, so after
-    a restart of the service the answer is what fits beside it. Raises ArenaError when it
-    would be smaller than wanted and `strict` is set, or smaller than `floor`; the message
+    The result is `wanted`, in whole pages, if every limit leaves its headroom besides; otherwise it
+    is the size that the tightest limit leaves. Memory that old workers still map counts as used, so
+    after a restart of the service the new arena fits beside the old one. Raises `ArenaError` if the
+    result would be smaller than `wanted` and `strict` is set, or smaller than `floor`; the message
     names the limit.
     """
     wanted = align_up(wanted)
@@ -90,8 +90,8 @@ def arena_size(
     advice = "free memory or raise that limit"
     if allowed < max(floor, 1):
         raise ArenaError(
-            f"no arena of max_local_cpu_size = {format_bytes(wanted)}: {reason}; what is left is "
-            f"less than the smallest useful arena, {format_bytes(floor)}; {advice}"
+            f"an arena of max_local_cpu_size = {format_bytes(wanted)} cannot be created: {reason}; "
+            f"the rest is less than the smallest useful arena, {format_bytes(floor)}; {advice}"
         )
     advice = f"set max_local_cpu_size to at most {format_bytes(allowed)}, or {advice}"
     if strict:
@@ -107,10 +107,11 @@ def arena_size(
 
 
 def room_to_grow(rest: int, limits: MemoryLimits | None = None) -> ArenaSize:
-    """Return how many of the `rest` bytes of an arena may still be allocated, and why not all.
+    """Return how many of the `rest` bytes of an arena may be allocated, and a reason if fewer.
 
-    All, as long as they are free: the headroom is there for what others took since the arena's
-    size was chosen. Else what leaves the tightest limit its headroom, perhaps nothing.
+    All of them if they are free, because the headroom exists for memory that other processes took
+    since the size was chosen. Otherwise the bytes that leave the tightest limit its headroom,
+    possibly none.
     """
     tightest = (limits or memory_limits()).tightest
     if tightest is None or tightest.available >= rest:
@@ -121,7 +122,7 @@ def room_to_grow(rest: int, limits: MemoryLimits | None = None) -> ArenaSize:
 
 
 def format_bytes(size: int) -> str:
-    """Return a size for people, for example `1.5 GiB`."""
+    """Return a size for messages, for example `1.5 GiB`."""
     value, units = float(size), ["bytes", "KiB", "MiB", "GiB"]
     while abs(value) >= 1024 and len(units) > 1:  # noqa: PLR2004 - the binary prefixes
         value, units = value / 1024, units[1:]
@@ -136,8 +137,8 @@ def _meminfo(proc: Path) -> Iterator[MemoryLimit]:
 
 
 def _cgroups(proc: Path) -> Iterator[MemoryLimit]:
-    """Yield the limits of our control groups and of all above them that we can see."""
-    groups = {}  # the group's path by its hierarchy: "" is version 2
+    """Yield the limits of this process's control groups and of all visible groups above them."""
+    groups = {}  # path of the group by controller; "" is version 2
     for line in _lines(proc / "self/cgroup"):
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
@@ -162,10 +163,10 @@ def _cgroups(proc: Path) -> Iterator[MemoryLimit]:
 
 
 def _below(path: str, root: str) -> PurePosixPath:
-    """Return where the group `path` lies below a mount that shows the hierarchy from `root` on.
+    """Return the path of the group `path` below a mount that shows the hierarchy from `root` on.
 
-    In a container the mount often shows only our own group, and `path` is the host's name for
-    it, or one outside of our cgroup namespace (`/../x`): then the mount itself is our group.
+    In a container the mount often shows only this process's group, and `path` is the host's name
+    for it, or lies outside of the cgroup namespace (`/../x`). The mount itself is the group then.
     """
     group = PurePosixPath(path)
     if ".." in group.parts or not group.is_relative_to(root):
@@ -174,7 +175,7 @@ def _below(path: str, root: str) -> PurePosixPath:
 
 
 def _read_v2(group: Path) -> Iterator[MemoryLimit]:
-    # Above memory.high nothing is killed, but everybody is slowed down to a crawl.
+    # Above memory.high the kernel kills no process, but throttles all of them heavily.
     for file in ("memory.max", "memory.high"):
         limit, used = _number(group / file), _number(group / "memory.current")
         if limit is not None and used is not None:
@@ -186,25 +187,25 @@ def _read_v1(group: Path) -> Iterator[MemoryLimit]:
     file = group / "memory.limit_in_bytes"
     limit, used = _number(file), _number(group / "memory.usage_in_bytes")
     if limit is not None and limit < _UNLIMITED_V1 and used is not None:
-        # The sums over the group and those below it are the fields that begin with "total_".
+        # Fields that begin with "total_" are sums over the group and those below it.
         cache = _fields(group / "memory.stat").get("total_inactive_file", 0)
         yield _limit(file, limit, used, cache)
 
 
 def _limit(file: Path, limit: int, used: int, cache: int) -> MemoryLimit:
-    """Make a limit; page cache that was used only once goes before anybody is killed."""
+    """Return a limit; inactive page cache is free: the kernel drops it before it kills."""
     available = limit - used + min(cache, used)
     return MemoryLimit(f"the control group ({file})", limit, max(available, 0))
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in a file; None for none (`max`) and for a file that is not there."""
+    """Return the number in a file; None if it holds no number (`max`) or does not exist."""
     text = "".join(_lines(file))
     return int(text) if text.isdecimal() else None
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Return `name number` lines as a dictionary."""
+    """Return the `name number` lines of a file as a dictionary."""
     pairs = (line.split() for line in _lines(file))
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdecimal()}
 
@@ -217,5 +218,5 @@ def _lines(file: Path) -> list[str]:
 
 
 def _unescape(field: str) -> str:
-    r"""Undo what mountinfo does to blanks in paths: `\040` and the like."""
+    r"""Decode the escapes of mountinfo for blanks in paths, such as `\040`."""
     return field.encode("latin-1", "replace").decode("unicode_escape")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locks that live exactly as long as a mapping: OFD locks on single bytes.
 
-An open-file-description (OFD) lock belongs to what `open` returned, not to a process. The
-kernel drops it when the last reference is gone: descriptors, their duplicates in forked
-children, *and memory mappings made through it*. So who opens a segment anew, locks a byte,
-maps it and closes the descriptor holds the lock until the mapping itself is gone, however
-the process ends. Format and rules: fcntl(2), "Open file description locks".
+An open-file-description (OFD) lock belongs to the result of an `open` call, not to a process. The
+kernel drops it with the last reference: descriptors, their duplicates in forked children, *and
+memory mappings made through it*. A process that opens a segment anew, locks a byte, maps the
+segment and closes the descriptor therefore holds the lock exactly as long as the mapping exists,
+however the process ends. Format and rules: fcntl(2), "Open file description locks".
 """
 
 import errno
@@ -18,9 +18,9 @@ _FLOCK = struct.Struct("@hhqqi4x")
 
 
 def lock_byte(fd: int, byte: int) -> bool:
-    """Lock a byte for `fd`'s open file description; False when another one holds it.
+    """Lock a byte for `fd`'s open file description; return False if another one holds the lock.
 
-    The byte may lie beyond the end of the file. Raises OSError for anything but a conflict.
+    The byte may lie beyond the end of the file. Raises `OSError` for any failure but a conflict.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(byte))
@@ -32,7 +32,7 @@ def lock_byte(fd: int, byte: int) -> bool:
 
 
 def byte_is_locked(fd: int, byte: int) -> bool:
-    """Whether an open file description other than `fd`'s holds a lock on the byte."""
+    """Return whether an open file description other than `fd`'s holds a lock on the byte."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(byte))
     kind: int = _FLOCK.unpack(answer)[0]
     return kind != fcntl.F_UNLCK

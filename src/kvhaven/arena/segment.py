@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments: the arena's shared memory, as the service makes it and as a worker maps it."""
+"""Segments: the arena's shared memory, as the service creates it and as workers map it."""
 
 import contextlib
 import errno
@@ -15,21 +15,21 @@ from kvhaven.errors import ArenaError
 from kvhaven.types import PAGE_BYTES
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; since Linux 6.3, and demanded where vm.memfd_noexec = 2
+_MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; since Linux 6.3, and required where vm.memfd_noexec = 2
 _ALLOCATION_PIECE = 256 << 20
 _BLOCK = 512  # unit of st_blocks, see stat(2)
 
 
 class Segment:
-    """A segment as its owner, the service, has it. Made by `create`.
+    """Segment on the side of its owner, the service. Made by `create`.
 
-    `fd` is what is handed to workers; `memory` is the service's own writable mapping. The
-    service locks no byte of it, so every lock it sees is somebody else's. The memory is gone
-    when the service has closed it and the last worker's mapping ended.
+    The service passes `fd` to workers; `memory` is the service's writable mapping. The service
+    locks no byte, so every lock that it sees belongs to another process. The memory is freed when
+    the service has closed the segment and the last worker's mapping has ended.
 
-    Its size is fixed from the beginning, its memory may be allocated gradually: the first
-    `allocated` bytes are, the rest of the file is a hole. The hole must not be touched: touching
-    memory that cannot be had kills the process.
+    The size is fixed from the beginning, but memory can be allocated gradually: the first
+    `allocated` bytes are, the rest of the file is a hole. The hole must not be touched, because the
+    kernel kills a process that touches memory it cannot provide.
     """
 
     def __init__(self, index: int, fd: int, mapping: SharedMapping, allocated: int) -> None:
@@ -40,14 +40,15 @@ class Segment:
 
     @classmethod
     def create(cls, index: int, size: int, allocated: int | None = None) -> Self:
-        """Make a segment of `size` bytes, sealed, the first `allocated` of them (None: all) there.
+        """Create a sealed segment of `size` bytes, the first `allocated` (None: all) in memory.
 
-        Both are whole pages. Every byte is 0. Raises ArenaError with the size and the reason, as
-        `extend` does; nothing is left behind then.
+        Both are whole pages. Every byte is 0. Raises `ArenaError` with the size and the reason, as
+        `extend` does; nothing is left behind in that case.
         """
         if size <= 0 or size % PAGE_BYTES:
             raise ArenaError(
-                f"segment {index} of {size} bytes: it must be a positive multiple of {PAGE_BYTES}"
+                f"segment {index} of {size} bytes: invalid size; expected a positive multiple of "
+                f"{PAGE_BYTES}"
             )
         with contextlib.ExitStack() as undo:
             try:
@@ -67,9 +68,10 @@ class Segment:
     def extend(self, length: int) -> None:
         """Allocate the next `length` bytes (whole pages), piece by piece.
 
-        Before each piece it looks whether memory and every control group above us have room for
-        the rest, since the kernel kills whoever asks for too much. Lets other threads run. Raises
-        ArenaError with the size and the reason; `allocated` says how far it came.
+        Before each piece it checks that memory and every control group have room for the rest,
+        because the kernel kills a process that exceeds a limit. Other threads can run meanwhile.
+        Raises `ArenaError` with the size and the reason; `allocated` counts the bytes allocated so
+        far.
         """
         end = self.allocated + length
         while (rest := end - self.allocated) > 0:
@@ -88,16 +90,16 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Its size in bytes, the hole included."""
+        """Size in bytes, including the hole."""
         return self._mapping.size
 
     @property
     def memory(self) -> memoryview:
-        """All its bytes, writable."""
+        """All bytes, writable."""
         return self._mapping.memory
 
     def mapped_by_others(self, byte: int) -> bool:
-        """Whether a process holds the lock on `byte`, that is: still maps the segment."""
+        """Return whether a process holds the lock on `byte`, that is, still maps the segment."""
         return byte_is_locked(self.fd, byte)
 
     def prefault(self, stop: threading.Event, offset: int = 0, end: int | None = None) -> None:
@@ -105,7 +107,7 @@ class Segment:
         self._mapping.prefault(stop, offset, end)
 
     def close(self) -> None:
-        """Unmap it and close `fd`. Raises BufferError while views of `memory` are alive.
+        """Unmap the segment and close `fd`. Raises `BufferError` while views of `memory` exist.
 
         The memory itself stays as long as a worker maps it. Does nothing the second time.
         """
@@ -116,7 +118,7 @@ class Segment:
 
 
 class MappedSegment:
-    """A segment as a worker has it: a mapping, and the lock that lives as long as it. See `map`."""
+    """Segment on a worker's side: a mapping, and a lock that lives as long. Made by `map`."""
 
     def __init__(self, index: int, mapping: SharedMapping) -> None:
         self.index = index
@@ -126,18 +128,18 @@ class MappedSegment:
     def map(
         cls, index: int, fd: int, size: int, lock_byte: int, allocated: int | None = None
     ) -> Self:
-        """Map the segment behind a received descriptor, and lock `lock_byte` while it is mapped.
+        """Map the segment of a received descriptor, and lock `lock_byte` while it is mapped.
 
-        All of it is mapped; touch only the first `allocated` bytes (None: all) until the service
-        says that there are more.
+        The whole segment is mapped; touch only the first `allocated` bytes (None: all) until the
+        service reports more.
 
-        Takes `fd` over: it is closed in any case, so hand in a duplicate to keep one. The file
-        is opened anew through /proc, since a received descriptor shares the sender's open file
+        Takes ownership of `fd`: it is closed in any case, so pass a duplicate to keep one. The file
+        is opened anew through /proc, because a received descriptor shares the sender's open file
         description and with it the sender's locks. A forked child inherits mapping and lock.
 
-        Raises ArenaError when the size is not `size`, when the file is not sealed or has fewer
-        bytes than `allocated` (touching the others could kill us), when somebody holds the lock,
-        or when the kernel refuses.
+        Raises `ArenaError` if the file has another size than `size`, is not sealed or has fewer
+        allocated bytes than `allocated` (touching the others could kill this process), if another
+        process holds the lock, or if the kernel refuses.
         """
         own = -1
         try:
@@ -147,7 +149,7 @@ class MappedSegment:
             return cls(index, SharedMapping(own, size))
         except OSError as error:
             raise ArenaError(
-                f"segment {index} of {format_bytes(size)} could not be mapped: {_reason(error)}"
+                f"segment {index} of {format_bytes(size)} cannot be mapped: {_reason(error)}"
             ) from error
         finally:
             for used in (own, fd):
@@ -156,19 +158,19 @@ class MappedSegment:
 
     @property
     def size(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return self._mapping.size
 
     @property
     def memory(self) -> memoryview:
-        """All its bytes, writable."""
+        """All bytes, writable."""
         return self._mapping.memory
 
     @property
     def address(self) -> int:
-        """Where byte 0 lies in this process, for ctypes and torch.
+        """Address of byte 0 in this process, for ctypes and torch.
 
-        Valid until `close`, and as long as this object lives.
+        Valid until `close`, and while this object exists.
         """
         return self._mapping.address
 
@@ -177,11 +179,11 @@ class MappedSegment:
         self._mapping.prefault(stop, offset, end)
 
     def close(self) -> None:
-        """Unmap it, which frees the lock unless a forked child maps it still.
+        """Unmap the segment, which frees the lock unless a forked child still maps it.
 
-        Raises BufferError while views of `memory` are alive (slices, arrays, tensors): then
-        it stays mapped and locked, and goes with the process or with the next `close`. What
-        only knows `address` is not noticed: its user must be gone before.
+        Raises `BufferError` while views of `memory` exist (slices, arrays, tensors). The segment
+        then stays mapped and locked until the next `close` or the end of the process. Users of
+        `address` alone are not noticed: they must have ended before.
         """
         self._mapping.close()
 
@@ -198,22 +200,25 @@ def _memfd(name: str) -> int:
 
 def _refused(index: int, size: int, error: OSError) -> ArenaError:
     return ArenaError(
-        f"segment {index} of {format_bytes(size)} could not be had: {_reason(error)}; "
+        f"segment {index} of {format_bytes(size)} cannot be allocated: {_reason(error)}; "
         "set max_local_cpu_size lower, or free memory"
     )
 
 
 def _examine(index: int, fd: int, size: int, allocated: int) -> None:
-    """Refuse a file that is not as `Segment.create` makes it."""
+    """Refuse a file that was not made by `Segment.create`."""
     status = os.fstat(fd)
     if status.st_size != size:
-        raise ArenaError(f"segment {index} has {status.st_size} bytes, {size} were announced")
+        raise ArenaError(
+            f"segment {index}: wrong size (got {status.st_size} bytes); expected {size}"
+        )
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if seals & _SEALS != _SEALS:
-        raise ArenaError(f"segment {index} could change its size: seals {seals:#x}")
+        raise ArenaError(f"segment {index} is not sealed against resizing (got seals {seals:#x})")
     if status.st_blocks * _BLOCK < allocated:
         raise ArenaError(
-            f"segment {index} has holes: {status.st_blocks * _BLOCK} of {allocated} bytes allocated"
+            f"segment {index} has holes: {status.st_blocks * _BLOCK} of {allocated} bytes are "
+            "allocated"
         )
 
 

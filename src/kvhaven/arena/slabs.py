@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the allocator is made of: the units of a segment, slabs, and classes of slabs."""
+"""Parts of the allocator: the units of a segment, slabs, and classes of slabs."""
 
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -11,23 +11,23 @@ from kvhaven.errors import ArenaError
 from kvhaven.types import PAGE_BYTES, Extent
 
 LEVELS = 16
-"""Slabs of a class are told apart by sixteenths of fullness; level 16 is full."""
+"""Slabs of a class are grouped by sixteenths of fullness; level 16 is full."""
 
 _MIN_EXTENTS = 16
 _MAX_WASTE = Fraction(1, 16)
 
 
 class SlabId(msgspec.Struct, frozen=True):
-    """Names a slab: its segment, and the unit with which it begins."""
+    """Name of a slab: its segment, and the index of its first unit."""
 
     segment: int
     index: int
 
 
 class ClassStats(msgspec.Struct, frozen=True):
-    """One extent size: its length in bytes, extents in use and free in its slabs, and slabs.
+    """Statistics of one extent size in bytes: used and free extents in its slabs, and slabs.
 
-    `waste_bytes` is what lies behind the last extent of each of its slabs.
+    `waste_bytes` counts the bytes behind the last extent of each slab.
     """
 
     length: int
@@ -38,7 +38,7 @@ class ClassStats(msgspec.Struct, frozen=True):
 
 
 class Slab:
-    """A run of units that belongs to the class of `size`; hashed by identity."""
+    """Run of units that belongs to the class of `size`; hashed by identity."""
 
     __slots__ = (
         "end",
@@ -62,50 +62,52 @@ class Slab:
         self.waste = units * unit_bytes % size
         self.start = slab_id.index * unit_bytes
         self.end = self.start + units * unit_bytes
-        self.untouched = self.start  # offset of the first extent never given out
-        self.spare: list[int] = []  # offsets of extents that came back
+        self.untouched = self.start  # offset of the first extent never allocated
+        self.spare: list[int] = []  # offsets of freed extents
         self.live: dict[int, Extent] = {}  # by offset
         self.level = 0
 
     def check(self) -> None:
-        """Audit the slab; AssertionError names what does not hold."""
+        """Audit the slab. Raises `AssertionError` that names the violated invariant."""
         size, end = self.size, self.start + self.extents * self.size
-        assert self.live, f"{self.id} is empty but was not given back"
+        assert self.live, f"{self.id} is empty but was not freed"
         assert self.level == len(self.live) * LEVELS // self.extents, f"{self.id}: wrong level"
         known = [*self.live, *self.spare]
         assert len(set(known)) == len(known), f"{self.id} has an extent twice"
         assert sorted(known) == list(range(self.start, self.untouched, size)), f"{self.id} leaks"
         assert self.untouched <= end, f"{self.id} overflows"
         for offset, extent in self.live.items():
-            assert (extent.segment, extent.offset) == (self.id.segment, offset), f"{extent} strays"
+            assert (extent.segment, extent.offset) == (self.id.segment, offset), (
+                f"{extent} has a wrong place"
+            )
             assert extent.length == size, f"{extent} is not of class {size}"
 
 
 class SizeClass:
-    """The slabs of one extent size, by level of fullness."""
+    """Slabs of one extent size, grouped by level of fullness."""
 
     __slots__ = ("levels", "mask", "size", "slabs")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.slabs = 0
-        # Dictionaries serve as ordered sets: the oldest slab of a level is filled first.
+        # Dictionaries are ordered sets here: the oldest slab of a level is filled first.
         self.levels: list[dict[Slab, None]] = [{} for _ in range(LEVELS + 1)]
-        self.mask = 0  # bit n: level n has a slab; the full ones (level 16) are left out
+        self.mask = 0  # bit n is set if level n has a slab; level 16 (full) is left out
 
     def add(self, slab: Slab) -> None:
-        """Take in an empty slab."""
+        """Add an empty slab."""
         self.slabs += 1
         self.levels[0][slab] = None
         self.mask |= 1
 
     def remove(self, slab: Slab) -> None:
-        """Let go of a slab."""
+        """Remove a slab."""
         self.slabs -= 1
         self._take(slab)
 
     def move(self, slab: Slab, level: int) -> None:
-        """Put a slab where its fullness belongs."""
+        """Move a slab to the given level."""
         self._take(slab)
         slab.level = level
         self.levels[level][slab] = None
@@ -113,12 +115,12 @@ class SizeClass:
             self.mask |= 1 << level
 
     def with_room(self) -> Iterator[Slab]:
-        """Yield the slabs that are not full, the fullest first."""
+        """Yield the slabs that are not full, fullest first."""
         for level in reversed(self.levels[:LEVELS]):
             yield from level
 
     def stats(self) -> ClassStats:
-        """Return how full it is."""
+        """Return the statistics of the class."""
         slabs = [slab for level in self.levels for slab in level]
         used = sum(len(slab.live) for slab in slabs)
         free = sum(slab.extents for slab in slabs) - used
@@ -126,11 +128,11 @@ class SizeClass:
         return ClassStats(self.size, used, free, len(slabs), waste)
 
     def check(self) -> None:
-        """Audit levels and mask; AssertionError names what does not hold."""
+        """Audit levels and mask. Raises `AssertionError` that names the violated invariant."""
         mask = sum(1 << n for n in range(LEVELS) if self.levels[n])
         assert mask == self.mask, f"class {self.size}: mask {self.mask:b} is not {mask:b}"
         assert self.slabs == sum(map(len, self.levels)), f"class {self.size}: slabs miscounted"
-        assert self.slabs, f"class {self.size} has no slab but is still there"
+        assert self.slabs, f"class {self.size} has no slabs but was not removed"
 
     def _take(self, slab: Slab) -> None:
         level = self.levels[slab.level]
@@ -140,10 +142,10 @@ class SizeClass:
 
 
 class SegmentUnits:
-    """The units of one segment, and which slab has them.
+    """Units of one segment, and the slabs that own them.
 
-    A segment has its final size from the beginning, and slabs have the shapes that suit it; the
-    `units` that may be handed out are those at its front, more and more of them (`grow`).
+    A segment has its final size from the beginning, and slabs have the shapes for that size. The
+    `units` that may be assigned are those at its front; `grow` adds more.
     """
 
     __slots__ = (
@@ -160,63 +162,63 @@ class SegmentUnits:
     def __init__(self, index: int, size: int, slab_bytes: int) -> None:
         if size < PAGE_BYTES or slab_bytes < PAGE_BYTES:
             raise ArenaError(
-                f"segment {index} of {size} bytes with slabs of {slab_bytes} bytes is too small; "
-                f"both must be at least {PAGE_BYTES}"
+                f"segment {index} of {size} bytes with slabs of {slab_bytes} bytes: too small; "
+                f"both must be at least {PAGE_BYTES} bytes"
             )
         self.index = index
         unit = max(min(slab_bytes, size // 16), PAGE_BYTES)
-        self.shift = unit.bit_length() - 1  # the largest power of two that is not above `unit`
+        self.shift = unit.bit_length() - 1  # the largest power of two up to `unit`
         self._final = size >> self.shift
         self.units = 0
         self._slab_bytes = slab_bytes
         self._taken = bytearray()
         self.free_units = 0
-        self.owner: dict[int, Slab] = {}  # by unit, every unit of a slab
+        self.owner: dict[int, Slab] = {}  # by unit, for every unit of a slab
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a unit."""
+        """Size of a unit in bytes."""
         return 1 << self.shift
 
     def grow(self, usable_bytes: int) -> None:
-        """Have the first `usable_bytes` of the segment handed out from now on.
+        """Allow slabs in the first `usable_bytes` of the segment.
 
-        Raises ArenaError for fewer than before, or more than the segment has.
+        Raises `ArenaError` for fewer bytes than before, or for more than the segment has.
         """
         units = usable_bytes >> self.shift
         if not self.units <= units <= self._final:
             raise ArenaError(
                 f"segment {self.index} cannot have {usable_bytes} usable bytes: it has "
-                f"{self.units} units of {self.unit_bytes} bytes, and may have {self._final}"
+                f"{self.units} units of {self.unit_bytes} bytes, and at most {self._final}"
             )
         more, self.units = units - self.units, units
         self.free_units += more
         self._taken += bytes(more)
 
     def finalize(self) -> None:
-        """Note that the segment will not grow: shape new slabs for its present size."""
+        """Fix the present size: the segment will not grow; new slabs are shaped for it."""
         self._final = self.units
 
     def shapes(self, size: int) -> tuple[int, ...]:
-        """Return how many units a slab of class `size` may have, best first; none: too large."""
+        """Return how many units a slab of class `size` may have, best first; empty if too large."""
         return _shapes(size, self._final, 1 << self.shift, self._slab_bytes)
 
     def fits(self, size: int) -> bool:
-        """Whether a slab of class `size` could be had if nothing else were here."""
+        """Return whether an empty segment could hold a slab of class `size`."""
         shapes = self.shapes(size)
         return bool(shapes) and shapes[-1] <= self.units
 
     def assign(self, size: int, end_bytes: int | None = None) -> Slab | None:
-        """Take units for a new slab of class `size`; None when no run of them is free.
+        """Assign units to a new slab of class `size`; return None if no run of them is free.
 
-        With `end_bytes`, only of those units that end there or before.
+        With `end_bytes`, only units that end at or before that offset are used.
         """
         if not self.free_units:
             return None
         end = None if end_bytes is None else end_bytes >> self.shift
         for units in self.shapes(size):
-            # Short slabs from the front, long ones from the back, so that they part the
-            # segment in two and the short ones do not break up the long runs.
+            # Short slabs are placed from the front and long ones from the back, so that short
+            # slabs do not fragment the long runs.
             find = self._taken.find if units == 1 else self._taken.rfind
             first = find(bytes(units), 0, end) if units <= self.free_units else -1
             if first >= 0:
@@ -228,7 +230,7 @@ class SegmentUnits:
         return None
 
     def release(self, slab: Slab) -> None:
-        """Take the units of an empty slab back."""
+        """Free the units of an empty slab."""
         first, units = slab.id.index, slab.units
         self._taken[first : first + units] = bytes(units)
         for unit in range(first, first + units):
@@ -236,7 +238,7 @@ class SegmentUnits:
         self.free_units += units
 
     def slabs(self) -> Iterator[Slab]:
-        """Yield the slabs by address."""
+        """Yield the slabs in order of address."""
         unit = 0
         while (unit := self._taken.find(1, unit)) >= 0:
             slab = self.owner[unit]
@@ -244,20 +246,20 @@ class SegmentUnits:
             unit += slab.units
 
     def longest_run(self) -> int:
-        """Return the number of units of the longest free run."""
+        """Return the length of the longest free run in units."""
         return max(map(len, bytes(self._taken).split(b"\1")))
 
     def cheapest_run(
         self, units: int, near: SlabId, cost: Callable[[SlabId], float | None]
     ) -> tuple[float, tuple[SlabId, ...]] | None:
-        """Return cost and slabs of the cheapest run of `units` units, free ones included.
+        """Return cost and slabs of the cheapest run of `units` units, including free ones.
 
-        Of those that end where the slab `near` begins, or later, and begin where it ends, or
-        sooner. `cost` is what it costs to empty a slab, None for one that must stay. None: every
-        run has one of those in it.
+        Considered are runs that contain or touch the slab `near`. `cost` returns the cost of
+        emptying a slab, None for a slab that must stay. The result is None if every run contains
+        such a slab.
         """
         best: tuple[float, tuple[SlabId, ...]] | None = None
-        window: list[tuple[int, float, SlabId | None]] = []  # neighbours: units, cost, slab
+        window: list[tuple[int, float, SlabId | None]] = []  # adjacent pieces: units, cost, slab
         length, total = 0, 0.0
         for piece, price, slab_id in self._pieces(near, units, cost):
             if price is None:
@@ -273,24 +275,26 @@ class SegmentUnits:
         return best
 
     def check(self) -> None:
-        """Audit units and slabs; AssertionError names what does not hold."""
+        """Audit units and slabs. Raises `AssertionError` that names the violated invariant."""
         taken = bytearray(self.units)
         for slab in self.slabs():
             first, end = slab.id.index, slab.id.index + slab.units
             assert end <= self.units, f"{slab.id} reaches beyond the segment"
             assert not any(taken[first:end]), f"{slab.id} overlaps another slab"
-            assert all(self.owner[n] is slab for n in range(first, end)), f"{slab.id}: not its own"
+            assert all(self.owner[n] is slab for n in range(first, end)), f"{slab.id}: wrong owner"
             taken[first:end] = b"\1" * slab.units
-        assert taken == self._taken, f"segment {self.index}: units without a slab"
+        assert taken == self._taken, f"segment {self.index}: taken units without a slab"
         assert len(self.owner) == sum(taken), f"segment {self.index}: owners without units"
-        assert self.free_units == self.units - sum(taken), f"segment {self.index}: miscounted"
+        assert self.free_units == self.units - sum(taken), (
+            f"segment {self.index}: free units are miscounted"
+        )
 
     def _pieces(
         self, near: SlabId, units: int, cost: Callable[[SlabId], float | None]
     ) -> Iterator[tuple[int, float | None, SlabId | None]]:
-        """Yield slabs and single free units by address: units, what emptying costs, slab.
+        """Yield slabs and single free units by address: units, cost of emptying, slab.
 
-        Those from `units` units before a slab to `units` behind it.
+        Covers the range from `units` units before the slab `near` to `units` units behind it.
         """
         unit = near.index
         end = min(self.units, unit + self.owner[unit].units + units)
@@ -309,7 +313,7 @@ class SegmentUnits:
 
 @lru_cache(maxsize=1024)
 def _shapes(size: int, units: int, unit: int, slab_bytes: int) -> tuple[int, ...]:
-    """Return the numbers of units that a slab may have in a segment of `units`, best first."""
+    """Return how many units a slab may have in a segment of `units`, best first."""
 
     def waste(n: int) -> Fraction:
         return Fraction(n * unit % size, n * unit)

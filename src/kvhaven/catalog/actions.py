@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes out of the catalog: answers to its callers, and actions for the service to do."""
+"""Output of the catalog: answers to its callers, and actions for the service to execute."""
 
 import enum
 from collections.abc import Iterator, Sequence
@@ -14,16 +14,16 @@ SessionId = NewType("SessionId", str)
 """One engine instance: its scheduler and all its ranks."""
 
 MemberId = NewType("MemberId", str)
-"""One process of a session (its scheduler, or one rank), unique for that process's life."""
+"""One process of a session (its scheduler, or one rank), unique for the life of that process."""
 
 LeaseId = NewType("LeaseId", int)
-"""A lease's name, chosen by the scheduler; unique within its session."""
+"""Name of a lease, chosen by the scheduler; unique within its session."""
 
 TierName = NewType("TierName", str)
 
 
 class Source(enum.IntEnum):
-    """Where a leased chunk was when it was asked for."""
+    """Place of a leased chunk at the time of the request."""
 
     MEMORY = 0
     TIER = 1
@@ -38,16 +38,16 @@ class Leased(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Pinned(Protocol):
-    """A chunk in the arena (see `entries.Entry`)."""
+    """Chunk in the arena (see `entries.Entry`)."""
 
     key: ChunkKey
     extent: Extent
 
 
 class Prefix(Sequence[Leased]):
-    """The first chunks of a lease; there may be thousands, so each is made when it is asked for.
+    """First chunks of a lease; there may be thousands, so each is built when it is accessed.
 
-    `sources` has a byte for each, a `Source`.
+    `sources` has one byte per chunk, a `Source`.
     """
 
     __slots__ = ("_entries", "sources")
@@ -57,7 +57,7 @@ class Prefix(Sequence[Leased]):
         self.sources = sources
 
     def extents(self, first: int, end: int) -> list[Extent]:
-        """Return the extents of some of its chunks."""
+        """Return the extents of the chunks from `first` to `end`."""
         return [entry.extent for entry in self._entries[first : min(end, len(self))]]
 
     def __len__(self) -> int:
@@ -92,11 +92,11 @@ def _leased(entry: _Pinned, source: int) -> Leased:
 
 
 class Acquisition(msgspec.Struct, frozen=True):
-    """The state of a lease: `chunks` is the prefix leased so far.
+    """State of a lease: `chunks` is the prefix leased so far.
 
-    `promoting` counts the chunks behind that prefix whose promotion this ticket still waits
-    for, one more while it waits to hear whether a tier has the next, and one while it is long and
-    more of it is being leased; 0 means the answer is final.
+    `promoting` counts the chunks behind that prefix whose promotion the lease waits for, plus one
+    while it waits for lookup results of the next chunk, plus one while more of a long chain is
+    being leased. 0 means that the answer is final.
     """
 
     lease_id: LeaseId
@@ -105,10 +105,10 @@ class Acquisition(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
-    """Space for one chunk, reserved, and a rank's part in it: to write these `shards` (a bitmap).
+    """Reserved space for one chunk, with the shards that the rank has to write (a bitmap).
 
-    They are all the rank's shards, or none: then another rank of its session writes the same
-    ones, and this one only says, by its commit, that what was computed may be kept.
+    `shards` are all shards of the rank, or none. None means that another rank of the session writes
+    the same shards, and this rank's commit only confirms that the computed KV may be kept.
     """
 
     key: ChunkKey
@@ -117,23 +117,24 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
 
 
 class CommitResult(enum.Enum):
-    """What became of a commit."""
+    """Result of a commit."""
 
     RESIDENT = "resident"
-    """It was the last rank's: the chunk is visible now."""
+    """It was the commit of the last rank: the chunk is visible now."""
     WAITING = "waiting"
-    """Accepted; other ranks are outstanding."""
+    """Accepted; commits of other ranks are outstanding."""
     REFUSED = "refused"
-    """Not reserved by this member with this generation: nothing changed. With a wrong number
-    of checksums: the reservation is given up."""
+    """Not reserved by this member with this generation: nothing changed. With a wrong number of
+    checksums: the reservation is given up."""
     DISCARDED = "discarded"
-    """The reservation was given up meanwhile; the space is free once all writers are done."""
+    """The reservation was given up before; the space is freed when all writers have ended."""
 
 
 class TierLookup(msgspec.Struct, frozen=True, gc=False):
-    """Action: ask `tier`, in one batch, which shards of these chunks it has.
+    """Action: ask `tier` in one batch which shards of these chunks it has.
 
-    Answer with `tier_looked_up` exactly once, and in time, whatever the tier does.
+    The service answers with `tier_looked_up` exactly once, within a bounded time even if the tier
+    hangs.
     """
 
     tier: TierName
@@ -146,7 +147,7 @@ class TierLookup(msgspec.Struct, frozen=True, gc=False):
 class TierRead(msgspec.Struct, frozen=True, gc=False):
     """Action: read every shard of the chunk from `tier` into `extent`.
 
-    Answer with `tier_read_done` exactly once.
+    The service answers with `tier_read_done` exactly once.
     """
 
     tier: TierName
@@ -159,7 +160,7 @@ class TierRead(msgspec.Struct, frozen=True, gc=False):
 class TierWrite(msgspec.Struct, frozen=True, gc=False):
     """Action: write every shard of the chunk from `extent` to `tier`, with these checksums.
 
-    The extent stays as it is until `tier_write_done`, which is called exactly once.
+    The extent does not change until `tier_write_done`, which is called exactly once.
     """
 
     tier: TierName
@@ -171,7 +172,7 @@ class TierWrite(msgspec.Struct, frozen=True, gc=False):
 
 
 class TierDelete(msgspec.Struct, frozen=True, gc=False):
-    """Action: delete every shard of the chunk from `tier`. No answer is awaited."""
+    """Action: delete every shard of the chunk from `tier`. There is no answer."""
 
     tier: TierName
     namespace: Namespace
@@ -180,7 +181,7 @@ class TierDelete(msgspec.Struct, frozen=True, gc=False):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """Action: a lease that waited is final now; tell its session."""
+    """Action: send the session the final state of a lease that was waiting."""
 
     session: SessionId
     acquisition: Acquisition

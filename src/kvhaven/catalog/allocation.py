@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the catalog needs of an allocator (`kvhaven.arena.allocator` is the one there is)."""
+"""Allocator interface of the catalog, implemented by `kvhaven.arena.allocator`."""
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol, TypeVar
@@ -7,33 +7,33 @@ from typing import Protocol, TypeVar
 from kvhaven.types import Extent
 
 S = TypeVar("S", bound=Hashable)
-"""The allocator's name of a slab."""
+"""The allocator's identifier of a slab."""
 
 Reach = Mapping[int, int]
-"""The usable bytes at the front of each segment, by its index."""
+"""Usable bytes at the front of each segment, by the segment's index."""
 
 
 def within(extent: Extent, reach: Reach) -> bool:
-    """Whether an extent lies within reach."""
+    """Return whether an extent lies within reach."""
     return extent.offset + extent.length <= reach.get(extent.segment, 0)
 
 
 class Allocator(Protocol[S]):
-    """Hands out extents of the arena from slabs of equal extents; pure bookkeeping.
+    """Allocator of arena extents from slabs of equal extents; pure bookkeeping.
 
-    What the catalog relies on: generations are never used twice, and an extent that was
-    freed makes the next `allocate` of its length succeed, without `reach`.
+    The catalog relies on two guarantees: generations are never reused, and after an extent is freed
+    the next `allocate` of its length without `reach` succeeds.
     """
 
     @property
     def usable(self) -> Reach:
-        """What may be handed out of each segment."""
+        """Bytes of each segment that may be allocated."""
 
     def grow(self, segment: int, usable_bytes: int) -> None:
-        """Hand out extents in the first `usable_bytes` of a segment. Raises `ArenaError`."""
+        """Allow allocation in the first `usable_bytes` of a segment. Raises `ArenaError`."""
 
     def finalize(self, segment: int) -> None:
-        """Note that a segment will not grow any more."""
+        """Fix the size of a segment: it will not grow any more."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -41,28 +41,28 @@ class Allocator(Protocol[S]):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all extents that are handed out."""
+        """Bytes of all allocated extents."""
 
     def fits(self, length: int) -> bool:
-        """Whether an extent of `length` bytes could be had from an empty arena."""
+        """Return whether an empty arena could hold an extent of `length` bytes."""
 
     def allocate(self, length: int, reach: Reach | None = None) -> Extent | None:
-        """Return a new extent of `length` bytes, within reach; None when there is no room."""
+        """Return a new extent of `length` bytes within reach; None if there is no room."""
 
     def free(self, extent: Extent) -> None:
-        """Take an extent back. Raises `ArenaError` when it is not handed out."""
+        """Free an extent. Raises `ArenaError` if it is not allocated."""
 
     def slab_of(self, extent: Extent) -> S:
-        """Return the slab in which an extent lies."""
+        """Return the slab of an extent."""
 
     def room_near(
         self, slab: S, length: int, cost: Callable[[S], float | None]
     ) -> tuple[S, ...] | None:
-        """Return the slabs to empty, about this one, so that `length` bytes can be had.
+        """Return the slabs around `slab` to empty for an extent of `length` bytes.
 
-        Those of the least total cost; `cost` gives None for a slab that cannot be emptied. The
-        answer is None when nothing there helps.
+        The slabs with the least total cost; `cost` returns None for a slab that cannot be emptied.
+        The result is None if no such slabs exist there.
         """
 
     def check(self) -> None:
-        """Audit the allocator itself. Raises AssertionError."""
+        """Audit the allocator. Raises `AssertionError`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalog's face: every event that can happen to it, and what it wants done."""
+"""Public interface of the catalog: events in, actions out."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import cast
@@ -34,28 +34,27 @@ from kvhaven.tiers.base import Namespace
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Extent, NamespaceDigest, TenantId
 
 NO_SESSION = SessionId("")
-"""The session of a prefetch that may use all of the arena."""
+"""Session of a prefetch that may use the whole arena."""
 
 
 class Catalog:
-    """Knows every chunk of the node: where it is, who holds it, and what may be reused.
+    """State of every chunk of the node: its place, its pins, and whether its space may be reused.
 
-    Calls are events; what is to be done about them is fetched with `take_actions`. There is
-    no I/O, no clock, no thread and nothing random in it, so a history replays exactly. One
-    thread calls it.
+    Each method is an event; `take_actions` returns the resulting actions. The catalog has no I/O,
+    clock, threads or randomness, so a history replays exactly. It is called from one thread.
 
-    `policy` is the pattern for one policy a size class. `pin_limit_bytes` bounds leased and
-    promoting bytes together (default: half of the arena); `write_queue_bytes` bounds what
-    waits to be written to each tier (default: a quarter, at most half of the arena). Both follow
-    an arena that grows. `tiers` are asked in this order, the fastest first; with `fill_faster`,
-    what was read from one is written to those before it.
+    `policy` is the prototype of the policies, one per size class. `pin_limit_bytes` limits leased
+    and promoting bytes together (default: half of the arena). `write_queue_bytes` limits the chunks
+    that wait to be written to each tier (default: a quarter of the arena; maximum: half). Both
+    follow an arena that grows. `tiers` are in the order of lookups, fastest first. With
+    `fill_faster`, a chunk that was read from a tier is written to those before it.
 
-    Every chunk belongs to a tenant, or to nobody. Who asks for it as another gets a miss. A tenant
-    keeps to its quota of the arena (`memory_quotas`) and of each tier of our own (`disk_quotas`)
-    by evicting its own chunks; where these cannot go, it gets nothing new.
+    Every chunk belongs to one tenant, or to none. A request for it by another tenant is a miss. A
+    tenant is kept to its quota of the arena (`memory_quotas`) and of each local tier
+    (`disk_quotas`) by evicting its own chunks; if these cannot be evicted, it gets no new space.
 
-    No event takes long, however many chunks there are: what concerns many of them is begun by the
-    event, and done piece by piece by `work`, in between. `pace` says how large a piece is.
+    No event takes long, however many chunks exist: work on many chunks is begun by the event, and
+    done piece by piece by `work`, between events. `pace` sets the length of a piece.
     """
 
     def __init__(
@@ -72,7 +71,9 @@ class Catalog:
         pace: Pace = Pace(),  # noqa: B008
     ) -> None:
         if any(spec.name == MEMORY for spec in tiers):
-            raise KVHavenError(f"a tier cannot be named {MEMORY}: that is the arena; rename it")
+            raise KVHavenError(
+                f"a tier cannot be named {MEMORY}: that name means the arena; rename the tier"
+            )
         self._actions: list[Action] = []
         self._work = Work(pace)
         self._owners = Owners(memory_quotas, disk_quotas)
@@ -109,9 +110,9 @@ class Catalog:
     # The arena
 
     def grew(self, segment: int, usable_bytes: int, *, last: bool = False) -> None:
-        """Note that the first `usable_bytes` of a segment may be handed out; `last`: for good.
+        """Record that the first `usable_bytes` of a segment may be allocated; `last`: for good.
 
-        No rank is ready for what is new (see `ready`).
+        No rank is ready for the new part (see `ready`).
         """
         self._space.allocator.grow(segment, usable_bytes)
         if last:
@@ -120,17 +121,17 @@ class Catalog:
         self._leases.pin_limit = self._pin_limit()
         self._tiers.limit_queues(self._queue_limit())
 
-    # Who is here
+    # Namespaces, sessions and members
 
     def add_namespace(self, namespace: Namespace) -> None:
-        """Make a namespace known; again is fine.
+        """Register a namespace; repeated calls are allowed.
 
-        Raises KVHavenError if it has no shards, or was known with another shard table.
+        Raises `KVHavenError` if it has no shards, or was registered with another shard table.
         """
         self._owners.add(namespace)
 
     def namespaces(self) -> tuple[Namespace, ...]:
-        """Return the namespaces that are known."""
+        """Return the registered namespaces."""
         return tuple(part.namespace for part in self._owners.namespaces())
 
     def attach(
@@ -142,43 +143,43 @@ class Catalog:
         world_size: int,
         shard_mask: int,
     ) -> None:
-        """Take in a member of a session of `world_size` ranks; `rank` None is its scheduler.
+        """Add a member to a session of `world_size` ranks; `rank` None is the scheduler.
 
         `shard_mask` is the bitmap of the shards that a rank has of every chunk, without a gap; 0
-        for a scheduler. Two ranks of a session hold the same shards, whose bytes are equal then, or
+        for a scheduler. Two ranks of a session hold either the same shards, with equal bytes, or
         none in common. Sessions of one namespace may divide its shards differently.
 
-        A member that was lost is back with this: nothing of it was reused meanwhile, and for
-        what it had reserved it gets DISCARDED. Raises KVHavenError for an unknown namespace,
-        a rank out of range, shards that the namespace does not have, that have a gap or overlap
-        another rank's in part, another `world_size` or namespace than the session's, or a rank or
-        scheduler that another connected member is already.
+        A member that was lost returns with this call. None of its memory was reused meanwhile, and
+        commits of its earlier reservations return DISCARDED. Raises `KVHavenError` for an unknown
+        namespace; a rank out of range; shards that the namespace does not have, that have a gap, or
+        that overlap another rank's in part; another `world_size` or namespace than the session's;
+        or a rank or scheduler that another connected member already is.
         """
         known = self._owners.part(namespace)
         gaps = shard_mask & (shard_mask + (shard_mask & -shard_mask))
         if bool(shard_mask) != (rank is not None) or shard_mask & ~known.complete or gaps:
             raise KVHavenError(
                 f"rank {rank} (member {member}) holds shards {shard_mask:b} of namespace "
-                f"{namespace.hex()}, whose chunks have {known.complete:b}; a rank holds some of "
-                "these without a gap, a scheduler none"
+                f"{namespace.hex()}, whose chunks have shards {known.complete:b}; a rank holds "
+                "some of these without a gap, a scheduler none"
             )
         self._sessions.attach(session, member, rank, namespace, world_size, shard_mask)
 
     def ready(self, member: MemberId, segment: int, usable_bytes: int) -> None:
-        """Note that a rank can copy to and from the first `usable_bytes` of a segment.
+        """Record that a rank can copy to and from the first `usable_bytes` of a segment.
 
-        A session is offered and granted only what all its ranks are ready for, that is nothing
-        at first. Less than before, again, or for an unknown member, changes nothing.
+        A session is offered and granted only places that all its ranks are ready for, initially
+        none. A smaller or repeated value, or an unknown member, changes nothing.
         """
         known = self._sessions.members.get(member)
         if known is not None:
             self._sessions.ready(known, segment, usable_bytes)
 
     def lost(self, member: MemberId) -> None:
-        """Note that a connection closed, which proves nothing about the process.
+        """Record that a connection closed, which proves nothing about the process.
 
-        What it was writing is doomed and quarantined; leases that await its acknowledgement
-        stay, and so do all leases when it is the scheduler.
+        Chunks that the member was writing are retired and quarantined. Leases that await its
+        acknowledgement stay, and so do all leases of the session if it is the scheduler.
         """
         known = self._sessions.members.get(member)
         if known is not None:
@@ -186,11 +187,11 @@ class Catalog:
             self._reservations.lost(known)
 
     def gone(self, member: MemberId) -> None:
-        """Note that a member maps nothing any more: its part of everything ends.
+        """Record that a member provably maps nothing any more, and end its part in everything.
 
-        Its acknowledgements count as given. With a scheduler, waiting ends, and a lease is
-        over as soon as every rank that is still here has acknowledged it. A session without
-        members is forgotten with all it held.
+        Its acknowledgements count as given. Without the scheduler no lease waits any longer, and a
+        lease ends as soon as every present rank has acknowledged it. A session without members is
+        removed with all its reservations and leases.
         """
         known = self._sessions.members.get(member)
         if known is None:
@@ -203,7 +204,7 @@ class Catalog:
             self._reservations.forget(home.id)
 
     def lost_members(self) -> Iterable[MemberId]:
-        """Return the members whose connection closed and who are not proven gone."""
+        """Return the members whose connection closed and that are not proven gone."""
         return tuple(member.id for member in self._sessions.lost())
 
     # Loading
@@ -216,24 +217,25 @@ class Catalog:
         keys: Sequence[ChunkKey],
         tenant: TenantId = NO_TENANT,
     ) -> Acquisition:
-        """Lease the longest resident prefix of a tenant's chain, and promote what follows it.
+        """Lease the longest resident prefix of a tenant's chain, and promote the chunks behind it.
 
-        `keys` begins at the chain's head. Consecutive chunks behind the prefix that an online
-        tier holds are promoted, as far as space and the pin limit go, and the ticket waits
-        for them, and for those that are being promoted for others. A chunk in memory that the
-        session's ranks are not ready for ends the prefix. Behind what is known to be
-        anywhere, shared tiers are asked, and the ticket waits for their answers and for what
-        comes of them. A long chain is leased piece by piece, and the ticket waits for that too.
-        When it waits no more an `Update` says so. The same ticket again gets the present state. A
-        ticket that got nothing, and waits for nothing, is not remembered.
-        Raises KVHavenError for an unknown session or namespace.
+        `keys` begins at the head of the chain. The consecutive chunks behind the prefix that an
+        online tier holds are promoted, as far as space and the pin limit allow. The lease waits for
+        them, and for chunks that are already being promoted for other leases. A chunk in memory
+        that the session's ranks are not ready for ends the prefix. Behind the last chunk in a known
+        place, shared tiers are asked, and the lease waits for their answers and the resulting
+        promotions. A long chain is leased piece by piece, and the lease waits for that too.
+
+        When the wait ends, an `Update` reports it. A repeated call with the same lease id returns
+        the present state. A lease without chunks that waits for nothing is not stored. Raises
+        `KVHavenError` for an unknown session or namespace.
         """
         return self._leases.acquire(session, lease_id, self._owners.part(namespace, tenant), keys)
 
     def finalize(self, session: SessionId, lease_id: LeaseId) -> Acquisition:
-        """Stop waiting: return the final answer, the prefix that is ready now.
+        """End the wait of a lease: return the final answer, the prefix that is ready now.
 
-        Promotions go on and end up resident; no new ones follow for it. No `Update` follows.
+        Its promotions continue and become resident, but no new ones follow. No `Update` follows.
         """
         return self._leases.finalize(session, lease_id)
 
@@ -244,23 +246,24 @@ class Catalog:
         tenant: TenantId = NO_TENANT,
         session: SessionId = NO_SESSION,
     ) -> int:
-        """Touch, ask and promote as `acquire`, without a lease; return promotions begun at once.
+        """Touch, look up and promote as `acquire`, without a lease; return the promotions begun.
 
-        Chunks are promoted to places that all ranks of the session are ready for. Prefetches have
-        their turns when nobody waits for anything. Where those of a session that are not done name
-        too many chunks, a new one gets only what its first piece of work finds.
+        The result counts the promotions that began during the call. Chunks are promoted to places
+        that all ranks of the session are ready for. After its first piece of work a prefetch
+        continues only when no request waits for other work. If the unfinished prefetches of the
+        session name too many chunks, a new one gets only what its first piece finds.
         """
         return self._leases.prefetch(session, self._owners.part(namespace, tenant), keys)
 
     def release(self, session: SessionId, lease_id: LeaseId) -> None:
-        """End a lease that no rank was or will be told of; an unknown one is fine."""
+        """End a lease that was not and will not be reported to a rank; ignore an unknown one."""
         self._leases.release(session, lease_id)
 
     def loaded(self, session: SessionId, lease_id: LeaseId, member: MemberId) -> None:
-        """Note that a rank's copy ended; with the last rank's the lease ends.
+        """Record that a rank's copy ended; the last rank's copy ends the lease.
 
-        Again, or for an unknown ticket or member, is fine. Raises KVHavenError for a member
-        that is no rank of this session.
+        Repeated calls, and unknown leases or members, are ignored. Raises `KVHavenError` for a
+        member that is not a rank of this session.
         """
         known = self._sessions.members.get(member)
         if known is not None:
@@ -269,8 +272,8 @@ class Catalog:
     def checksums(self, key: ChunkKey, extent: Extent | None = None) -> tuple[Checksum, ...] | None:
         """Return the checksums of a resident chunk's shards, or None if it is not resident.
 
-        With `extent`, only if it is there that it is resident: it may have been dropped and
-        written anew since, and two computations of a chunk may differ in their last bits.
+        With `extent`, only if it is resident there: it may have been dropped and written again
+        since, and two computations of a chunk may differ in their last bits.
         """
         entry = self._resident(key, extent)
         if entry is None:
@@ -290,15 +293,16 @@ class Catalog:
     ) -> list[Grant | None]:
         """Reserve space for a tenant's consecutive chunks; `parent` is the key before the first.
 
-        `save` names, within the session, the save that this is a rank's part of; the ranks
-        that ask for a chunk with the same `save` get the same extent. A grant is to write all
-        shards of the rank, or, if another rank of the save was granted the same ones, none.
-        None for a chunk means: this rank has no part in it. It is here, on its way, another
-        save's, or committed by this rank already, or there is no space even after eviction, or
-        the tenant's quota has none, or none is free of what the session's ranks are ready for.
-        What another save left incomplete, and nobody writes any more, is dropped for this one.
-        Raises KVHavenError for a member that is no connected rank, an unknown namespace, or
-        another one than the member's.
+        `save` numbers, within the session, the save that this call is a rank's part of; ranks that
+        reserve a chunk with the same `save` get the same extent. A grant covers all shards of the
+        rank, or none if another rank of the save was granted the same shards.
+
+        None for a chunk means that this rank has no part in it, because it is resident, being
+        promoted, or being written by another save; because this rank has already committed it; or
+        because there is no space even after eviction, within the tenant's quota, or in places that
+        all ranks of the session are ready for. An incomplete chunk of another save is dropped if no
+        member writes it any more. Raises `KVHavenError` for a member that is not a connected rank,
+        an unknown namespace, or a namespace other than the member's.
         """
         part = self._owners.part(namespace, tenant)
         return self._reservations.reserve(member, part, parent, keys, save)
@@ -306,9 +310,9 @@ class Catalog:
     def commit(
         self, member: MemberId, key: ChunkKey, generation: int, checksums: Sequence[Checksum]
     ) -> CommitResult:
-        """Note that a member has done its part of a chunk; the last rank makes it visible.
+        """Record that a member has done its part of a chunk; the last commit makes it visible.
 
-        `checksums` are those of the shards it was granted, in the order of their bits.
+        `checksums` are those of the shards that it was granted, in the order of their bits.
         """
         result, entry = self._reservations.commit(member, key, generation, checksums)
         if entry is not None:
@@ -316,37 +320,36 @@ class Catalog:
         return result
 
     def abort(self, member: MemberId, key: ChunkKey, generation: int) -> None:
-        """Give up a reservation; this member's copy has provably ended. Unknown is fine.
+        """Give up a reservation; this member's copy has provably ended. Ignore an unknown one.
 
-        The space is free when every member that was granted it has committed or aborted.
+        The space is freed when every member that was granted it has committed or aborted.
         """
         self._reservations.abort(member, key, generation)
 
     # Tiers
 
     def tick(self, now: float) -> None:
-        """Note the time, in seconds: what shared tiers answered grows old by it."""
+        """Set the time in seconds, by which cached lookup results of shared tiers expire."""
         self._tiers.tick(now)
 
     def tier_looked_up(
         self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None
     ) -> None:
-        """Answer a `TierLookup`: the bitmap of the shards that are there, for each chunk.
+        """Answer a `TierLookup`: the bitmap of the shards that are present, by chunk.
 
-        A chunk that is left out is not there. None: there was no answer in time, or the tier
-        failed; it is not asked for these chunks again for a moment. Nothing is taken on trust:
-        an answer only decides what is read. Raises KVHavenError for what was not asked.
+        A chunk that is left out is absent. None means that the tier failed, or did not answer in
+        time; these chunks are not looked up again for a moment. An answer is not trusted: it only
+        decides which chunks are read. Raises `KVHavenError` for a lookup that is not pending.
         """
         self._leases.looked_up(tier, number, found)
 
     def tier_read_done(
         self, tier: TierName, key: ChunkKey, extent: Extent, checksums: tuple[Checksum, ...] | None
     ) -> None:
-        """Answer a `TierRead`: the verified checksums of all shards, or None if it failed.
+        """Answer a `TierRead`: the verified checksums of all shards, or None if the read failed.
 
-        After a failure the chunk no longer counts as being in that tier, and tickets that
-        wait for it take it from another, or are cut before it. Raises KVHavenError if there is
-        no such read.
+        After a failure the chunk counts as absent from that tier. Leases that wait for it read it
+        from another tier, or are cut before it. Raises `KVHavenError` if there is no such read.
         """
         entry = self._leases.read_done(tier, key, extent, checksums)
         if entry is not None:
@@ -355,25 +358,25 @@ class Catalog:
     def tier_write_done(
         self, tier: TierName, key: ChunkKey, ok: bool, taken_bytes: int | None = None
     ) -> None:
-        """Answer a `TierWrite`: the chunk takes `taken_bytes` there; None: as uncompressed.
+        """Answer a `TierWrite`: the chunk takes `taken_bytes` in the tier; None: as uncompressed.
 
-        Raises KVHavenError if there is no such write.
+        Raises `KVHavenError` if there is no such write.
         """
         writes = self._tiers.writes_of(tier, key)
         entry = writes.done(key, ok=ok, taken_bytes=taken_bytes)
         if ok and not entry.children:
-            # The head of the chain may have been written long before: it stays the newer.
+            # The head may have been written long before, but must stay newer than its tail.
             self._tiers.indexes[tier].touch(e.key for e in self._space.chain(entry))
         self._space.free_if_idle(entry)
         writes.pump()
 
     def tier_scanned(self, tier: TierName, *, ended: bool, complete: bool = True) -> None:
-        """Note that a scan of a tier of our own begins, or has ended; `complete`: not by an error.
+        """Record that a scan of a local tier begins, or ended; `complete`: not by an error.
 
-        What is cleared before a scan is complete, or while the tier is offline, is deleted when it
-        is found until a scan that begins afterwards is complete. The scan of a tier that was
-        opened anew begins before `tier_online` says that it is in use again. Raises
-        KVHavenError for an unknown tier, and for a shared one.
+        Chunks that are cleared before a scan is complete, or while the tier is offline, are deleted
+        when they are found, until a scan that begins after the clear is complete. The scan of a
+        reopened tier begins before `tier_online` reports the tier as online. Raises `KVHavenError`
+        for an unknown tier, and for a shared one.
         """
         self._tiers.own_index(tier).scan(begins=not ended, complete=complete)
 
@@ -386,9 +389,9 @@ class Catalog:
         bytes_: int,
         tenant: TenantId = NO_TENANT,
     ) -> None:
-        """Count a shard that the start-up scan found, which takes `bytes_` there. Again is fine.
+        """Count a shard found by the start-up scan, with `bytes_` in the tier; may be repeated.
 
-        Raises KVHavenError for an unknown tier, namespace or shard, and for a shared tier.
+        Raises `KVHavenError` for an unknown tier, namespace or shard, and for a shared tier.
         """
         part = self._owners.part(namespace, tenant)
         index, entry = self._tiers.own_index(tier), self._tiers.writes[tier].writing.get(key)
@@ -396,17 +399,17 @@ class Catalog:
         index.found(part, key, shard_bit, bytes_, writing=writing)
 
     def tier_forgot(self, tier: TierName, key: ChunkKey) -> None:
-        """Note that a tier lost a chunk by itself."""
+        """Record that a tier lost a chunk on its own."""
         self._tiers.index(tier).forget(key)
 
     def tier_online(self, tier: TierName, online: bool) -> None:
-        """Switch a tier: offline, it is not asked, read or written, and nobody waits for it."""
+        """Switch a tier: offline, it has no lookups, reads or writes, and no lease waits for it."""
         self._tiers.set_online(tier, online)
         if not online:
             self._leases.tier_offline(tier)
 
     def tier_capacity(self, tier: TierName, capacity_bytes: int) -> None:
-        """Change what fits into a tier of our own: its store shrank, or has room again."""
+        """Set the capacity of a local tier, when its store shrank or has room again."""
         self._tiers.own_index(tier).resize(capacity_bytes)
 
     # Dropping
@@ -414,8 +417,8 @@ class Catalog:
     def discard(self, key: ChunkKey, extent: Extent | None = None) -> None:
         """Drop a resident chunk whose bytes failed verification; it is never offered again.
 
-        With `extent`, only if it is resident there. Leases on it keep its space. What is being
-        written of it to a tier is deleted when that write ends.
+        With `extent`, only if it is resident there. Leases on it keep its space. Writes of it to a
+        tier that are under way are deleted when they end.
         """
         entry = self._resident(key, extent)
         if entry is not None:
@@ -428,14 +431,16 @@ class Catalog:
         tier: TierName | None = None,
         tenant: TenantId | None = None,
     ) -> tuple[int, int]:
-        """Drop all chunks of a namespace (None: of all) from a tier (None: from all of our own).
+        """Drop the chunks of a namespace (None: of all) from a tier (None: arena and local tiers).
 
-        With `tenant`, only that tenant's; `NO_TENANT` is what belongs to nobody.
-        `TierName("memory")` is the arena alone. A shared tier is only touched when it is named:
-        writes to it end undone, and what it was heard to hold is forgotten; its store is the
-        caller's to clear. Returns chunks and bytes dropped, a chunk in two places counted twice.
-        All of it is out of sight now. Its space and its files follow piece by piece, and what is
-        pinned when it is not any more. Raises KVHavenError for an unknown namespace or tier.
+        With `tenant`, only that tenant's; `NO_TENANT` means the chunks without a tenant.
+        `TierName("memory")` is the arena alone. A shared tier is only affected if it is named:
+        writes to it are cancelled and its lookup results dropped, while the caller clears its
+        store. Returns the number of dropped chunks and their bytes; a chunk in two places counts
+        twice.
+
+        All of these chunks are invisible on return. Space and files are freed piece by piece, and
+        pinned chunks when their pins end. Raises `KVHavenError` for an unknown namespace or tier.
         """
         scope = Scope(namespace, tenant)
         parts = self._owners.parts_of(scope)
@@ -451,23 +456,23 @@ class Catalog:
     # Quotas
 
     def limit_memory(self, tenant: TenantId, quota: int | None) -> None:
-        """Give a tenant another quota of the arena in bytes; None is none at all.
+        """Set the quota of a tenant in the arena in bytes; None removes it.
 
-        It gets nothing new beyond it from now on. What it has beyond goes piece by piece, and what
-        somebody uses as soon as nobody does.
+        From now on the tenant gets no space beyond it. Chunks in excess are evicted piece by piece,
+        and pinned ones when their pins end.
         """
         self._space.quota_changed(self._owners.limit_memory(tenant, quota))
 
     def limit_disk(self, tenant: TenantId, quota: int | None) -> None:
-        """Give a tenant another quota of each tier of our own; see `limit_memory`."""
+        """Set the quota of a tenant in each local tier in bytes; see `limit_memory`."""
         self._tiers.quota_changed(self._owners.limit_disk(tenant, quota))
 
-    # What comes of it
+    # Actions, work and statistics
 
     def take_actions(self) -> list[Action]:
-        """Return what is to be done since the last call, in order.
+        """Return the actions since the last call, in order.
 
-        Before, a tenant with more than its quota gives up what nobody uses any more.
+        Before that, a tenant above its quota gives up chunks that are not in use any more.
         """
         if self._space.over:
             self._space.enforce_quotas()
@@ -477,20 +482,20 @@ class Catalog:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything for `work` to do."""
+        """Whether `work` has anything to do."""
         return self._work.pending
 
     def work(self, pieces: int = 1) -> bool:
-        """Do so many pieces of what events have begun; return whether there are more.
+        """Do up to `pieces` pieces of unfinished work; return whether more is left.
 
-        Each takes a millisecond or two. Call it, and do the actions that come of it, whenever
-        there is nothing else to do. An error in it is a bug, and drops only what it belongs to: go
-        on with the rest.
+        Each takes a millisecond or two. Call it, and execute the resulting actions, whenever the
+        service is idle. An exception is a bug and drops only the job that raised it: continue with
+        the rest.
         """
         return self._work.run(pieces)
 
     def stats(self) -> CatalogStats:
-        """Return the figures of this moment, without walking over all chunks."""
+        """Return the present statistics, without visiting all chunks."""
         survey = self.survey()
         while True:
             try:
@@ -499,23 +504,23 @@ class Catalog:
                 return cast(CatalogStats, end.value)
 
     def survey(self) -> Generator[None, None, CatalogStats]:
-        """Gather the same piece by piece: there may be a great many tenants.
+        """Collect the statistics piece by piece, as there may be very many tenants.
 
-        The figures of different tenants may be of different moments then.
+        The statistics of different tenants may then be of different moments.
         """
         return stats.collect(*self._parts)
 
     def tenant_stats(self, tenant: TenantId) -> TenantStats:
-        """Return the figures of one tenant, which may have nothing."""
+        """Return the statistics of one tenant, which may have no chunks."""
         return stats.of_tenant(self._owners, self._space, self._tiers, tenant)
 
     def unwritten(self) -> int:
-        """Return how many chunks are, or wait to be, written to tiers that are online."""
+        """Return the number of chunks that are being, or wait to be, written to online tiers."""
         online = [w for w in self._tiers.writes.values() if w.index.online]
         return sum(len(writes.queue) + len(writes.writing) for writes in online)
 
     def check(self) -> None:
-        """Audit every invariant. Raises AssertionError that names what is off."""
+        """Audit every invariant. Raises `AssertionError` that names the violated one."""
         audit.check(*self._parts, at_rest=not self._work.pending)
 
     def _pin_limit(self) -> int:

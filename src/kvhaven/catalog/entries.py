@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the catalog knows of one tenant, one namespace, and one chunk in the arena."""
+"""Records of the catalog for tenants, namespaces, and chunks in the arena."""
 
 import enum
 from typing import Any, Generic
@@ -11,42 +11,42 @@ from kvhaven.tiers.base import Namespace
 from kvhaven.types import PAGE_BYTES, Checksum, ChunkKey, Extent, TenantId, align_up
 
 SaveId = tuple[SessionId, int]
-"""One save of one engine, on all its ranks: the session, and the save's number in it."""
+"""One save of one engine on all its ranks: the session, and the save's number in it."""
 
 
 class State(enum.Enum):
-    """Where a chunk in the arena is in its life."""
+    """Life cycle of a chunk in the arena."""
 
     RESERVED = "reserved"
-    """Ranks write their shards; not visible."""
+    """Ranks write its shards; not visible."""
     PROMOTING = "promoting"
-    """A tier's read fills it; not visible."""
+    """A read from a tier fills it; not visible."""
     RESIDENT = "resident"
-    """Whole and verified: it can be leased."""
-    RETIRED = "doomed"
-    """Out of sight for good; its space is free once nothing pins it."""
+    """Complete and verified: it can be leased."""
+    RETIRED = "retired"
+    """Permanently invisible; its space is freed once it has no pins."""
 
 
 def stored_bytes(payload_bytes: int) -> int:
-    """Return what a shard takes in a tier: a 4096-byte header, and whole pages."""
+    """Return the size of a shard in a tier: a 4096-byte header, and whole pages."""
     return PAGE_BYTES + align_up(payload_bytes)
 
 
 class Listed(enum.IntEnum):
-    """Which eviction policies know a chunk: those that do may evict it."""
+    """Eviction policies that contain a chunk, and so may evict it."""
 
     NOT = 0
     CLASS = 1
-    """That of its size class."""
+    """The policy of its size class."""
     TENANT = 2
-    """Its tenant's own, too."""
+    """The policy of its size class, and that of its tenant."""
 
 
 class Tenant:
-    """What a tenant has of the arena, and what it may have there and in each tier of our own.
+    """Usage of the arena by one tenant, and its quotas in the arena and in each local tier.
 
-    `orders` are policies of its own, by extent length: in which order its chunks go when it has
-    a quota. There are none before its first quota.
+    `orders` are the tenant's eviction policies by extent length, which apply when it has a quota.
+    It is None before the first quota.
     """
 
     __slots__ = ("__weakref__", "disk_quota", "id", "memory_bytes", "memory_quota", "orders")
@@ -55,24 +55,24 @@ class Tenant:
         self.id = tenant
         self.memory_quota = memory_quota
         self.disk_quota = disk_quota
-        self.memory_bytes = 0  # of all extents that are handed out for its chunks
+        self.memory_bytes = 0  # of all extents allocated for its chunks
         self.orders: dict[int, EvictionPolicy] | None = None if memory_quota is None else {}
 
 
 class Shelf:
-    """What a namespace has in a place: whole chunks, their bytes, and all entries."""
+    """Usage of a place by a namespace: complete chunks, their bytes, and all entries."""
 
     __slots__ = ("bytes", "chunks", "cleared", "entries")
 
     def __init__(self) -> None:
         self.chunks = 0
         self.bytes = 0
-        self.entries = 0  # incomplete ones too
+        self.entries = 0  # including incomplete ones
         self.cleared = False
 
 
 class Holding:
-    """A tenant's part of a shelf, or after a clear of that tenant alone, a shelf of its own."""
+    """A tenant's part of a shelf. After a clear of that tenant alone it has a separate shelf."""
 
     __slots__ = ("bytes", "chunks", "entries", "shelf")
 
@@ -84,14 +84,14 @@ class Holding:
 
     @property
     def cleared(self) -> bool:
-        """Whether its chunks are to go, and are not to be seen any more."""
+        """Whether its chunks were cleared: they are invisible and will be dropped."""
         return self.shelf.cleared
 
 
 class NamespaceState:
-    """A tenant's part of a namespace, with the figures that are needed often.
+    """A tenant's part of a namespace, with the values that are needed often.
 
-    `holdings` is what it has in the arena and in tiers, by the place's name (see `Place`).
+    `holdings` is its usage of the arena and of tiers, by the name of the place (see `Place`).
     """
 
     __slots__ = (
@@ -117,7 +117,7 @@ class NamespaceState:
 
 
 class SlabUse(Generic[S]):
-    """A slab: its entries by generation, and the number of the event that used one last."""
+    """Slab with its entries by generation, and the number of the event that last used one."""
 
     __slots__ = ("entries", "id", "length", "stamp")
 
@@ -131,8 +131,8 @@ class SlabUse(Generic[S]):
 class Entry:
     """One chunk in the arena. It refers to no other entry and to no session or lease.
 
-    There may be a million of these while the cyclic garbage collector is off, so they have
-    slots, and are in no cycle once they are given up: until then their slab refers to them.
+    There may be a million entries while the cyclic garbage collector is off. So they have slots,
+    and once they are dropped they are in no cycle; until then their slab refers to them.
     """
 
     __slots__ = (
@@ -166,7 +166,7 @@ class Entry:
         key: ChunkKey,
         parent: ChunkKey | None,
         extent: Extent,
-        slab: SlabUse[Any],  # the allocator's kind of slab is nobody's business here
+        slab: SlabUse[Any],  # the allocator's slab type does not matter here
         state: State,
     ) -> None:
         self.namespace = namespace
@@ -176,23 +176,23 @@ class Entry:
         self.extent = extent
         self.slab = slab
         self.state = state
-        self.bitmap = 0  # shards that are written; complete when resident
+        self.bitmap = 0  # written shards; complete when resident
         self.checksums: list[Checksum | None] | tuple[Checksum, ...] = ()
         self.leases = 0
-        self.writes = 0  # tiers that are writing from it, or will (in the mode "through")
-        self.reading = False  # a tier is reading into it
-        self.reused = False  # used since it was computed, or was in a tier
-        self.fresh = False  # promoted, and not leased since: its first lease comes from a tier
-        self.writers: dict[MemberId, int] | None = None  # who may still write, and which shards
-        self.owner: SaveId | None = None  # whose reservation it is
+        self.writes = 0  # tiers that write from it, or wait to (write-through)
+        self.reading = False  # a tier read fills it
+        self.reused = False  # used again since it was computed, or read from a tier
+        self.fresh = False  # promoted and not leased since: its first lease counts as a tier hit
+        self.writers: dict[MemberId, int] | None = None  # shards by member that may write
+        self.owner: SaveId | None = None  # save that reserved it
         self.awaited = 0  # bitmap of the owner's ranks that have not committed
-        self.listed = Listed.NOT  # which eviction policies know it
-        self.children = 0  # entries in sight whose parent it is
-        self.stamp = 0  # number of the event that used it last
-        self.corrupt = False  # its bytes failed verification after it was leased
+        self.listed = Listed.NOT  # eviction policies that contain it
+        self.children = 0  # visible entries with this one as parent
+        self.stamp = 0  # number of the event that last used it
+        self.corrupt = False  # its bytes failed verification while it was leased
 
     def take_source(self) -> Source:
-        """Return where a chunk that is resident now was when it was wanted, once."""
+        """Return where a resident chunk was when it was requested; a tier is reported only once."""
         if self.fresh:
             self.fresh = False
             return Source.TIER
@@ -200,5 +200,5 @@ class Entry:
 
     @property
     def pinned(self) -> bool:
-        """Whether anyone may still read or write the memory."""
+        """Whether anything may still read or write the memory."""
         return bool(self.leases or self.writes or self.reading or self.writers)

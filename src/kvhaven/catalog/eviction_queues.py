@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order chunks go: of all of a size, and of each tenant with a quota among its own."""
+"""Eviction order of all chunks of each size, and of the chunks of each tenant with a quota."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,11 +9,12 @@ from kvhaven.types import ChunkKey
 
 
 class EvictionQueues:
-    """The eviction policies: one a size class, and one a size class and tenant with a quota.
+    """Eviction policies: one per size class, and one per size class and tenant with a quota.
 
-    A chunk of such a tenant is in two. So who has no quota is ordered as if there were none, and
-    finding what goes next costs the same however many tenants there are. Where a tenant gets its
-    first quota late, its chunks are in its own order from their next use on, or from `join`.
+    A chunk of a tenant with a quota is in both. So quotas do not change the order of tenants
+    without one, and the search for the next victim costs the same for any number of tenants. If a
+    tenant gets its first quota late, its chunks enter its own order at their next use, or by
+    `join`.
     """
 
     def __init__(self, pattern: EvictionPolicy) -> None:
@@ -25,28 +26,29 @@ class EvictionQueues:
         return self._policy(self.classes, length)
 
     def walk(self) -> Iterator[Sequence[ChunkKey]]:
-        """Yield all chunks that age, in parts, each size's in order, while they come and go.
+        """Yield all chunks in eviction order, in parts, one size after another.
 
-        What is used meanwhile may be missing.
+        Chunks may be added and removed meanwhile. Chunks that are used during the walk may be
+        missed.
         """
         for policy in tuple(self.classes.values()):
             yield from policy.walk()
 
     def added(self, entry: Entry) -> None:
-        """Take in a chunk that can be evicted from now on."""
+        """Add a chunk that can be evicted from now on."""
         self.of(entry.extent.length).added(entry.key)
         entry.listed = Listed.CLASS
         self.join(entry)
 
     def join(self, entry: Entry) -> None:
-        """Take a chunk that ages into its tenant's own order too, if there is one."""
+        """Add a chunk that is in its class's order to its tenant's order too, if there is one."""
         orders = entry.namespace.tenant.orders
         if orders is not None and entry.listed is Listed.CLASS:
             self._policy(orders, entry.extent.length).added(entry.key)
             entry.listed = Listed.TENANT
 
     def touched(self, entries: Sequence[Entry]) -> None:
-        """Note one use of chunks of one namespace and tenant, given from the tail to the head."""
+        """Record one use of chunks of one namespace and tenant, given from tail to head."""
         keys = [entry.key for entry in entries]
         self.of(entries[0].extent.length).touched(keys)
         own = self._own(entries)
@@ -54,7 +56,7 @@ class EvictionQueues:
             own.touched(keys)
 
     def arranged(self, entries: Sequence[Entry]) -> None:
-        """Put chunks of one namespace and tenant in order, from the tail to the head: no use."""
+        """Put chunks of one namespace and tenant in order, from tail to head; this is not a use."""
         keys = [entry.key for entry in entries]
         self.of(entries[0].extent.length).arranged(keys)
         own = self._own(entries)
@@ -62,17 +64,17 @@ class EvictionQueues:
             own.arranged(keys)
 
     def evicted(self, entry: Entry) -> None:
-        """Forget a chunk because space was needed."""
+        """Remove a chunk because space was needed."""
         for policy in self._leave(entry):
             policy.evicted(entry.key)
 
     def removed(self, entry: Entry) -> None:
-        """Forget a chunk that went for another reason."""
+        """Remove a chunk for another reason."""
         for policy in self._leave(entry):
             policy.removed(entry.key)
 
     def _own(self, entries: Sequence[Entry]) -> EvictionPolicy | None:
-        """Return the order of the tenant of these chunks, if there is one, with all of them."""
+        """Return the policy of these chunks' tenant, if it has one, after adding all of them."""
         orders = entries[0].namespace.tenant.orders
         if orders is None:
             return None
@@ -81,7 +83,7 @@ class EvictionQueues:
         return self._policy(orders, entries[0].extent.length)
 
     def _leave(self, entry: Entry) -> tuple[EvictionPolicy, ...]:
-        """Note that a chunk is not aging any more; return the policies that know it."""
+        """Mark a chunk as not evictable; return the policies that contain it."""
         length, listed = entry.extent.length, entry.listed
         entry.listed = Listed.NOT
         orders = entry.namespace.tenant.orders

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What namespaces and tenants have in one place, so that it can be counted and cleared at once.
+"""Usage of one place by namespaces and tenants, which can be counted and cleared in one step.
 
-Each chunk in the arena or in a tier refers to the holding it belongs to. To clear is to put
-holdings aside: their chunks are out of sight at that moment, however many they are, and whoever
-comes upon one drops it. What comes after belongs to a new holding of the same name.
+Each chunk in the arena or in a tier refers to a holding. A clear detaches holdings: their chunks
+become invisible immediately, however many they are, and each is dropped when the catalog next comes
+across it. Later chunks belong to a new holding of the same name.
 """
 
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ from kvhaven.types import NamespaceDigest, TenantId
 
 
 class Scope(NamedTuple):
-    """What a clear is about: a namespace and a tenant, each None for all."""
+    """Scope of a clear: a namespace and a tenant, each None for all."""
 
     namespace: NamespaceDigest | None
     tenant: TenantId | None
 
     def covers(self, part: NamespaceState) -> bool:
-        """Whether a tenant's part of a namespace is cleared."""
+        """Return whether the scope includes a tenant's part of a namespace."""
         namespace = self.namespace in {None, part.namespace.digest}
         return namespace and self.tenant in {None, part.tenant.id}
 
 
 def scopes_over(part: NamespaceState) -> tuple[Scope, ...]:
-    """Return the scopes that cover a tenant's part of a namespace: there may be many clears."""
+    """Return all scopes that cover a tenant's part of a namespace, as there may be many clears."""
     digest, tenant = part.namespace.digest, part.tenant.id
     return (
         Scope(None, None),
@@ -37,7 +37,7 @@ def scopes_over(part: NamespaceState) -> tuple[Scope, ...]:
 
 
 class Place:
-    """The shelves of the arena, or of a tier; `leftover` counts the cleared entries still there."""
+    """Shelves of the arena or of a tier; `leftover` counts cleared entries that still exist."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,12 +45,12 @@ class Place:
         self.leftover = 0
 
     def find(self, part: NamespaceState) -> Holding | None:
-        """Return what a part of a namespace has here, if it has, or had, anything."""
+        """Return the current holding of a part of a namespace; None if it has none."""
         holding = part.holdings.get(self.name)
         return None if holding is None or holding.cleared else holding
 
     def holding(self, part: NamespaceState) -> Holding:
-        """Return what a part of a namespace has here, perhaps nothing yet."""
+        """Return the holding of a part of a namespace; create an empty one if needed."""
         holding = self.find(part)
         if holding is None:
             digest = part.namespace.digest
@@ -61,18 +61,18 @@ class Place:
         return holding
 
     def enter(self, holding: Holding) -> None:
-        """Count an entry."""
+        """Count an additional entry."""
         holding.entries += 1
         holding.shelf.entries += 1
 
     def leave(self, holding: Holding) -> None:
-        """Count an entry no longer."""
+        """Count one entry less."""
         holding.entries -= 1
         holding.shelf.entries -= 1
         self.leftover -= holding.cleared
 
     def count(self, holding: Holding, chunks: int, bytes_: int) -> None:
-        """Count whole chunks and their bytes, or no longer (negative)."""
+        """Add to the number of complete chunks and to their bytes (negative: subtract)."""
         holding.chunks += chunks
         holding.bytes += bytes_
         shelf = holding.shelf
@@ -80,9 +80,9 @@ class Place:
         shelf.bytes += bytes_
 
     def clear(self, scope: Scope, parts: Iterable[NamespaceState]) -> tuple[int, int]:
-        """Put what a scope names out of sight; return its whole chunks, and their bytes.
+        """Make the chunks in a scope invisible; return the complete chunks, and their bytes.
 
-        `parts` are those of the tenant, if the scope names one.
+        `parts` are the tenant's parts of namespaces if the scope names a tenant.
         """
         if scope.tenant is not None:
             shelves = [shelf for part in parts if (shelf := self._part_off(part))]
@@ -97,7 +97,7 @@ class Place:
         return sum(shelf.chunks for shelf in shelves), sum(shelf.bytes for shelf in shelves)
 
     def _part_off(self, part: NamespaceState) -> Shelf | None:
-        """Move a tenant's holding from its namespace's shelf to one of its own."""
+        """Move a tenant's holding from its namespace's shelf to a separate one."""
         holding = self.find(part)
         if holding is None:
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases: which chunks a ticket may load, what it waits for, and when nobody loads any more."""
+"""Leases: pinned chunks for loading, the promotions and lookups they wait for, and their end."""
 
 import enum
 from collections import Counter
@@ -29,34 +29,34 @@ from kvhaven.errors import KVHavenError
 from kvhaven.types import Checksum, ChunkKey, Extent
 
 _Slot = tuple[ChunkKey, Entry | None, TierState | None]
-"""A chunk behind the resident prefix: in the arena, or in a tier that holds it."""
+"""Chunk behind the resident prefix: in the arena, or in a tier that holds it."""
 
 
 class _End(enum.Enum):
-    """Why a lease is not extended any further by a piece of work."""
+    """Reason why a piece of work extended a lease no further."""
 
     PIECE = enum.auto()
-    """That was a whole piece: there is more."""
+    """The piece was complete: there is more."""
     NOWHERE = enum.auto()
-    """The next chunk is not known to be anywhere."""
+    """The next chunk is in no known place."""
     LIMIT = enum.auto()
-    """Too much is being read, from its tier or altogether."""
+    """Too many bytes are being read, from its tier or in total."""
     OTHER = enum.auto()
-    """Nothing is left, or the next chunk cannot be had now."""
+    """No chunks are left, or the next one is not available now."""
 
 
 MOST_PREFETCHED = 1 << 17
-"""Chunks that prefetches of a session may name until they are done, each `_LEAST_PREFETCHED` at
-least; beyond, one gets what its first piece of work finds."""
+"""Maximum number of chunks named by a session's unfinished prefetches, each counted as
+`_LEAST_PREFETCHED` at least; beyond, a prefetch gets only what its first piece of work finds."""
 _LEAST_PREFETCHED = 128
 MOST_PROMOTIONS = 1 << 13
-"""Chunks that may be promoted at a time; beyond, a lease goes on when some have come."""
-MOST_TICKETS = 1 << 14
-"""Leases that a session may hold; beyond, there are none for it."""
+"""Maximum number of concurrent promotions; beyond, a lease continues when some have ended."""
+MOST_LEASES = 1 << 14
+"""Maximum number of leases of a session; beyond, it gets no chunks."""
 
 
-class LettingGo:
-    """Chunks of a lease that has ended; from the one at `done` on, they are still pinned."""
+class Unpinning:
+    """Chunks of a lease that has ended; those from index `done` on are still pinned."""
 
     def __init__(self, entries: list[Entry], done: int) -> None:
         self.entries = entries
@@ -64,14 +64,15 @@ class LettingGo:
 
 
 def named(prefetch: Lease) -> int:
-    """Return how many chunks a prefetch counts as."""
+    """Return the number of chunks that a prefetch counts as."""
     return max(_LEAST_PREFETCHED, len(prefetch.keys))
 
 
 class _Budget:
-    """How many chunks may be promoted yet, by this piece and at all; bytes, by tier and together.
+    """Promotions that may still begin, in chunks and bytes.
 
-    One chunk always may be read, from each tier and altogether, however large it is.
+    Chunks are limited per piece and in total, bytes per tier and in total. One chunk may always be
+    read, from each tier and in total, however large it is.
     """
 
     def __init__(self, piece: int, most: int, reading: int, limit: int) -> None:
@@ -82,7 +83,7 @@ class _Budget:
         self._taken = Counter[TierName]()
 
     def take(self, tier: TierState, bytes_: int, limit: int) -> _End | None:
-        """Count a promotion from a tier with this limit; return why it cannot be, if so."""
+        """Count a promotion from a tier with this limit; return the reason if it must not begin."""
         reading = tier.reading_bytes + self._taken[tier.spec.name]
         much = reading and reading + bytes_ > limit
         if not self._most or much or (self._reading and self._reading + bytes_ > self._limit):
@@ -99,11 +100,12 @@ class _Budget:
 class Leases:
     """Leases and the promotions they wait for.
 
-    A promotion is for whoever waits when it ends. Nobody who waits holds up anyone: space for
-    promotions is there before they are asked for, or the lease is cut, and leased and promoting
-    bytes together stay within `pin_limit`. Promotions stay within seven eighths of that, those
-    from shared tiers within half: when a tier hangs, so do its reads, and what is resident must
-    still find room. A longer prompt goes on when its first chunks have come.
+    A promotion serves all leases that wait when it ends. No waiting lease blocks another: the space
+    for promotions is allocated before they are requested, or the lease is cut, and leased and
+    promoting bytes together stay within `pin_limit`. Promotions stay within seven eighths of that
+    limit, and those from shared tiers within half, because reads of a hanging tier hang as well and
+    resident chunks must still find room. A longer prompt continues when its first chunks have been
+    read.
     """
 
     def __init__(
@@ -116,11 +118,11 @@ class Leases:
         work: Work,
     ) -> None:
         self.pin_limit = pin_limit
-        self.waiters: dict[Entry, dict[Lease, None]] = {}  # who waits for what is promoted
-        self.prefetches: set[Lease] = set()  # nobody's leases, that grow or wait for lookups
-        self.prefetched = Counter[SessionId]()  # how many chunks they name
-        self.letting_go: set[LettingGo] = set()  # what leases held
-        self.leaving = Counter[Session]()  # jobs that look through a session's leases
+        self.waiters: dict[Entry, dict[Lease, None]] = {}  # leases by promoting entry
+        self.prefetches: set[Lease] = set()  # unfinished prefetches
+        self.prefetched = Counter[SessionId]()  # chunks that they name
+        self.unpinning: set[Unpinning] = set()  # being unpinned
+        self.leaving = Counter[Session]()  # number of `_look_through` jobs
         self.hits = 0
         self.misses = 0
         self.promoted = 0
@@ -137,11 +139,11 @@ class Leases:
 
     @property
     def promotion_limit(self) -> int:
-        """Bytes that may be read at a time from all tiers."""
+        """Maximum number of bytes read concurrently from all tiers."""
         return self.pin_limit * 7 // 8
 
     def tier_limit(self, tier: TierState) -> int:
-        """Return how many bytes may be read at a time from a tier."""
+        """Return the maximum number of bytes read concurrently from a tier."""
         if tier.spec.shared:
             return self.pin_limit // 2 // len(self._tiers.shared)
         return self.promotion_limit // len(self._tiers.own)
@@ -158,7 +160,7 @@ class Leases:
         lease = home.leases.get(lease_id)
         if lease is None:
             lease = Lease(session, lease_id, namespace, keys)
-            if len(home.leases) < MOST_TICKETS:
+            if len(home.leases) < MOST_LEASES:
                 self._grow(lease)
             if lease.slots or not lease.final:
                 home.leases[lease_id] = lease
@@ -169,7 +171,7 @@ class Leases:
     def prefetch(
         self, session: SessionId, namespace: NamespaceState, keys: Sequence[ChunkKey]
     ) -> int:
-        """Promote what can be, to where a session can reach; return how many promotions began."""
+        """Promote chunks to places within a session's reach; return the promotions begun."""
         before = self._begun
         lease = Lease(session, LeaseId(0), namespace, keys, prefetch=True)
         self._grow(lease)
@@ -178,15 +180,15 @@ class Leases:
         return self._begun - before
 
     def looked_up(self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None) -> None:
-        """Take a tier's answer; see `Catalog.tier_looked_up`."""
+        """Process a tier's answer; see `Catalog.tier_looked_up`."""
         self._work.start(self._tell(self._lookups.answered(tier, number, found)))
 
     def tier_offline(self, tier: TierName) -> None:
-        """Have nobody wait for what a tier was asked."""
+        """End the wait of all leases for lookups in a tier."""
         self._work.start(self._tell(*self._lookups.offline(tier)))
 
     def finalize(self, session: SessionId, lease_id: LeaseId) -> Acquisition:
-        """End the waiting of a ticket; see `Catalog.finalize`."""
+        """End the wait of a lease; see `Catalog.finalize`."""
         home = self._sessions.sessions.get(session)
         lease = home.leases.get(lease_id) if home is not None else None
         if home is None or lease is None:
@@ -195,16 +197,19 @@ class Leases:
         return self._answer(lease)
 
     def release(self, session: SessionId, lease_id: LeaseId) -> None:
-        """End a lease that was not handed to the ranks, or give up waiting for it."""
+        """End a lease that was not handed to the ranks, or stop waiting for it."""
         home = self._sessions.sessions.get(session)
         if home is not None and lease_id in home.leases:
             self._end(home, home.leases[lease_id])
 
     def loaded(self, session: SessionId, lease_id: LeaseId, member: Member) -> None:
-        """Note that a rank's copy from a lease has ended. Raises KVHavenError for a stranger."""
+        """Record that a rank's copy from a lease has ended.
+
+        Raises `KVHavenError` for a member of another session, and for a scheduler.
+        """
         if member.session != session or member.rank is None:
             raise KVHavenError(
-                f"member {member.id} is no rank of session {session}; it has no part in its leases"
+                f"member {member.id} is not a rank of session {session}; it cannot end its leases"
             )
         home = self._sessions.sessions[session]
         lease = home.leases.get(lease_id)
@@ -219,7 +224,7 @@ class Leases:
         self._work.start(self._look_through(home, scheduler=member.rank is None))
 
     def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
-        """Drop the chunks that a scope names from memory; return how many, and bytes."""
+        """Drop the chunks in a scope from memory; return their number and bytes."""
         cleared = self._space.clear(scope, parts)
         self._work.start(self._cut_cleared())
         return cleared
@@ -233,7 +238,7 @@ class Leases:
         entry = space.held_at(extent)
         if entry is None or entry.key != key or not entry.reading or key not in index.reads:
             raise KVHavenError(
-                f"no read of {key.hex()} from tier {tier} into {extent} is under way"
+                f"tier {tier}: no read of chunk {key.hex()} into {extent} is under way"
             )
         if checksums is not None and len(checksums) != entry.namespace.shards:
             checksums = None
@@ -262,16 +267,16 @@ class Leases:
     def _answer(self, lease: Lease) -> Acquisition:
         return lease.answer(corrupt=self._space.corrupt > 0)
 
-    # To extend a lease
+    # Extending a lease
 
     def _grow(self, lease: Lease) -> None:
-        """Extend a lease behind the chunks that it has, piece by piece."""
+        """Extend a lease behind its present chunks, piece by piece."""
         if not lease.growing:
             lease.growing = True
             self._work.start(self._growing(lease), of=lease, idle=lease.prefetch)
 
     def _growing(self, lease: Lease) -> Job:
-        # It may be ended, or settled, between two pieces.
+        # The lease may be ended or finalized between two pieces.
         while lease.growing:
             if self._extend(lease) is not _End.PIECE:
                 self._grown(lease)
@@ -281,7 +286,7 @@ class Leases:
             yield
 
     def _grown(self, lease: Lease) -> None:
-        """Note that a lease does not grow any more, for the time being."""
+        """Record that a lease does not grow further for now."""
         lease.growing = False
         if not lease.prefetch:
             self._tell_if_final(lease)
@@ -291,12 +296,12 @@ class Leases:
             self._end_prefetch(lease)
 
     def _halt(self, lease: Lease) -> None:
-        """Extend a lease no more, whatever is asked for behind it."""
+        """Stop extending a lease, even if more chunks were requested."""
         lease.growing = lease.limited = False
         self._work.drop(lease)
 
     def _remember(self, prefetch: Lease) -> None:
-        """Go on with a prefetch, unless those of its session name enough chunks already."""
+        """Keep a prefetch for later work, unless its session's prefetches name too many chunks."""
         chunks = self.prefetched[prefetch.session] + named(prefetch)
         if chunks > MOST_PREFETCHED:
             self._end_prefetch(prefetch)
@@ -314,7 +319,7 @@ class Leases:
                 del self.prefetched[prefetch.session]
 
     def _extend(self, lease: Lease) -> _End:
-        """Lease a piece of what is behind the chunks that a lease has, or promote it."""
+        """Lease or promote a piece of the chunks behind those that a lease has."""
         pace, keys = self._work.pace, lease.keys
         first = lease.passed + len(lease.slots)
         piece = keys[first : first + pace.leases]
@@ -325,7 +330,7 @@ class Leases:
         got = lease.passed + len(lease.slots) - first
         if end is _End.OTHER and got == len(piece) and first + got < len(keys):
             end = _End.PIECE
-        # Beyond a gap, too: what was asked for is used, whether it could be had or not.
+        # Chunks behind a gap are touched as well: a request is a use, even if it is not served.
         self._tiers.touch(piece[got - 1 :: -1] if end is _End.PIECE else piece[::-1])
         lease.limited = end is _End.LIMIT
         if not lease.prefetch:
@@ -334,7 +339,7 @@ class Leases:
         return end
 
     def _lease_resident(self, lease: Lease, keys: Sequence[ChunkKey]) -> int:
-        """Lease the chunks that are resident, up to the first that is not; return how many."""
+        """Lease resident chunks up to the first that is not resident; return their number."""
         space, namespace = self._space, lease.namespace
         size, holding = namespace.extent_bytes, space.place.find(namespace)
         room = before = self.pin_limit - space.leased_bytes - space.promoting_bytes
@@ -369,10 +374,10 @@ class Leases:
         return len(found)
 
     def _promote(self, lease: Lease, first: int, keys: Sequence[ChunkKey]) -> _End:
-        """Go on with chunks that are not all resident; `first` is the place of the first."""
+        """Continue with chunks that are not all resident; `first` is the index of the first one."""
         space, namespace = self._space, lease.namespace
         plan, end = self._plan(lease, namespace, keys)
-        # What is in the arena is pinned before anything is evicted for the rest.
+        # Chunks in the arena are pinned before anything is evicted for the rest.
         for _, entry, _ in plan:
             if entry is not None and entry.state is State.RESIDENT:
                 space.lease(entry)
@@ -411,14 +416,14 @@ class Leases:
         return end
 
     def _arrange(self, lease: Lease, had: int) -> None:
-        """Put the chunks that a lease had before others were touched in order: not too many."""
+        """Reorder a bounded number of a lease's earlier chunks after later ones were touched."""
         before = lease.slots[max(0, had - self._work.pace.light // 2) : had]
         self._space.arrange([entry for entry in before[::-1] if entry.listed])
 
     def _plan(
         self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey]
     ) -> tuple[list[_Slot], _End]:
-        """Return the chunks that are in the arena or can be promoted, and why it is not more."""
+        """Return the chunks that are in the arena or can be promoted, and why the plan ends."""
         plan: list[_Slot] = []
         seen: set[ChunkKey] = set()
         space = self._space
@@ -452,7 +457,7 @@ class Leases:
         return plan, _End.OTHER
 
     def _budget(self) -> "_Budget":
-        """Return what a piece of work may have promoted."""
+        """Return the promotions that a piece of work may begin."""
         most = MOST_PROMOTIONS - self._space.promoting
         reading = self._space.promoting_bytes
         return _Budget(self._work.pace.promotions, most, reading, self.promotion_limit)
@@ -462,12 +467,12 @@ class Leases:
             if entry is not None and entry.state is State.RESIDENT:
                 self._space.unlease(entry)
 
-    # To wait, and to wait no longer
+    # Waiting
 
     def _tell(self, *ends: Entry | Lookup) -> Job:
-        """Have all leases that wait for these reads and answers go on, piece by piece.
+        """Continue all leases that wait for these reads and lookups, piece by piece.
 
-        Until its turn a lease waits, and may be settled or ended like any that does.
+        Until its turn a lease still waits, and may be finalized or ended like any waiting lease.
         """
         pace, spent = self._work.pace, 0
         for end in ends:
@@ -486,13 +491,13 @@ class Leases:
                 spent += (self._begun - begun) * (pace.light // pace.promotions)
 
     def _hear_of_answer(self, lease: Lease, lookup: Lookup) -> None:
-        """Extend a lease whose next chunk may be known by now."""
+        """Extend a lease for whose next chunk a lookup has ended."""
         if lookup in lease.lookups:
             self._lookups.leave(lease)
             self._grow(lease)
 
     def _hear_of_read(self, lease: Lease, entry: Entry) -> None:
-        """Have a lease take a chunk that was promoted, or cut it before one that does not come."""
+        """Add a chunk that was promoted to a lease, or cut the lease before one that was not."""
         at = lease.waiting.get(entry.key)
         if at is None or lease.slots[at] is not entry:
             return
@@ -505,37 +510,37 @@ class Leases:
             self._cut(lease, at)
         if self._is_over(lease):
             return
-        # Where a read failed, another tier may have it; this one is believed to have it not.
+        # After a failed read another tier may have the chunk; this tier counts as without it.
         if lease.limited or not (came or cleared):
             self._grow(lease)
         elif lease.final:
             self._tell_if_final(lease)
 
     def _is_over(self, lease: Lease) -> bool:
-        """Whether nobody waits for a lease any more."""
+        """Return whether a lease has ended, or its scheduler is gone."""
         if lease.prefetch:
             return lease not in self.prefetches
         home = self._sessions.sessions.get(lease.session)
         return home is None or home.leases.get(lease.lease_id) is not lease or lease.orphaned
 
     def _hand_over(self, entry: Entry) -> Job:
-        """Lease a chunk that was promoted to everybody who waits for it; it stays until then."""
-        pin = LettingGo([entry], 0)
-        self.letting_go.add(pin)
+        """Lease a promoted chunk to all waiting leases; it stays pinned until then."""
+        pin = Unpinning([entry], 0)
+        self.unpinning.add(pin)
         self._space.lease(entry)
         try:
             yield from self._tell(entry)
         finally:
             self._space.unlease(entry)
-            self.letting_go.remove(pin)
+            self.unpinning.remove(pin)
 
     def _cut_cleared(self) -> Job:
-        """Have nobody wait for what was cleared."""
+        """Cut all leases that wait for cleared chunks."""
         yield from self._tell(*[entry for entry in self.waiters if entry.holding.cleared])
 
     def _tell_if_final(self, lease: Lease) -> None:
         self._count(lease)
-        # Another session may have its session's name by now, and a lease by its ticket.
+        # By now a new session may have the same id, and a new lease in it the same lease id.
         if lease.final and lease.expected and not self._is_over(lease):
             self._actions.append(Update(lease.session, self._answer(lease)))
             self._note_final(lease)
@@ -545,7 +550,7 @@ class Leases:
 
     @staticmethod
     def _note_final(lease: Lease) -> None:
-        """Forget what was asked for, unless it still matters."""
+        """Drop the requested keys of a final lease, which are not needed any more."""
         if lease.final:
             lease.keys = ()
             lease.expected = False
@@ -559,7 +564,7 @@ class Leases:
             del home.leases[lease.lease_id]
 
     def _count(self, lease: Lease) -> None:
-        """Count each chunk that was asked for once: when it is found, or known to be nowhere."""
+        """Count each requested chunk once: when it is found, or known to be absent."""
         new = len(lease.slots) - lease.counted
         if new > 0:
             awaited = lease.waiting and lease.slots[lease.counted :]
@@ -571,10 +576,10 @@ class Leases:
             self.misses += asked - lease.counted
             lease.counted = asked
 
-    # To let go
+    # Ending a lease
 
     def _look_through(self, home: Session, *, scheduler: bool) -> Job:
-        """End a session's leases that nobody can be using, after a member has gone."""
+        """End a session's leases that no member can be using, after a member has gone."""
         for done, lease in enumerate(consume(home.leases.values())):
             if done and done % self._work.pace.lease_ids == 0:
                 yield
@@ -595,12 +600,12 @@ class Leases:
             self._cut(lease, 0)
 
     def _cut(self, lease: Lease, index: int) -> None:
-        """Let go of every chunk from `index` on, and do not wait to hear of others."""
+        """Unpin every chunk from `index` on, and stop waiting for lookups."""
         self._lookups.leave(lease)
         self._let_go(lease, index)
 
     def _let_go(self, lease: Lease, index: int) -> None:
-        """Pin the chunks from `index` on no longer, nor wait for them."""
+        """Unpin the chunks from `index` on, and stop waiting for those that are promoting."""
         if lease.prefetch:
             lease.passed += len(lease.slots)
         waited = [key for key, at in lease.waiting.items() if at >= index]
@@ -611,18 +616,18 @@ class Leases:
                 del others[lease]
                 if not others:
                     del self.waiters[entry]
-        # Who has the answer has the list; so it is not cut, unless a lease is cut in the middle.
+        # The list is part of an answer, so it is copied instead of being cut in place.
         tail, lease.slots = lease.slots, lease.slots[:index]
         del lease.sources[index:]
         if waited:
             absent = set(waited)
             tail = [*lease.slots, *(e for e in tail[index:] if e.key not in absent)]
         if len(tail) > index:
-            letting_go = LettingGo(tail, index)
-            self.letting_go.add(letting_go)
-            self._work.start(self._unpin(letting_go))
+            unpinning = Unpinning(tail, index)
+            self.unpinning.add(unpinning)
+            self._work.start(self._unpin(unpinning))
 
-    def _unpin(self, tail: LettingGo) -> Job:
+    def _unpin(self, tail: Unpinning) -> Job:
         unlease, light, entries = self._space.unlease, self._work.pace.light, tail.entries
         while len(entries) - tail.done > light:
             tail.done += light
@@ -631,4 +636,4 @@ class Leases:
             yield
         for entry in entries[tail.done :]:
             unlease(entry)
-        self.letting_go.discard(tail)
+        self.unpinning.discard(tail)

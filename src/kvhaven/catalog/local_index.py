@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one tier holds, as the catalog believes it, and what goes when it is full."""
+"""Index of a local tier: its chunks, and their eviction by capacity and quotas."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,14 +16,15 @@ from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
 _MOST_CLEARED = 1024
-"""Clears that are remembered for what a scan may still find; beyond, all that it finds goes."""
+"""Maximum number of clears remembered for chunks that a scan may still find; beyond, all chunks
+that it finds are deleted."""
 
 
 class Share:
-    """What a tenant that has, or had, a quota has in a tier: its chunks in the order of use.
+    """Chunks in a tier of a tenant that has, or had, a quota, in the order of use.
 
-    Until it is `complete`, chunks that were there before its first quota are added bit by bit;
-    those that a scan finds meanwhile are `passed` over, and added in another round.
+    Until the share is `complete`, chunks from before the tenant's first quota are added piece by
+    piece. `passed` says that a scan found more of them meanwhile, which needs another round.
     """
 
     __slots__ = ("bytes", "complete", "order", "passed", "trimming")
@@ -37,7 +38,7 @@ class Share:
 
 
 class Stored:
-    """One chunk in a tier: which of its shards are there, and their bytes, headers included."""
+    """One chunk in a tier: a bitmap of its present shards, and their bytes including headers."""
 
     __slots__ = ("bitmap", "bytes", "holding", "namespace")
 
@@ -49,13 +50,13 @@ class Stored:
 
 
 class LocalTierIndex(TierTransfers):
-    """The chunks of one tier of our own in the order of their last use. See `TierState`.
+    """Chunks of one local tier in the order of their last use. See `TierState`.
 
-    A chunk that is being read is never deleted: if it has to go meanwhile it is out of
-    sight at once, and deleted when its last read has ended. A tenant that has a quota makes room
-    among its own chunks; where that is not enough, nothing more of it is written.
+    A chunk that is being read is never deleted: if it must be dropped, it becomes invisible
+    immediately and is deleted when its last read has ended. A tenant with a quota makes room among
+    its own chunks; if that is not enough, its further chunks are not written.
 
-    What is too much goes piece by piece, at each write what it takes the place of, at least.
+    Excess is deleted piece by piece, and at each write at least as much as the write takes.
     """
 
     def __init__(self, spec: TierSpec, actions: list[Action], work: Work) -> None:
@@ -65,7 +66,7 @@ class LocalTierIndex(TierTransfers):
         self.place = Place(spec.name)
         self.used_bytes = 0
         self.writing = Counter[Tenant]()  # `writing_bytes` by tenant
-        self.kept = Counter[Tenant]()  # bytes of chunks that are being read: they cannot go now
+        self.kept = Counter[Tenant]()  # bytes of chunks that are being read: not deletable now
         self.shares: dict[Tenant, Share] = {}
         self.evictions = 0
         self._delete_later: dict[ChunkKey, NamespaceState] = {}
@@ -73,20 +74,20 @@ class LocalTierIndex(TierTransfers):
         self._work = work
         self._trimming = False
         self._sweeping = False
-        self._scans = 0  # that are under way: one may begin before an older one has ended
+        self._scans = 0  # under way: one may begin before an older one has ended
         self._begun = 0
-        self._complete = False  # one that is not older than the last that began
+        self._complete = False  # since the last scan began, a scan was complete
         self._scanned = False
-        self._cleared: dict[Scope, int] = {}  # with how many scans had begun before
+        self._cleared: dict[Scope, int] = {}  # with the number of scans begun before
 
     def resize(self, capacity_bytes: int) -> None:
-        """Take another capacity, and evict what no longer fits."""
+        """Set the capacity, and evict the excess."""
         if capacity_bytes != self.spec.capacity_bytes:
             self.spec = msgspec.structs.replace(self.spec, capacity_bytes=capacity_bytes)
             self.trim()
 
     def quota_changed(self, tenant: Tenant) -> None:
-        """Keep a tenant to its quota from now on."""
+        """Apply the present quota of a tenant."""
         share = self.shares.get(tenant)
         if share is None and tenant.disk_quota is not None and self.stored:
             share = self.shares[tenant] = Share()
@@ -96,7 +97,7 @@ class LocalTierIndex(TierTransfers):
             self._trim_tenant(tenant)
 
     def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
-        """Whether every shard of the chunk is there."""
+        """Return whether every shard of the chunk is in the tier."""
         stored = self.stored.get(key)
         return (
             stored is not None
@@ -106,7 +107,7 @@ class LocalTierIndex(TierTransfers):
         )
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note a use of each chunk that is there; a chain is given from tail to head."""
+        """Record a use of each chunk that is in the tier; a chain is given from tail to head."""
         if not self.stored:
             return
         keys = list(keys)
@@ -115,12 +116,13 @@ class LocalTierIndex(TierTransfers):
             self._touch_own(keys)
 
     def scan(self, *, begins: bool, complete: bool = True) -> None:
-        """Note that a scan begins, or has ended, and whether it came upon everything.
+        """Record that a scan begins, or has ended, and whether it visited everything.
 
-        The tier may be offline when something is cleared, or hold what is not known yet. So a
-        clear counts for what is found until a scan that began after it is complete. One that is
-        made when all is known does not count: what is found later was written since. Where scans
-        overlap, an older one is of a former opening, and never complete.
+        When a clear is made, the tier may be offline or hold chunks that are not known yet. So a
+        clear also applies to chunks that are found until a scan that began after it is complete. A
+        clear made when everything is known does not: chunks found later were written since. If
+        scans overlap, the older one belongs to an earlier opening of the tier and is never
+        complete.
         """
         self._begun += begins
         self._scans = max(0, self._scans + (1 if begins else -1))
@@ -130,10 +132,10 @@ class LocalTierIndex(TierTransfers):
             self._cleared = {s: begun for s, begun in self._cleared.items() if begun == self._begun}
 
     def set_online(self, online: bool) -> None:
-        """Note whether the tier is in use. Where it was opened anew, its scan begins before."""
+        """Set whether the tier is in use. The scan of a reopened tier begins before this call."""
         super().set_online(online)
         if online and self._scanned:
-            self._cleared = {}  # it owes the deletes itself, and no scan follows
+            self._cleared = {}  # the tier itself owes the deletes, and no scan follows
 
     def found(
         self,
@@ -146,9 +148,9 @@ class LocalTierIndex(TierTransfers):
     ) -> None:
         """Count a shard that the scan found and that takes `bytes_`.
 
-        It is older than anything used since start. What was cleared (see `scan`) and neither
-        written anew nor just being written (`writing`) is deleted. Raises KVHavenError
-        for a shard that the namespace does not have.
+        The chunk is ordered before all that were used since start. A chunk that was cleared (see
+        `scan`) is deleted, unless it was written again or is being written (`writing`). Raises
+        `KVHavenError` for a shard that the namespace does not have.
         """
         if not 0 <= bit < namespace.shards:
             raise KVHavenError(
@@ -157,7 +159,7 @@ class LocalTierIndex(TierTransfers):
             )
         stored = self.stored.get(key)
         if stored is None and self._delete_later.get(key) is namespace:
-            return  # it is deleted when its last read has ended
+            return  # deleted when its last read has ended
         if stored is None and self._is_cleared(namespace):
             if not writing:
                 self._delete_files(key, namespace)
@@ -172,7 +174,7 @@ class LocalTierIndex(TierTransfers):
             self._trim_for(namespace)
 
     def has_room(self, namespace: NamespaceState) -> bool:
-        """Whether a chunk can be written at all, beside those under way."""
+        """Return whether a chunk can be written at all, in addition to the writes under way."""
         bytes_, tenant = namespace.stored_bytes, namespace.tenant
         quota = tenant.disk_quota
         if quota is not None and bytes_ > quota - self.writing[tenant] - self.kept[tenant]:
@@ -180,9 +182,9 @@ class LocalTierIndex(TierTransfers):
         return self.writing_bytes + bytes_ <= self.spec.capacity_bytes
 
     def write_begins(self, key: ChunkKey, namespace: NamespaceState) -> None:
-        """Make room for a chunk. One of its name that was cleared is deleted before.
+        """Make room for a chunk. A cleared chunk of the same key is deleted first.
 
-        Or written over, where it is still being read.
+        If that one is still being read, it is overwritten instead.
         """
         self._drop_cleared(key)
         if self._delete_later.get(key) is namespace:
@@ -192,20 +194,20 @@ class LocalTierIndex(TierTransfers):
         self._trim_for(namespace)
 
     def write_ended(self, namespace: NamespaceState) -> None:
-        """Count the bytes of a write no longer as under way."""
+        """Remove a write from the bytes under way."""
         super().write_ended(namespace)
         self.writing[namespace.tenant] -= namespace.stored_bytes
         if not self.writing[namespace.tenant]:
             del self.writing[namespace.tenant]
 
     def unfinished(self, key: ChunkKey, namespace: NamespaceState) -> None:
-        """Have what a failed write may have left deleted: it is not counted."""
+        """Delete the possible remains of a failed write, which are not counted."""
         self.delete(key, namespace)
 
     def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
-        """Count a chunk that was written whole and takes `bytes_`; None: as uncompressed.
+        """Count a chunk that was written completely and takes `bytes_`; None: as uncompressed.
 
-        Where a chunk of that name is another tenant's (a client's bug), that one stays.
+        If another tenant has a chunk with this key (a client's bug), that one stays.
         """
         stored = self.stored.get(key)
         if stored is not None and stored.namespace is not namespace:
@@ -220,7 +222,7 @@ class LocalTierIndex(TierTransfers):
         self._trim_for(namespace)
 
     def forget(self, key: ChunkKey) -> int:
-        """Count a chunk no longer; return its bytes."""
+        """Remove a chunk from the index; return its bytes."""
         if key not in self.stored:
             return 0
         if key in self.reads:
@@ -239,7 +241,7 @@ class LocalTierIndex(TierTransfers):
         return stored.bytes
 
     def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
-        """Have a chunk deleted, whether it is counted or not; return the bytes counted."""
+        """Request the deletion of a chunk, counted or not; return the bytes counted."""
         stored = self.stored.get(key)
         if stored is not None and stored.namespace is not namespace:
             self._delete_files(key, namespace)
@@ -251,7 +253,7 @@ class LocalTierIndex(TierTransfers):
         return self.forget(key)
 
     def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
-        """Delete what a scope names, piece by piece; return how many chunks, and their bytes."""
+        """Delete the chunks in a scope, piece by piece; return their number and bytes."""
         cleared = self.place.clear(scope, parts)
         if not (self.online and self._scanned):
             self._cleared[scope] = self._begun
@@ -263,17 +265,17 @@ class LocalTierIndex(TierTransfers):
         return cleared
 
     def figures(self) -> TierFigures:
-        """Return the figures of this moment."""
+        """Return the present statistics."""
         return TierFigures(self.used_bytes, len(self.stored), self.evictions, scanned=self._scanned)
 
     def read_begins(self, key: ChunkKey, bytes_: int) -> None:
-        """Count a read, which fills so many bytes of the arena."""
+        """Count a read that fills `bytes_` of the arena."""
         if key not in self.reads:
             self._keep(key, 1)
         super().read_begins(key, bytes_)
 
     def read_ended(self, key: ChunkKey, bytes_: int) -> None:
-        """End a read; after the last one a chunk may go. Raises KeyError when there is none."""
+        """End a read; the last one makes a chunk deletable. Raises `KeyError` if there is none."""
         super().read_ended(key, bytes_)
         if key in self.reads:
             return
@@ -287,7 +289,7 @@ class LocalTierIndex(TierTransfers):
         self.trim()
 
     def trim(self) -> None:
-        """Delete the oldest chunks, down to the watermark, if there is more than fits."""
+        """Delete the oldest chunks, down to the watermark, if the capacity is exceeded."""
         excess = self.used_bytes + self.writing_bytes - self.spec.capacity_bytes
         if excess > 0 and self._trimming:
             self._evict(self.stored, excess)
@@ -306,12 +308,12 @@ class LocalTierIndex(TierTransfers):
         return self.used_bytes + self.writing_bytes - most
 
     def _trim_for(self, namespace: NamespaceState) -> None:
-        """Keep to a tenant's quota, and to the capacity."""
+        """Apply a tenant's quota, and the capacity."""
         self._trim_tenant(namespace.tenant)
         self.trim()
 
     def _trim_tenant(self, tenant: Tenant) -> None:
-        """Delete a tenant's oldest chunks until it keeps to its quota."""
+        """Delete a tenant's oldest chunks until it is within its quota."""
         share = self.shares.get(tenant)
         if share is not None and not share.trimming and self._excess(tenant, share) > 0:
             share.trimming = True
@@ -324,12 +326,12 @@ class LocalTierIndex(TierTransfers):
         share.trimming = False
 
     def _excess(self, tenant: Tenant, share: Share) -> int:
-        """Return how many bytes a tenant has beyond its quota."""
+        """Return the bytes of a tenant beyond its quota."""
         quota = tenant.disk_quota
         return 0 if quota is None else share.bytes + self.writing[tenant] - quota
 
     def _evict(self, order: Iterable[ChunkKey], excess: int) -> int:
-        """Delete the first chunks of an order that are not being read, a piece; count them."""
+        """Delete a piece of the first chunks of an order that are not being read; count them."""
         victims: list[ChunkKey] = []
         for key in order:
             if excess <= 0 or len(victims) == self._work.pace.heavy:
@@ -343,7 +345,7 @@ class LocalTierIndex(TierTransfers):
         return len(victims)
 
     def _sweep(self) -> Job:
-        """Delete what was cleared, in rounds: what is used meanwhile may be missed by one."""
+        """Delete cleared chunks, in rounds: a round may miss chunks that are used meanwhile."""
         pace = self._work.pace
         looked = dropped = 0
         while self.place.leftover:
@@ -358,7 +360,7 @@ class LocalTierIndex(TierTransfers):
         self._sweeping = False
 
     def _drop_cleared(self, key: ChunkKey) -> bool:
-        """Delete a chunk if it is there and was cleared."""
+        """Delete a chunk if it is present and was cleared."""
         stored = self.stored.get(key)
         if stored is None or not stored.holding.cleared:
             return False
@@ -366,7 +368,7 @@ class LocalTierIndex(TierTransfers):
         return True
 
     def _gather(self, tenant: Tenant, share: Share) -> Job:
-        """Find all chunks of a tenant, in the order of their last use, and keep it to its quota."""
+        """Find all chunks of a tenant, in the order of their last use, and apply its quota."""
         looked, known = 0, -1
         while share.passed or known < len(share.order):
             known, share.passed = len(share.order), False
@@ -396,7 +398,7 @@ class LocalTierIndex(TierTransfers):
         if share is None and tenant.disk_quota is not None:
             share = self.shares[tenant] = Share()
         if share is not None and oldest and not share.complete:
-            share.passed = True  # it comes before those that are still to be added
+            share.passed = True  # it is older than those that are still to be added
         elif share is not None:
             (share.order.prepend if oldest else share.order.append)(key, None)
         return stored
@@ -412,7 +414,7 @@ class LocalTierIndex(TierTransfers):
             share.bytes += bytes_
 
     def _touch_own(self, keys: list[ChunkKey]) -> None:
-        """Note a use of chunks of one tenant among its own."""
+        """Record a use of chunks of one tenant in the tenant's order."""
         first = next((s for key in keys if (s := self.stored.get(key)) is not None), None)
         share = None if first is None else self.shares.get(first.namespace.tenant)
         if first is None or share is None:
@@ -426,7 +428,7 @@ class LocalTierIndex(TierTransfers):
         share.order.to_end(keys)
 
     def _keep(self, key: ChunkKey, sign: int) -> None:
-        """Count the bytes of a chunk that is there and read, or no longer (negative)."""
+        """Add a present chunk to the bytes being read, or subtract it (negative sign)."""
         stored = self.stored.get(key)
         if stored is not None:
             tenant = stored.namespace.tenant
@@ -435,7 +437,7 @@ class LocalTierIndex(TierTransfers):
                 del self.kept[tenant]
 
     def _is_cleared(self, namespace: NamespaceState) -> bool:
-        """Whether a tenant's part of a namespace was cleared, of which files may still be there."""
+        """Return whether a tenant's part of a namespace was cleared while files may still exist."""
         return bool(self._cleared) and not self._cleared.keys().isdisjoint(scopes_over(namespace))
 
     def _delete_files(self, key: ChunkKey, namespace: NamespaceState) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking shared tiers for what leases want, and who waits for which answer."""
+"""Lookups in shared tiers on behalf of leases, and the leases that wait for each of them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,11 +14,11 @@ from kvhaven.types import ChunkKey
 
 
 class TierLookups:
-    """The questions that are open.
+    """Pending lookups in shared tiers.
 
-    A lease waits for those that name the chunk behind its last one, whichever tier they were
-    put to: the first that has it is the one it is read from. All tiers are asked at the same
-    time, so a slow one holds up nobody whose chunks are in another.
+    A lease waits for the lookups of the chunk behind its last one in all tiers; the chunk is read
+    from the first tier that has it. All tiers are asked concurrently, so a slow tier does not delay
+    leases whose chunks are in another.
     """
 
     def __init__(self, space: ResidentChunks[S], tiers: Tiers) -> None:
@@ -26,10 +26,11 @@ class TierLookups:
         self._tiers = tiers
 
     def ask(self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> None:
-        """Have a lease wait for word of its next chunk, the first of `keys`, if there can be any.
+        """Look up the next chunk of a lease, the first of `keys`, and have the lease wait.
 
-        What nobody asked for yet is asked for now, in one batch a tier: these chunks and those
-        behind them that are nowhere yet, up to one that is known to be nowhere at all.
+        Chunks without a pending lookup are looked up now, in one batch per tier: the first chunk
+        and those behind it that are in no known place, up to the first that is known to be absent
+        everywhere.
         """
         online = [tier for tier in self._tiers.shared.values() if tier.online]
         asking: dict[TierName, list[ChunkKey]] = {tier.spec.name: [] for tier in online}
@@ -46,24 +47,24 @@ class TierLookups:
             self._wait(lease, namespace, tier, keys[0])
 
     def is_foreign(self, key: ChunkKey, namespace: NamespaceState) -> bool:
-        """Whether a chunk is here, but another namespace's or another tenant's."""
+        """Return whether a chunk is present, but in another namespace or of another tenant."""
         entry = self._space.find(key)
         if entry is not None:
             return entry.namespace is not namespace
         return self._tiers.is_foreign(key, namespace)
 
     def answered(self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None) -> Lookup:
-        """Take a tier's answer; return the question, with the leases that can go on."""
+        """Process a tier's answer; return the lookup, with the leases that can continue."""
         return self._tiers.presence(tier).answered(number, found)
 
     def offline(self, tier: TierName) -> list[Lookup]:
-        """Return the questions to a tier whose answers nobody is to wait for any more."""
+        """Return the lookups of a tier that leases must not wait for any longer."""
         presence = self._tiers.shared.get(tier)
         return [] if presence is None else [q for q in presence.lookups.values() if q.waiting]
 
     @staticmethod
     def leave(lease: Lease) -> None:
-        """Have a lease wait for no answer."""
+        """Stop a lease from waiting for lookups."""
         for lookup in lease.lookups:
             del lookup.waiting[lease]
         lease.lookups.clear()

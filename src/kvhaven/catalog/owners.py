@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Namespaces and tenants, as the catalog knows them: whose chunk an entry is."""
+"""Namespaces and tenants of the catalog, to which every chunk belongs."""
 
 from collections.abc import Iterator
 from weakref import WeakValueDictionary
@@ -14,20 +14,20 @@ from kvhaven.types import NO_TENANT, NamespaceDigest, TenantId
 
 
 class Limits:
-    """The quotas in force: those of the settings, but for tenants that were given another one."""
+    """Quotas in force: those of the settings, except for tenants whose quota was changed."""
 
     def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
         self._changed = StripedDict[TenantId, int | None]()
 
     def of(self, tenant: TenantId) -> int | None:
-        """Return a tenant's quota in bytes; None is any number."""
+        """Return a tenant's quota in bytes; None is unlimited."""
         if tenant != NO_TENANT and tenant in self._changed:
             return self._changed[tenant]
         return self._quotas.of(tenant)
 
     def change(self, tenant: TenantId, quota: int | None) -> None:
-        """Give a tenant another quota. Only one that is not that of the settings is remembered."""
+        """Change the quota of a tenant. Only quotas that differ from the settings are stored."""
         if quota == self._quotas.of(tenant):
             self._changed.pop(tenant, None)
         else:
@@ -35,11 +35,11 @@ class Limits:
 
 
 class Owners:
-    """Every namespace, and each tenant's part of one.
+    """All namespaces, and each tenant's part of each.
 
-    A part is one object, so that "is it the same namespace and the same tenant" is one comparison
-    wherever a chunk is found. Namespaces stay; a tenant, and its parts, are remembered as long as
-    anything of it is here, or is asked for: there may be as many tenants as there are users.
+    A part is one object, so comparing namespace and tenant of a chunk is one identity comparison.
+    Namespaces stay. A tenant and its parts exist only while anything refers to them, because there
+    may be as many tenants as users.
     """
 
     def __init__(self, memory: Quotas, disk: Quotas) -> None:
@@ -47,7 +47,7 @@ class Owners:
         self.disk = Limits(disk)
         self._namespaces: dict[NamespaceDigest, NamespaceState] = {}
         self._nobody = Tenant(NO_TENANT, None, None)
-        # In stripes, by the first byte of a tenant's name, which is a digest (see `maps`).
+        # Striped by the first byte of the tenant id, which is a digest (see `maps`).
         self._tenants: list[WeakValueDictionary[TenantId, Tenant]] = [
             WeakValueDictionary() for _ in range(256)
         ]
@@ -56,7 +56,7 @@ class Owners:
         ]
 
     def add(self, namespace: Namespace) -> None:
-        """Make a namespace known; see `Catalog.add_namespace`."""
+        """Register a namespace; see `Catalog.add_namespace`."""
         if not namespace.table.extent_bytes:
             raise KVHavenError(f"namespace {namespace.digest.hex()} has no shards, or empty ones")
         known = self._namespaces.get(namespace.digest)
@@ -64,15 +64,15 @@ class Owners:
             self._namespaces[namespace.digest] = NamespaceState(namespace, self._nobody)
         elif known.namespace.table != namespace.table:
             raise KVHavenError(
-                f"namespace {namespace.digest.hex()} is known with {known.namespace.table}, "
-                f"but now comes with {namespace.table}; the digest must name the geometry too"
+                f"namespace {namespace.digest.hex()} is registered with {known.namespace.table}, "
+                f"but was added with {namespace.table}; the digest must name the geometry too"
             )
 
     def part(self, digest: NamespaceDigest, tenant: TenantId = NO_TENANT) -> NamespaceState:
-        """Return a tenant's part of a namespace. Raises KVHavenError for an unknown namespace."""
+        """Return a tenant's part of a namespace. Raises `KVHavenError` for an unknown namespace."""
         whole = self._namespaces.get(digest)
         if whole is None:
-            raise KVHavenError(f"namespace {digest.hex()} is unknown; add_namespace comes first")
+            raise KVHavenError(f"namespace {digest.hex()} is unknown; call add_namespace first")
         if tenant == NO_TENANT:
             return whole
         part = self._known_part(digest, tenant)
@@ -82,7 +82,7 @@ class Owners:
         return part
 
     def tenant(self, tenant: TenantId) -> Tenant:
-        """Return a tenant, known or not."""
+        """Return the record of a tenant; create it if needed."""
         if tenant == NO_TENANT:
             return self._nobody
         stripe = self._tenants[tenant[0]]
@@ -92,21 +92,21 @@ class Owners:
         return known
 
     def limit_memory(self, tenant: TenantId, quota: int | None) -> Tenant:
-        """Note a tenant's quota of the arena, and return the tenant."""
+        """Set a tenant's quota of the arena, and return the tenant."""
         self.memory.change(tenant, quota)
         known = self.tenant(tenant)
         known.memory_quota = quota
         return known
 
     def limit_disk(self, tenant: TenantId, quota: int | None) -> Tenant:
-        """Note a tenant's quota of each tier of our own, and return the tenant."""
+        """Set a tenant's quota of each local tier, and return the tenant."""
         self.disk.change(tenant, quota)
         known = self.tenant(tenant)
         known.disk_quota = quota
         return known
 
     def tenants(self) -> Iterator[Tenant]:
-        """Yield the tenants of whom anything is here, while others come and go."""
+        """Yield the tenants that exist; others may come and go meanwhile."""
         for stripe in self._tenants:
             for reference in stripe.valuerefs():
                 tenant = reference()
@@ -114,13 +114,13 @@ class Owners:
                     yield tenant
 
     def namespaces(self) -> Iterator[NamespaceState]:
-        """Yield every namespace's part that belongs to no tenant."""
+        """Yield every namespace's part without a tenant."""
         yield from self._namespaces.values()
 
     def parts_of(self, scope: Scope) -> list[NamespaceState]:
-        """Return a tenant's parts of the namespaces that a scope names; none if it names no tenant.
+        """Return a tenant's parts of the namespaces in a scope; empty if it names no tenant.
 
-        Raises KVHavenError for an unknown namespace.
+        Raises `KVHavenError` for an unknown namespace.
         """
         if scope.namespace is not None:
             self.part(scope.namespace)
@@ -131,7 +131,7 @@ class Owners:
         return [part for part in known if part is not None]
 
     def parts(self) -> Iterator[NamespaceState]:
-        """Yield every part of every namespace, while others come and go."""
+        """Yield every part of every namespace; others may come and go meanwhile."""
         yield from tuple(self._namespaces.values())
         for stripe in self._parts:
             for reference in stripe.valuerefs():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunk goes first when space is needed: the contract of eviction policies."""
+"""The contract of eviction policies: which chunk to evict first when space is needed."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
@@ -8,60 +8,60 @@ from kvhaven.types import ChunkKey
 
 
 class EvictionPolicy(Protocol):
-    """Orders the chunks of one size class; it proposes, the catalog decides.
+    """Order of the chunks of one size class: the policy proposes, the catalog decides.
 
-    The catalog passes over a proposal that is pinned, or that has children in the arena. A
-    policy holds keys only: no sizes, no clock, nothing random, so that histories replay. A
-    key is added once until it is removed or evicted, and named by the other calls only in
-    between. Every call, and every step of an iterator, costs O(1) for each key that it names. The
-    service's loop stands still meanwhile, so that is not meant on average: `kvhaven.maps` has
-    queues that never move all of their keys at once.
+    The catalog skips proposals that are pinned or have children in the arena. A policy holds only
+    keys: no sizes, no clock and no randomness, so that histories replay. A key is added once until
+    it is removed or evicted, and the other calls name it only in between. Every call, and every
+    step of an iterator, costs O(1) per key that it names. This is a worst-case bound, not an
+    average, because the service's event loop is blocked meanwhile: `kvhaven.maps` has queues that
+    never move all of their keys in one operation.
     """
 
     name: str
-    """The word for it in the settings, in lower case."""
+    """Name of the policy in the settings, in lower case."""
 
     def fresh(self) -> "EvictionPolicy":
         """Return an empty policy of the same kind and settings, for another size class."""
 
     def added(self, key: ChunkKey) -> None:
-        """Take in a chunk that can be evicted from now on."""
+        """Add a chunk that can be evicted from now on."""
 
     def touched(self, keys: Iterable[ChunkKey]) -> None:
-        """Note one use of each of these, a chain from its tail to its head."""
+        """Record one use of each chunk of a chain, given from tail to head."""
 
     def arranged(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that a chain has a new tail; its chunks are given from tail to head.
+        """Record that a chain has a new tail; its chunks are given from tail to head.
 
-        That is no use of them. Where nothing else decides, they are to be proposed in this
-        order from now on, and not before what was added earlier: a parent is of no less use
-        than its child, and cannot go before it.
+        This is not a use. Unless the policy has another criterion, it should propose them in this
+        order from now on, and not before chunks that were added earlier: a parent is at least as
+        useful as its child, and cannot be evicted before it.
         """
 
     def passed(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that these were proposed, in this order, and cannot go: others hold them.
+        """Record that chunks in use were proposed, in this order: they cannot be evicted.
 
-        They are to make way for proposals that can go, or each search would begin with them
-        again. Only called when one of those behind them could go, or may be able to: a search ends
-        after so many.
+        They must make way for chunks that can be evicted, or each search would begin with them
+        again. Called only when one of the chunks behind them could be evicted, or might be: a
+        search ends after a bounded number.
         """
 
     def evicted(self, key: ChunkKey) -> None:
-        """Forget a chunk because space was needed (a policy may keep a ghost of it)."""
+        """Remove a chunk because space was needed (a policy may keep a ghost of it)."""
 
     def removed(self, key: ChunkKey) -> None:
-        """Forget a chunk that went for another reason (cleared, discarded)."""
+        """Remove a chunk for another reason (cleared, discarded)."""
 
     def candidates(self) -> Iterator[ChunkKey]:
-        """Yield every chunk once, the one to evict first first; looking changes nothing.
+        """Yield every chunk once, in the order of eviction; the iteration changes nothing.
 
-        Nothing is copied: mostly only the first few are asked for. Nothing is added, touched
-        or taken away while the iterator is in use.
+        The keys must not be copied, because mostly only the first few are consumed. No chunk is
+        added, touched or removed while the iterator is in use.
         """
 
     def walk(self) -> Iterator[Sequence[ChunkKey]]:
         """Yield every chunk in the order of `candidates`, some hundred at a time.
 
-        Chunks are added, touched and taken away meanwhile: of what is touched or added, nothing is
-        promised.
+        Chunks may be added, touched and removed meanwhile; for those that are touched or added,
+        nothing is guaranteed.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing chunks: who may fill which shards, and when nobody can any more."""
+"""Reservations of chunks that ranks write, from the grant to the last commit."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,29 +13,29 @@ from kvhaven.errors import KVHavenError
 from kvhaven.types import Checksum, ChunkKey
 
 MOST_OPEN = 1 << 14
-"""Chunks that a member may be writing at a time; beyond, it is granted none."""
+"""Maximum number of chunks that a member may be writing; beyond, it gets no grants."""
 
 
 class Reservations:
     """Chunks that ranks are writing.
 
-    A reservation belongs to one save of one session, whose ranks join it one by one; all
-    shards of a chunk come from that save. Each rank has a part in it, which is to write all
-    its shards. Where ranks hold the same shards, the first writes them and the others write
-    nothing, but have to commit like everybody: a rank that distrusts what was computed (a load
-    failed on it, so all ranks computed from wrong KV) keeps the chunk out of sight by not
-    committing, whoever writes its shards.
+    A reservation belongs to one save of one session, whose ranks join it one by one; all shards of
+    a chunk come from that save. The part of each rank is to write all its shards. If several ranks
+    hold the same shards, the first one writes them; the others write nothing, but must commit as
+    well. The reason is that a rank may distrust the computed KV (a load failed on it, so all ranks
+    computed from wrong KV). By not committing it keeps the chunk invisible, whichever rank writes
+    its shards.
 
-    When all who joined have committed and others never came, nobody can be writing. The chunk
-    then ages like a resident one, and is dropped when another save wants it. It is not completed
-    by another save: those who never came may have had such a reason.
+    When all ranks that joined have committed but others never joined, no rank can be writing. The
+    chunk then ages like a resident one, and is dropped when another save reserves it. Another save
+    does not complete it, because the missing ranks may have distrusted it.
     """
 
     def __init__(self, space: ResidentChunks[S], sessions: Sessions, work: Work) -> None:
         self._space = space
         self._sessions = sessions
         self._work = work
-        # Members that are gone, while their part ends: one may be back by the same name by then.
+        # Members that are gone, while their parts end. A new member may have the same id by then.
         self.leaving: set[Member] = set()
         self.commits = 0
         self.refused = 0
@@ -48,12 +48,12 @@ class Reservations:
         keys: Sequence[ChunkKey],
         save: int,
     ) -> list[Grant | None]:
-        """Grant this member its part of the chunks; see `Catalog.reserve`."""
+        """Grant a member its part of the chunks; see `Catalog.reserve`."""
         member = self._sessions.rank(member_id)
         if member.namespace != namespace.namespace.digest:
             raise KVHavenError(
                 f"member {member_id} computes namespace {member.namespace.hex()}; it cannot "
-                f"write chunks of {namespace.namespace.digest.hex()}"
+                f"write chunks of namespace {namespace.namespace.digest.hex()}"
             )
         find, owner = self._space.find, (member.session, save)
         grants: list[Grant | None] = []
@@ -77,7 +77,7 @@ class Reservations:
     def commit(
         self, member_id: MemberId, key: ChunkKey, generation: int, checksums: Sequence[Checksum]
     ) -> tuple[CommitResult, Entry | None]:
-        """Note that a part is done; with RESIDENT comes the entry that is visible now."""
+        """Record that a part is done; RESIDENT comes with the entry that is visible now."""
         member = self._sessions.members.get(member_id)
         entry = self._close(member, key, generation)
         if member is None or member.rank is None or entry is None or entry.writers is None:
@@ -98,7 +98,7 @@ class Reservations:
         self.commits += len(checksums)
         entry.bitmap |= shards
         entry.awaited &= ~(1 << member.rank)
-        if shards:  # those of a rank follow each other
+        if shards:  # shards of a rank are consecutive
             first = (shards & -shards).bit_length() - 1
             entry.checksums[first : first + len(checksums)] = checksums  # type: ignore[index]  # still a list
         if self._is_whole(entry):
@@ -109,16 +109,16 @@ class Reservations:
         return CommitResult.WAITING, None
 
     def abort(self, member_id: MemberId, key: ChunkKey, generation: int) -> None:
-        """End a member's part undone: the reservation is doomed."""
+        """End a member's part without a commit: the reservation is retired."""
         entry = self._close(self._sessions.members.get(member_id), key, generation)
         if entry is not None:
             self._give_up(entry, member_id)
 
     def lost(self, member: Member) -> None:
-        """Doom what a member was writing; the space stays as long as it may still write."""
+        """Retire the chunks that a member was writing; their space stays while it may write."""
         member.void.update(member.open)
         member.open = {}
-        self._work.start(self._doom(consume(member.void.values())))
+        self._work.start(self._retire(consume(member.void.values())))
 
     def gone(self, member: Member) -> None:
         """End all parts of a member that cannot write any more."""
@@ -129,7 +129,7 @@ class Reservations:
 
     def forget(self, session: SessionId) -> None:
         """Drop the incomplete reservations of a session without members."""
-        last = self._space.last_generation  # its name may be used again
+        last = self._space.last_generation  # a new session may get the same id
 
         def left(entry: Entry) -> bool:
             owner = entry.owner
@@ -138,8 +138,8 @@ class Reservations:
         if self._space.reserved_bytes:
             self._work.start(self._space.retire_all(left))
 
-    def _doom(self, entries: Iterable[Entry]) -> Job:
-        """Doom reservations that are still in sight."""
+    def _retire(self, entries: Iterable[Entry]) -> Job:
+        """Retire reservations that are still visible."""
         heavy = self._work.pace.heavy
         for done, entry in enumerate(entries):
             if done and done % heavy == 0:
@@ -156,7 +156,7 @@ class Reservations:
         self.leaving.remove(member)
 
     def _close(self, member: Member | None, key: ChunkKey, generation: int) -> Entry | None:
-        """Take a chunk out of what a member has open, if it is there."""
+        """Remove a chunk from the open chunks of a member, and return it, or None if not found."""
         if member is None:
             return None
         for known in (member.open, member.void):
@@ -178,21 +178,21 @@ class Reservations:
 
     @staticmethod
     def _is_whole(entry: Entry) -> bool:
-        """Whether every shard is written and every rank stands by it."""
+        """Return whether every shard is written and every rank has committed."""
         return not entry.awaited and entry.bitmap == entry.namespace.complete
 
     def _join(self, entry: Entry, member: Member) -> Grant | None:
-        """Give a rank its part of a chunk that its save has reserved, unless it had it."""
+        """Grant a rank its part of a chunk that its save has reserved, unless it had it before."""
         awaited = member.rank is not None and entry.awaited >> member.rank & 1
         if not awaited or member.id in (entry.writers or ()) or not _room(member):
             return None
         if not within(entry.extent, member.ready):
-            return None  # it has taken a rank's place since then
+            return None  # it replaced a rank after the reservation
         return self._open(entry, member, self._to_write(entry, member))
 
     @staticmethod
     def _to_write(entry: Entry, member: Member) -> int:
-        """Return all shards of a rank, or none if another has begun to write them."""
+        """Return all shards of a rank, or none if another rank has begun to write them."""
         taken = entry.bitmap
         for shards in (entry.writers or {}).values():
             taken |= shards
@@ -216,10 +216,10 @@ class Reservations:
         missing: dict[ChunkKey, int],
         grants: list[Grant | None],
     ) -> None:
-        """Reserve what is absent, from the head on; what there is no space for stays None."""
+        """Reserve absent chunks from the head on; those without space stay None."""
         space = self._space
         ranks = (1 << self._sessions.sessions[member.session].world_size) - 1
-        # The chunks before them must not be what is evicted for them.
+        # Their parents must not be evicted to make room for them.
         parents = [p for i in missing.values() if (p := chain[i]) is not None]
         for parent in parents:
             space.adopt(parent)

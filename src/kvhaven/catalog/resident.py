@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunks in the arena: their space, how they are found, pinned, aged and evicted."""
+"""Chunks in the arena: their space, lookup, pins, aging and eviction."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -18,25 +18,25 @@ from kvhaven.maps import StripedDict
 from kvhaven.types import ChunkKey, Extent
 
 MOST_SLABS = 16
-"""Slabs of other classes that are considered, the coldest first, when a class needs one."""
+"""Maximum number of slabs of other classes considered when a class needs one, coldest first."""
 
 
 class ResidentChunks(Generic[S]):
     """Every entry of the arena, and the only caller of the allocator.
 
-    An extent goes back to the allocator in one place (`free_if_idle`), and only when its
-    entry is doomed and nothing pins it. What a tenant has of the arena is counted where extents
-    are handed out, so no extent is ever handed out beyond a quota.
+    An extent returns to the allocator in one place (`free_if_idle`), and only when its entry is
+    retired and has no pins. A tenant's usage is counted where extents are allocated, so no extent
+    is ever allocated beyond a quota.
 
-    A search for something to evict is bounded: what it finds pinned is put out of its way, and
-    when that is too much, there is no room this time.
+    A search for a victim is bounded: pinned chunks that it meets are moved out of its way, and if
+    there are too many, the allocation fails this time.
     """
 
     def __init__(self, allocator: Allocator[S], policy: EvictionPolicy, work: Work) -> None:
         self.allocator = allocator
-        self.entries = StripedDict[ChunkKey, Entry]()  # all but the doomed
-        self.orphans = StripedDict[ChunkKey, int]()  # entries whose parent has this key: absent
-        self.slabs = Slabs[S]()  # with all entries, the doomed too
+        self.entries = StripedDict[ChunkKey, Entry]()  # all but retired ones
+        self.orphans = StripedDict[ChunkKey, int]()  # entry counts by absent parent
+        self.slabs = Slabs[S]()  # with all entries, including retired ones
         self.place = Place(MEMORY)
         self.leased_bytes = 0
         self.promoting_bytes = 0
@@ -44,25 +44,25 @@ class ResidentChunks(Generic[S]):
         self.last_generation = 0
         self.reserved_bytes = 0
         self.retired_bytes = 0
-        self.corrupt = 0  # chunks that were found damaged while they were in use, and still are
+        self.corrupt = 0  # damaged chunks that are still in use
         self.evictions = 0
-        self.quota_evictions = 0  # of these, those for the tenant's own quota
-        self.quota_refusals = 0  # chunks for which a tenant's quota had no room
+        self.quota_evictions = 0  # evictions for a tenant's quota
+        self.quota_refusals = 0  # chunks that a tenant's quota had no room for
         self.orders = EvictionQueues(policy)
-        self.over: dict[Tenant, None] = {}  # who has more than a quota that was lowered
+        self.over: dict[Tenant, None] = {}  # tenants above a lowered quota
         self._work = work
-        self._patience = 0  # how many chunks an event may yet find in the way of an eviction
+        self._patience = 0  # chunks that searches of this event may still pass over
         self._clock = 0
         self._sweeping = False
 
     @property
     def held(self) -> Iterator[Entry]:
-        """Every entry, the doomed too. Nothing may change meanwhile."""
+        """Every entry, including retired ones. Entries must not change during the iteration."""
         for slab in self.slabs:
             yield from slab.entries.values()
 
     def held_at(self, extent: Extent) -> Entry | None:
-        """Return the entry to which an extent was handed out, doomed or not."""
+        """Return the entry that owns an extent, retired or not."""
         try:
             slab = self.slabs.known.get(self.allocator.slab_of(extent))
         except ArenaError:
@@ -70,7 +70,7 @@ class ResidentChunks(Generic[S]):
         return None if slab is None else slab.entries.get(extent.generation)
 
     def find(self, key: ChunkKey) -> Entry | None:
-        """Return the chunk of this name that is in sight; one that was cleared makes way."""
+        """Return the visible chunk with this key; a cleared one is retired first."""
         entry = self.entries.stripes[key[0]].get(key)
         if entry is not None and entry.holding.cleared:
             self.retire(entry)
@@ -80,10 +80,10 @@ class ResidentChunks(Generic[S]):
     def allocate(
         self, namespace: NamespaceState, count: int, reach: Reach | None = None
     ) -> list[Extent]:
-        """Return up to `count` new extents for a namespace's chunks, evicting if need be.
+        """Return up to `count` new extents for a namespace's chunks, evicting if needed.
 
-        With `reach`, for a session that cannot use all of the arena yet: only free space within
-        reach. Nothing is evicted then, because what would go may lie beyond it.
+        With `reach`, for a session that cannot use the whole arena yet, only free space within
+        reach is used. Nothing is evicted then, because the victims may lie outside of the reach.
         """
         length, tenant = namespace.extent_bytes, namespace.tenant
         self._patience = self._work.pace.light
@@ -101,7 +101,7 @@ class ResidentChunks(Generic[S]):
         return extents
 
     def quota_changed(self, tenant: Tenant) -> None:
-        """Keep a tenant to its quota from now on; what is pinned goes when that ends."""
+        """Apply the quota of a tenant; pinned chunks are evicted when their pins end."""
         if tenant.memory_quota is None:
             self.over.pop(tenant, None)
             return
@@ -109,9 +109,9 @@ class ResidentChunks(Generic[S]):
         self._work.start(self._begin_quota(tenant))
 
     def enforce_quotas(self) -> None:
-        """Evict what a tenant has beyond a quota that was lowered, as far as it can go now.
+        """Evict evictable chunks of a tenant above its lowered quota.
 
-        One tenant's, and a piece of it: the next call goes on with the next one.
+        A call handles a piece for one tenant; the next call continues with the next tenant.
         """
         tenant = next(iter(self.over))
         del self.over[tenant]
@@ -130,7 +130,7 @@ class ResidentChunks(Generic[S]):
         extent: Extent,
         state: State,
     ) -> Entry:
-        """Add a chunk that is being reserved or promoted."""
+        """Add a chunk that is reserved or promoted."""
         holding = self.place.holding(namespace)
         slab = self.slabs.enter(self.allocator.slab_of(extent), extent.length)
         entry = Entry(namespace, holding, key, parent, extent, slab, state)
@@ -160,7 +160,7 @@ class ResidentChunks(Generic[S]):
                 self.orphans[parent] = (self.orphans.get(parent) or 0) + 1
 
     def disown(self, parent: ChunkKey | None) -> None:
-        """Take back an `adopt`."""
+        """Undo an `adopt`."""
         if parent is not None:
             entry = self.entries.stripes[parent[0]].get(parent)
             if entry is not None:
@@ -173,7 +173,7 @@ class ResidentChunks(Generic[S]):
                 del self.orphans[parent]
 
     def publish(self, entry: Entry) -> None:
-        """Make a chunk visible: every shard of it is written and has its checksum."""
+        """Make a chunk visible: all its shards are written and have checksums."""
         if entry.state is State.RESERVED:
             self.reserved_bytes -= entry.extent.length
         entry.state = State.RESIDENT
@@ -182,33 +182,33 @@ class ResidentChunks(Generic[S]):
         entry.checksums = tuple(c for c in entry.checksums if c is not None)
         self.place.count(entry.holding, 1, entry.extent.length)
         self.list(entry)
-        # Where a child is here or on its way, the child's turn brings the chain in order.
+        # If it has a child in the arena, publishing the child puts the chain in order.
         if not entry.children:
             self.arrange([e for e in self.chain(entry) if e.listed])
 
     def list(self, entry: Entry) -> None:
-        """Let a chunk age from now on; whether it can be evicted is asked when it is needed."""
+        """Let a chunk age; whether it can be evicted is checked when space is needed."""
         if not entry.listed:
             entry.stamp = self._clock
             self.slabs.use(entry.slab, self._clock)
             self.orders.added(entry)
 
     def touch(self, entries: Sequence[Entry]) -> None:
-        """Note a use of resident chunks of one namespace, given from the head to the tail."""
+        """Record a use of resident chunks of one namespace, given from head to tail."""
         if entries:
             self._stamp(entries)
             self.orders.touched(entries[::-1])
 
     def arrange(self, entries: Sequence[Entry]) -> None:
-        """Put resident chunks of one namespace in order, from the tail to the head: no use."""
+        """Put resident chunks of one namespace in order, given from tail to head; not a use."""
         if entries:
             self._stamp(entries)
             self.orders.arranged(entries)
 
     def chain(self, entry: Entry) -> Iterable[Entry]:
-        """Yield a chunk and those before it, tail to head, as far as they are in the arena.
+        """Yield a chunk and its ancestors in the arena, tail to head.
 
-        Not the whole of a very long chain: what comes before is passed over when it grows old.
+        A very long chain is cut: eviction passes over the rest when it grows old.
         """
         stripes, above = self.entries.stripes, entry
         for _ in range(self._work.pace.light // 2):
@@ -216,11 +216,11 @@ class ResidentChunks(Generic[S]):
             name = above.parent
             parent = stripes[name[0]].get(name) if name is not None else None
             if parent is None or parent.holding is not entry.holding:
-                return  # keys name their namespace: another one's is a client's bug
+                return  # keys contain the namespace: a foreign parent is a client's bug
             above = parent
 
     def lease(self, entry: Entry) -> None:
-        """Pin a resident chunk once more."""
+        """Add a pin to a resident chunk."""
         if not entry.leases:
             self.leased_bytes += entry.extent.length
         entry.leases += 1
@@ -233,27 +233,27 @@ class ResidentChunks(Generic[S]):
             self.free_if_idle(entry)
 
     def read_ended(self, entry: Entry) -> None:
-        """The tier does not write into the extent any more."""
+        """Record that the tier does not write into the extent any more."""
         entry.reading = False
         self.promoting -= 1
         self.promoting_bytes -= entry.extent.length
         self.free_if_idle(entry)
 
     def retire(self, entry: Entry) -> None:
-        """Take a chunk out of sight; its space follows when nothing pins it."""
+        """Make a chunk invisible; its space is freed when it has no pins."""
         if entry.listed:
             self.orders.removed(entry)
         self._hide(entry)
         self.free_if_idle(entry)
 
     def discard(self, entry: Entry) -> None:
-        """Doom a chunk whose bytes are not right; who leases it is offered nothing from it on."""
+        """Retire a damaged chunk; its leases are offered nothing from this chunk on."""
         entry.corrupt = True
         self.corrupt += 1
         self.retire(entry)
 
     def free_if_idle(self, entry: Entry) -> None:
-        """Give the extent of a doomed chunk back if nobody can read or write it any more."""
+        """Free the extent of a retired chunk if nothing can read or write it any more."""
         if entry.state is State.RETIRED and not entry.pinned:
             extent = entry.extent
             self.slabs.leave(entry.slab, extent.generation)
@@ -263,17 +263,17 @@ class ResidentChunks(Generic[S]):
             self.allocator.free(extent)
 
     def evictable(self, entry: Entry) -> bool:
-        """Whether the space of a chunk can be had at once.
+        """Return whether the space of a chunk can be freed immediately.
 
-        True for a resident chunk that nothing pins, and for a reservation whose writers
-        have all committed while other shards never came.
+        True for a resident chunk without pins, and for a reservation whose writers have all
+        committed while other shards never came.
         """
         return bool(entry.listed) and not entry.pinned
 
     def clear(self, scope: Scope, parts: Iterable[NamespaceState]) -> tuple[int, int]:
-        """Put what a scope names out of sight; return how many resident chunks, and their bytes.
+        """Make the chunks in a scope invisible; return the resident ones, and their bytes.
 
-        It is doomed piece by piece.
+        They are retired piece by piece.
         """
         cleared = self.place.clear(scope, parts)
         if not self._sweeping:
@@ -282,7 +282,7 @@ class ResidentChunks(Generic[S]):
         return cleared
 
     def retire_all(self, unwanted: Callable[[Entry], bool]) -> Job:
-        """Doom every chunk in sight that is unwanted, as a job: in a round through the arena."""
+        """Retire every visible chunk that is unwanted, as a job that visits the arena once."""
         pace, looked, retired = self._work.pace, 0, 0
         for slab in consume(self.slabs):
             for entry in consume(slab.entries.values()):
@@ -295,7 +295,7 @@ class ResidentChunks(Generic[S]):
                     retired += 1
 
     def _sweep(self) -> Job:
-        # What is cleared while a round is under way may lie where it has been: another round.
+        # Chunks cleared during a round may lie in slabs already visited, so rounds repeat.
         while self.place.leftover:
             for _ in self.retire_all(lambda entry: entry.holding.cleared):
                 if not self.place.leftover:
@@ -304,7 +304,7 @@ class ResidentChunks(Generic[S]):
         self._sweeping = False
 
     def _begin_quota(self, tenant: Tenant) -> Job:
-        """Order a tenant's chunks among themselves as they are among all, and evict."""
+        """Add a tenant's chunks to its own policies in their present order, and evict."""
         pace, looked = self._work.pace, 0
         if tenant.orders is None:
             tenant.orders = {}
@@ -324,12 +324,12 @@ class ResidentChunks(Generic[S]):
             if tenant.memory_bytes <= tenant.memory_quota:
                 del self.over[tenant]
             elif tenant.memory_bytes == before:
-                return  # the rest is in use: `enforce_quotas` goes on when it is not
+                return  # the rest is in use: `enforce_quotas` continues later
             else:
                 yield
 
     def _stamp(self, entries: Sequence[Entry]) -> None:
-        """Note a use of chunks of one size, and of the slabs that they lie in."""
+        """Record the use of chunks of one size, and of their slabs."""
         self._clock = clock = self._clock + 1
         use = self.slabs.use
         last = None
@@ -352,10 +352,10 @@ class ResidentChunks(Generic[S]):
         return allowed
 
     def _shrink(self, tenant: Tenant, most_bytes: int, most_chunks: int) -> None:
-        """Evict a tenant's own chunks down to so many bytes, as far as they can go.
+        """Evict a tenant's chunks down to `most_bytes`, as far as they are evictable.
 
-        Those that the policy names first; of several size classes the one used least lately.
-        Not more than `most_chunks` of them.
+        Victims are those that the policy proposes; among several size classes, the class with the
+        least recently used one. Evicts at most `most_chunks`.
         """
         orders = tenant.orders or {}
         while most_chunks > 0 and (excess := tenant.memory_bytes - most_bytes) > 0:
@@ -385,11 +385,11 @@ class ResidentChunks(Generic[S]):
         self.retired_bytes += length
 
     def _make_room(self, length: int, count: int) -> bool:
-        """Free up to `count` extents of a size class; False when nothing could be freed.
+        """Free up to `count` extents of a size class; return False if none could be freed.
 
-        A class evicts its own oldest chunks. Another class gives up slabs when this one has
-        nothing to evict, or when they are colder throughout than what it would evict: else
-        the first model to fill the arena would keep it from all that come later.
+        A class evicts its own oldest chunks. Another class gives up slabs if this class has nothing
+        to evict, or if these slabs are colder throughout than this class's victim. Otherwise the
+        first model to fill the arena would keep out all later ones.
         """
         if not self.allocator.fits(length):
             return False
@@ -400,7 +400,7 @@ class ResidentChunks(Generic[S]):
         return oldest is not None and bool(self._evict_some(policy, count))
 
     def _evict_some(self, policy: EvictionPolicy, count: int) -> int:
-        """Evict up to `count` chunks in a policy's order; return how many could go."""
+        """Evict up to `count` chunks in a policy's order; return how many were evicted."""
         victims: list[Entry] = []
         passed: list[ChunkKey] = []
         stripes = self.entries.stripes
@@ -411,7 +411,7 @@ class ResidentChunks(Generic[S]):
                 if len(passed) > self._patience:
                     break
                 continue
-            # Its parent may be the next leaf, so it goes before the search goes on.
+            # Its parent may become a leaf, so it is hidden before the search continues.
             self._count_victim(entry)
             victims.append(entry)
             if len(victims) == count:
@@ -430,11 +430,11 @@ class ResidentChunks(Generic[S]):
         self._hide(entry)
 
     def _can_go(self, entry: Entry) -> bool:
-        """Whether a chunk can be evicted by itself: a leaf that nothing pins."""
+        """Return whether a chunk can be evicted by itself: a leaf without pins."""
         return not entry.children and entry.listed > 0 and not entry.pinned
 
     def _oldest(self, policy: EvictionPolicy) -> Entry | None:
-        """Return what would be evicted next in a policy's order, if that is soon found."""
+        """Return the next victim in a policy's order, if the bounded search finds one."""
         passed: list[ChunkKey] = []
         oldest = None
         for key in policy.candidates():
@@ -451,17 +451,17 @@ class ResidentChunks(Generic[S]):
         return oldest
 
     def _empty_slabs(self, length: int, before: int | None) -> bool:
-        """Empty the coldest slabs of other classes that make room; only older ones than `before`.
+        """Empty the coldest slabs of other classes that make room; only those older than `before`.
 
-        The class itself gives leaves, one by one. False when that is not done, or not yet: where
-        chunks are tiny, a slab is emptied in several turns.
+        The class itself evicts leaves, one by one. Returns False if that was not done, or not
+        completely: with tiny chunks, a slab is emptied in several events.
         """
         known = self.slabs.known
         looked = 0
 
         def cost(slab: S) -> float | None:
             nonlocal looked
-            use = known.get(slab)  # an extent without an entry was just allocated: for this class
+            use = known.get(slab)  # None: extents just allocated for this class have no entry
             if use is None or use.length == length or (before is not None and use.stamp >= before):
                 return None
             looked += len(use.entries)
@@ -477,16 +477,16 @@ class ResidentChunks(Generic[S]):
             if slabs is not None:
                 return self._evict_slabs([known[slab] for slab in slabs])
             if not self._can_empty(coldest):
-                self.slabs.use(coldest, self._clock)  # who holds a chunk uses its slab
+                self.slabs.use(coldest, self._clock)  # a pinned chunk counts as a use of its slab
         return False
 
     def _can_empty(self, slab: SlabUse[S]) -> bool:
         return all(self.evictable(entry) for entry in slab.entries.values())
 
     def _evict_slabs(self, slabs: Sequence[SlabUse[S]]) -> bool:
-        """Evict the chunks of slabs, not too many in one event; return whether all are gone.
+        """Evict the chunks of slabs, a bounded number per event; return whether all are gone.
 
-        The youngest first: mostly children before their parents.
+        Youngest first, which mostly evicts children before their parents.
         """
         left = max(self._work.pace.heavy * 2, self._work.pace.light // 4)
         for slab in slabs:

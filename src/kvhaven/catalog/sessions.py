@@ -17,7 +17,7 @@ from kvhaven.types import ChunkKey, NamespaceDigest
 
 
 class Lookup:
-    """One question to a tier, and who waits for the answer."""
+    """One lookup in a shared tier, and the leases that wait for its result."""
 
     __slots__ = ("keys", "namespace", "number", "waiting")
 
@@ -29,12 +29,12 @@ class Lookup:
 
 
 class Lease:
-    """What one ticket holds: chunks that are leased, and chunks it waits for.
+    """Chunks that are leased, and chunks that the lease waits for.
 
-    `waiting` maps the key of each chunk that is being promoted to its index in `slots`; the
-    chunks in between are leased already, but are offered only when all before them are. While
-    `lookups` are under way, it also waits to hear where the chunk behind the last slot is. While
-    it is `growing`, more of what was asked for is taken in, piece by piece.
+    `waiting` maps the key of each chunk that is being promoted to its index in `slots`. Chunks
+    behind it may be leased already, but are offered only when all before them are. While `lookups`
+    are under way, the lease also waits for the place of the chunk behind the last slot. While it is
+    `growing`, more of the requested chunks are added, piece by piece.
     """
 
     __slots__ = (
@@ -65,35 +65,35 @@ class Lease:
         *,
         prefetch: bool = False,
     ) -> None:
-        self.session = session  # its name: the object would make a cycle
+        self.session = session  # the id, because the object would form a cycle
         self.lease_id = lease_id
         self.slots: list[Entry] = []
-        self.sources = bytearray()  # a `Source` for each
+        self.sources = bytearray()  # a `Source` per slot
         self.waiting: dict[ChunkKey, int] = {}
         self.lookups: dict[Lookup, None] = {}
         self.growing = False
         self.namespace = namespace
-        self.keys = keys  # what was asked for, as long as it is not final
-        self.prefetch = prefetch  # nobody's: it holds no chunk for long
-        self.passed = 0  # chunks before its slots, of a prefetch
-        self.expected = False  # its scheduler was told that it is not final
-        self.limited = False  # it goes on when what it waits for has come: too much at a time
-        self.counted = 0  # how many of these are in the figures
-        self.acked = 0  # ranks whose copy ended
-        self.orphaned = False  # its scheduler is gone: nobody will hand it to other ranks
+        self.keys = keys  # requested chunks, until the lease is final
+        self.prefetch = prefetch  # without an owner: it pins no chunk for long
+        self.passed = 0  # of a prefetch: chunks before its slots
+        self.expected = False  # the last answer to its scheduler was not final
+        self.limited = False  # cut short by a read limit: it continues when its reads have ended
+        self.counted = 0  # number of its chunks in the statistics
+        self.acked = 0  # bitmap of ranks whose copy ended
+        self.orphaned = False  # its scheduler is gone: no further rank will learn of it
 
     @property
     def final(self) -> bool:
-        """Whether it waits for nothing."""
+        """Whether the lease waits for nothing."""
         return not self.waiting and not self.lookups and not self.growing
 
     def answer(self, *, corrupt: bool) -> Acquisition:
-        """Return the state of the lease: the prefix that can be loaded, and what is awaited.
+        """Return the state of the lease: the prefix that can be loaded, and the pending chunks.
 
-        `corrupt` says that any chunk in use is; what follows one in the lease is not offered.
+        `corrupt` says that some chunk in use is corrupt; the prefix then ends before such a chunk.
         """
         ready = min(self.waiting.values()) if self.waiting else len(self.slots)
-        # To copy a long list is to touch all that is in it. A final one is never changed.
+        # Copying a long list touches all its entries. The list of a final lease never changes.
         slots = self.slots if self.final and ready == len(self.slots) else self.slots[:ready]
         if corrupt:
             ready = next((at for at, entry in enumerate(slots) if entry.corrupt), ready)
@@ -105,7 +105,7 @@ class Member:
     """One process of a session: its scheduler (`rank` is None) or a rank.
 
     `shard_mask` is the bitmap of the shards that a rank has of every chunk of its namespace.
-    `ready` is how much of each segment it can copy to and from; it only grows.
+    `ready` is the part of each segment that it can copy to and from; it only grows.
     """
 
     __slots__ = (
@@ -135,14 +135,14 @@ class Member:
         self.shard_mask = shard_mask
         self.lost = False
         self.ready: dict[int, int] = {}  # by segment, in bytes
-        self.open: dict[int, Entry] = {}  # by generation: the chunks it is writing to
-        self.void: dict[int, Entry] = {}  # the same from before it was lost: they are given up
+        self.open: dict[int, Entry] = {}  # chunks that it writes, by generation
+        self.void: dict[int, Entry] = {}  # such chunks from before it was lost, given up
 
 
 class Session:
     """One engine instance.
 
-    `reach` is what all its ranks can copy to and from; None is all of the arena that there is.
+    `reach` is the part of the arena that all its ranks can copy to and from; None is all of it.
     """
 
     __slots__ = ("gone_ranks", "id", "leases", "members", "reach", "world_size")
@@ -152,11 +152,11 @@ class Session:
         self.world_size = world_size
         self.members: dict[MemberId, Member] = {}
         self.leases: dict[LeaseId, Lease] = {}
-        self.gone_ranks = 0  # bitmap of ranks that were here and are proven gone
+        self.gone_ranks = 0  # bitmap of former ranks that are proven gone
         self.reach: Reach | None = {}
 
     def measure(self, usable: Reach) -> None:
-        """Find out what all ranks can reach, of what may be handed out."""
+        """Compute the part of the usable arena that all ranks can reach."""
         ranks = [member for member in self.members.values() if member.rank is not None]
         if len({member.rank for member in ranks}) < self.world_size:
             self.reach = {}
@@ -165,7 +165,7 @@ class Session:
         self.reach = None if all(reach[at] >= usable[at] for at in usable) else reach
 
     def ended(self, lease: Lease) -> bool:
-        """Whether no rank can still copy from the lease, or will be told to."""
+        """Return whether no rank can still copy from the lease, or will be told to."""
         awaited = (1 << self.world_size) - 1 & ~lease.acked & ~self.gone_ranks
         if lease.orphaned:
             awaited &= self._present_ranks()
@@ -176,9 +176,9 @@ class Session:
 
 
 class Sessions:
-    """Who is here. A session is forgotten when the last of its members is gone.
+    """All sessions and members. A session is removed when the last of its members is gone.
 
-    `usable` is what may be handed out of each segment of the arena, at any time.
+    `usable` is a live view of the bytes of each segment that may be allocated.
     """
 
     def __init__(self, usable: Reach) -> None:
@@ -195,32 +195,32 @@ class Sessions:
         world_size: int,
         shard_mask: int,
     ) -> None:
-        """Take in a member, or take one back that was lost; see `Catalog.attach`."""
+        """Add a member, or restore one that was lost; see `Catalog.attach`."""
         known = self.members.get(member)
         if known is not None:
             if (known.session, known.rank) != (session, rank):
                 raise KVHavenError(
                     f"member {member} is rank {known.rank} of session {known.session}; it cannot "
-                    f"become rank {rank} of session {session}"
+                    f"become rank {rank} of session {session}. Use a new member id."
                 )
             if (known.namespace, known.shard_mask) != (namespace, shard_mask):
                 raise KVHavenError(
                     f"member {member} held shards {known.shard_mask:b} of namespace "
-                    f"{known.namespace.hex()}; it cannot come back with {shard_mask:b} of "
-                    f"{namespace.hex()}"
+                    f"{known.namespace.hex()}; it cannot reattach with shards {shard_mask:b} of "
+                    f"namespace {namespace.hex()}"
                 )
             known.lost = False
             return
         if world_size < 1 or (rank is not None and not 0 <= rank < world_size):
             raise KVHavenError(
-                f"rank {rank} of session {session} is not within a world of {world_size}"
+                f"rank {rank} of session {session} is out of range for a world of {world_size}"
             )
         home = self.sessions.get(session)
         if home is None:
             home = Session(session, world_size)
         if home.world_size != world_size:
             raise KVHavenError(
-                f"session {session} has {home.world_size} ranks; member {member} expects "
+                f"session {session} has {home.world_size} ranks, but member {member} expects "
                 f"{world_size}"
             )
         newcomer = Member(member, session, rank, namespace, shard_mask)
@@ -233,29 +233,29 @@ class Sessions:
             home.measure(self._usable)
 
     def ready(self, member: Member, segment: int, usable_bytes: int) -> None:
-        """Note how much of a segment a rank can copy to and from; see `Catalog.ready`."""
+        """Record the part of a segment that a rank can copy to and from; see `Catalog.ready`."""
         member.ready[segment] = max(usable_bytes, member.ready.get(segment, 0))
         self.sessions[member.session].measure(self._usable)
 
     def grew(self) -> None:
-        """Note that more of the arena may be handed out, which no rank is ready for yet."""
+        """Record that more of the arena may be allocated, which no rank is ready for yet."""
         for home in self.sessions.values():
             home.measure(self._usable)
 
     def reach(self, session: SessionId) -> Reach | None:
-        """Return what the ranks of a session can reach; None: all, or there is no such session."""
+        """Return the reach of a session's ranks; None: all of the arena, or an unknown session."""
         home = self.sessions.get(session)
         return home.reach if home is not None else None
 
     def session(self, session: SessionId) -> Session:
-        """Return a session. Raises KVHavenError for one that is not here."""
+        """Return a session. Raises `KVHavenError` if it is not attached."""
         known = self.sessions.get(session)
         if known is None:
             raise KVHavenError(f"session {session} is not attached; attach its members first")
         return known
 
     def rank(self, member: MemberId) -> Member:
-        """Return a rank that is connected. Raises KVHavenError for anyone else."""
+        """Return a connected rank. Raises `KVHavenError` for any other member."""
         known = self.members.get(member)
         if known is None or known.lost:
             raise KVHavenError(f"member {member} is not attached; attach it first")
@@ -264,7 +264,7 @@ class Sessions:
         return known
 
     def gone(self, member: Member) -> Session:
-        """Take out a member that is proven gone, and return its session."""
+        """Remove a member that is proven gone, and return its session."""
         home = self.sessions[member.session]
         del self.members[member.id]
         del home.members[member.id]
@@ -277,24 +277,25 @@ class Sessions:
         return home
 
     def lost(self) -> Iterator[Member]:
-        """Yield the members whose connection closed and who are not proven gone."""
+        """Yield the members whose connection closed and that are not proven gone."""
         return (m for m in self.members.values() if m.lost)
 
 
 def _require_agreement(newcomer: Member, other: Member) -> None:
-    """Refuse a member whom another one of its session contradicts."""
+    """Refuse a member that contradicts another one of its session."""
     common = other.shard_mask & newcomer.shard_mask
     if other.namespace != newcomer.namespace or (
         common and newcomer.shard_mask != other.shard_mask
     ):
         raise KVHavenError(
             f"member {newcomer.id} holds shards {newcomer.shard_mask:b} of namespace "
-            f"{newcomer.namespace.hex()}, {other.id} of the same session {other.shard_mask:b} of "
-            f"{other.namespace.hex()}; two ranks hold the same shards or none in common"
+            f"{newcomer.namespace.hex()}, member {other.id} of the same session holds shards "
+            f"{other.shard_mask:b} of {other.namespace.hex()}; ranks of a session have one "
+            "namespace, and hold the same shards or none in common"
         )
     if other.rank == newcomer.rank and not other.lost:
         role = "a scheduler" if other.rank is None else f"a rank {other.rank}"
         raise KVHavenError(
-            f"session {other.session} has {role} already, member {other.id}; a second one, "
-            f"{newcomer.id}, is refused while that one is connected"
+            f"session {other.session} has {role} already, member {other.id}; member {newcomer.id} "
+            "is refused while that one is connected"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a shared tier was heard to hold: answers, and how long they are believed."""
+"""Index of a shared tier: pending lookups, and a cache of their results with a time to live."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -15,17 +15,17 @@ from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
 LOOKUP_SHARDS = 1024
-"""A tier is asked for so many shards at a time, or for one chunk if that has more."""
+"""Maximum number of shards in a lookup; a single chunk may have more."""
 MOST_PENDING = 1 << 14
-"""Chunks that a tier may be asked for and has not answered; beyond, it is not asked."""
+"""Maximum number of chunks in pending lookups of a tier; beyond, it gets no more lookups."""
 MOST_KNOWN = 1 << 17
-"""Answers that are remembered; beyond, the oldest are forgotten."""
+"""Maximum number of cached results; beyond, the oldest are dropped."""
 FAILED_S = 1.0
-"""How long a tier that gave no answer is not asked for the same chunks again, at most."""
+"""Seconds for which a failed lookup is not repeated for the same chunks, at most."""
 
 
 class _Answer:
-    """What is believed of one chunk, and until when."""
+    """Cached lookup result of one chunk, with its expiry time."""
 
     __slots__ = ("namespace", "present", "until")
 
@@ -36,18 +36,18 @@ class _Answer:
 
 
 class SharedTierIndex(TierTransfers):
-    """A tier that others write to as well. See `TierState`.
+    """Index of a tier that other nodes write to as well. See `TierState`.
 
-    All it says may be wrong by the time it is used: a chunk that is believed present and is not
-    is a read that misses; one that is believed absent and is not is a hit that is missed, until
-    the answer is too old. Only a read, verified, makes anything visible.
+    A cached result may be wrong when it is used. A read of a chunk that is no longer present is a
+    miss. A chunk that was written by another node since is missed until its result expires. Only a
+    verified read makes a chunk visible.
     """
 
     def __init__(self, spec: TierSpec, actions: list[Action], work: Work) -> None:
         super().__init__()
         self.spec = spec
         self.now = 0.0
-        self.known = OrderedMap[ChunkKey, _Answer]()  # the oldest answer first
+        self.known = OrderedMap[ChunkKey, _Answer]()  # oldest result first
         self.lookups: dict[int, Lookup] = {}
         self.pending: dict[ChunkKey, Lookup] = {}
         self.looked_up = 0
@@ -56,30 +56,30 @@ class SharedTierIndex(TierTransfers):
         self._work = work
         self._numbers = 0
 
-    # What is believed
+    # Cached results
 
     def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
-        """Whether the tier said, not long ago, that it has every shard."""
+        """Return whether an unexpired result says that every shard is present."""
         known = self._known(key)
         return known is not None and known.present and known.namespace is namespace
 
     def decided(self, key: ChunkKey, namespace: NamespaceState) -> bool:
-        """Whether there is an answer that is believed, of whatever kind."""
+        """Return whether there is an unexpired result, present or absent."""
         known = self._known(key)
         return known is not None and known.namespace in {None, namespace}
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Change nothing: such a tier ages its chunks by itself."""
+        """Do nothing: a shared tier ages its chunks itself."""
 
     def forget(self, key: ChunkKey) -> int:
-        """Believe that a chunk is not there: a read missed it."""
+        """Record a chunk as absent, after a read that missed."""
         self._believe(key, None, self.spec.lookup_ttl_s, present=False)
         return 0
 
-    # Asking
+    # Lookups
 
     def ask(self, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> None:
-        """Ask for chunks that were not asked for yet, unless too many answers are outstanding."""
+        """Request a lookup of the chunks without a pending one, unless too many are pending."""
         room = MOST_PENDING - len(self.pending)
         wanted = tuple(key for key in keys if key not in self.pending)[: max(0, room)]
         if not wanted:
@@ -92,11 +92,11 @@ class SharedTierIndex(TierTransfers):
         self._actions.append(TierLookup(self.spec.name, lookup.number, space, wanted, tenant))
 
     def answered(self, number: int, found: Mapping[ChunkKey, int] | None) -> Lookup:
-        """Take an answer (see `Catalog.tier_looked_up`) and return the question."""
+        """Process an answer (see `Catalog.tier_looked_up`) and return its lookup."""
         lookup = self.lookups.get(number)
         if lookup is None or (found is not None and not found.keys() <= set(lookup.keys)):
             raise KVHavenError(
-                f"lookup {number} of tier {self.spec.name} is not under way, or not for these "
+                f"lookup {number} of tier {self.spec.name} is not pending, or does not name these "
                 "chunks; answer each TierLookup once, for the chunks that it names"
             )
         del self.lookups[number]
@@ -107,35 +107,36 @@ class SharedTierIndex(TierTransfers):
                 continue
             present = found.get(key, 0) == lookup.namespace.complete
             self.found += present
-            # What was written since it was asked is there, whatever was seen before.
+            # A chunk written since the lookup began is present, whatever the lookup saw.
             if present or not self.holds(key, lookup.namespace):
                 self._believe(key, lookup.namespace, self.spec.lookup_ttl_s, present=present)
         return lookup
 
-    # Reading and writing
+    # Reads and writes
 
     def has_room(self, namespace: NamespaceState) -> bool:  # noqa: ARG002 - the tier itself knows
-        """Say yes: whether it fits, the tier itself decides."""
+        """Return True: the tier itself decides whether a chunk fits."""
         return True
 
     def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
-        """Believe that a chunk is there."""
-        del bytes_  # the tier is not ours to keep to a size
+        """Record a chunk as present."""
+        del bytes_  # the catalog does not limit the size of a shared tier
         self._believe(key, namespace, self.spec.lookup_ttl_s, present=True)
 
     def unfinished(self, key: ChunkKey, namespace: NamespaceState) -> None:
-        """Leave what is there: another node may have written it, and each shard is right."""
+        """Do nothing: another node may have written the chunk, and each shard is valid alone."""
 
     def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
-        """Have a chunk deleted; a read under way then misses, as when another node deletes."""
+        """Request the deletion of a chunk; a read under way then misses."""
         space, tenant = namespace.namespace, namespace.tenant.id
         self._actions.append(TierDelete(self.spec.name, space, key, tenant))
         return self.forget(key)
 
     def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
-        """Believe nothing any more; the store itself is the service's to clear.
+        """Drop all cached results; the service clears the store.
 
-        Not of others' chunks either: they are asked for again when they are wanted.
+        Results for chunks outside of the scope are dropped as well, and looked up again when
+        needed.
         """
         del scope, parts
         old, self.known = self.known, OrderedMap()
@@ -143,7 +144,7 @@ class SharedTierIndex(TierTransfers):
         return 0, 0
 
     def figures(self) -> TierFigures:
-        """Return the figures of this moment; what it holds, only the tier itself knows."""
+        """Return the present statistics; only the tier itself knows its content."""
         return TierFigures(looking_up=len(self.pending), looked_up=self.looked_up, found=self.found)
 
     def _known(self, key: ChunkKey) -> _Answer | None:
@@ -157,14 +158,14 @@ class SharedTierIndex(TierTransfers):
         if key in known:
             known.pop(key)
         known.append(key, _Answer(namespace, self.now + seconds, present=present))
-        # Two for each that is added: what grew too old in a pause goes bit by bit.
+        # Two per added result: results that expired in a pause are dropped gradually.
         for oldest in tuple(islice(known, 2)):
             if len(known) > MOST_KNOWN or self.now >= known[oldest].until:
                 known.pop(oldest)
 
 
 def _forget(answers: OrderedMap[ChunkKey, _Answer]) -> Job:
-    """Give the memory of answers back, page by page."""
+    """Free the memory of results, page by page."""
     for page in answers.walk():
         for key, _ in page:
             answers.pop(key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks lie in which slab of the arena, and which slab was not used for longest."""
+"""Index of the slabs of the arena: their chunks, and the order of their last use."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from kvhaven.catalog.entries import SlabUse
 
 
 class Slabs(Generic[S]):
-    """All slabs with entries, by the length of their extents, those unused for longest first.
+    """All slabs with entries, by extent length, least recently used first.
 
-    Through them every entry of the arena is found, the doomed ones too, in parts of a bounded
-    size. What the slab of a chunk is worth is known without a look at its other chunks.
+    Every entry of the arena, including retired ones, can be reached through them in parts of
+    bounded size. The last use of a slab is known without reading its chunks.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Slabs(Generic[S]):
         self._orders: dict[int, OrderedDict[SlabUse[S], None]] = {}
 
     def enter(self, id_: S, length: int) -> SlabUse[S]:
-        """Return a slab of extents of this length, which gets another entry."""
+        """Return the slab with this id, for extents of this length, to which an entry is added."""
         slab = self.known.get(id_)
         if slab is None:
             slab = self.known[id_] = SlabUse(id_, length)
@@ -30,26 +30,26 @@ class Slabs(Generic[S]):
         return slab
 
     def leave(self, slab: SlabUse[S], generation: int) -> None:
-        """Take an entry out; a slab without entries is given up."""
+        """Remove an entry; a slab without entries is dropped."""
         del slab.entries[generation]
         if not slab.entries:
             del self.known[slab.id]
             del self._orders[slab.length][slab]
 
     def use(self, slab: SlabUse[S], stamp: int) -> None:
-        """Note that an entry of a slab was used."""
+        """Record the use of an entry of a slab."""
         slab.stamp = stamp
         self._orders[slab.length].move_to_end(slab)
 
     def order(self, length: int) -> OrderedDict[SlabUse[S], None]:
-        """Return the slabs of extents of a length, those unused for longest first."""
+        """Return the slabs with extents of this length, least recently used first."""
         order = self._orders.get(length)
         if order is None:
             order = self._orders[length] = OrderedDict()
         return order
 
     def coldest(self, but: int) -> Iterator[SlabUse[S]]:
-        """Yield the slabs of all lengths but one, those unused for longest first."""
+        """Yield the slabs of all lengths except one, least recently used first."""
         others = [order for length, order in self._orders.items() if length != but]
         return merge(*others, key=lambda slab: slab.stamp)
 

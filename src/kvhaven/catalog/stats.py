@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalog's figures, for status and metrics."""
+"""Statistics of the catalog, for status and metrics."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from heapq import heappush, heappushpop
@@ -22,18 +22,19 @@ from kvhaven.maps import StripedDict
 from kvhaven.types import NO_TENANT, NamespaceDigest, TenantId
 
 MOST_TENANTS = 1000
-"""There may be as many tenants as there are users; figures must fit into an answer."""
+"""Maximum number of tenants in the statistics, which must fit into a message: there may be as many
+tenants as users."""
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """How much of something there is. In a tier, bytes include the shards' headers."""
+    """Number of chunks, and their bytes. In a tier, bytes include the shards' headers."""
 
     chunks: int = 0
     bytes: int = 0
 
 
 class NamespaceStats(msgspec.Struct, frozen=True):
-    """Where a namespace's chunks are, as far as is known. A chunk may be in several places."""
+    """Known places of a namespace's chunks. A chunk may be in several places."""
 
     fields: dict[str, str]
     memory: Usage
@@ -41,9 +42,9 @@ class NamespaceStats(msgspec.Struct, frozen=True):
 
 
 class TenantStats(msgspec.Struct, frozen=True):
-    """What a tenant has, and its quotas in bytes (None: none): of memory, and of each tier.
+    """Usage of a tenant, and its quotas in bytes (None: unlimited) in memory and in each tier.
 
-    In memory, what is being written or promoted counts too, and what is out of sight in use.
+    Bytes in memory include chunks being written or promoted, and retired ones still in use.
     """
 
     memory: Usage
@@ -53,7 +54,7 @@ class TenantStats(msgspec.Struct, frozen=True):
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """One tier, as the catalog sees it. What a shared one holds, it does not know: zeros."""
+    """One tier. The content of a shared tier is unknown to the catalog and reported as zeros."""
 
     online: bool
     shared: bool
@@ -69,20 +70,21 @@ class TierStats(msgspec.Struct, frozen=True):
     written: int
     """Chunks written since start."""
     dropped_writes: int
-    """Chunks not written since start: overload, evicted before their turn, failure, offline."""
+    """Chunks not written since start: overload, eviction before their turn, failure, offline
+    tier."""
     evictions: int
     looking_up: int
-    """Chunks that a shared tier is asked for and has not answered."""
+    """Chunks in pending lookups of a shared tier."""
     looked_up: int
-    """Chunks that it was asked for since start."""
+    """Chunks looked up in a shared tier since start."""
     found: int
-    """Chunks of these that it said to have, whole."""
+    """Chunks of these that the tier reported as complete."""
     scanned: bool = True
-    """Whether all is known that it holds from before the start. A shared one is asked instead."""
+    """Whether the content from before the start is known. A shared tier needs no scan."""
 
 
 class CatalogStats(msgspec.Struct, frozen=True):
-    """All figures of one moment; counters count chunks since start unless they say otherwise."""
+    """All statistics; counters count chunks since start unless stated otherwise."""
 
     namespaces: dict[NamespaceDigest, NamespaceStats]
     tiers: dict[TierName, TierStats]
@@ -93,52 +95,53 @@ class CatalogStats(msgspec.Struct, frozen=True):
     pin_limit_bytes: int
     resident_chunks: int
     leases: int
-    """Tickets that hold or await something."""
+    """Leases that hold chunks or wait for some."""
     leased_bytes: int
     promoting_bytes: int
     reserved_bytes: int
-    """Reserved and still in sight; what was given up is in `retired_bytes`."""
+    """Reserved and not given up; given-up reservations are in `retired_bytes`."""
     retired_bytes: int
-    """Out of sight, but someone may still read or write it."""
+    """Invisible, but possibly still read or written."""
     quarantined_bytes: int
-    """Held by members whose connection closed and who are not proven gone."""
+    """Held by members whose connection closed and that are not proven gone."""
     quarantined_by: dict[MemberId, int]
-    """The same by member; bytes that several hold are counted for each."""
+    """Quarantined bytes by member; bytes that several members hold count for each."""
     evictions: int
     commits: int
     """Shards committed."""
     refused_commits: int
     queued_writes: int
-    """Chunks that wait to be written to a tier; what tiers are writing is not counted."""
+    """Chunks that wait to be written to a tier, without those being written."""
     dropped_writes: int
     hit_chunks: int
-    """Asked for and resident."""
+    """Requested and resident."""
     missed_chunks: int
-    """Asked for, neither resident nor being promoted."""
+    """Requested, and neither resident nor being promoted."""
     promoted_chunks: int
     failed_promotions: int
     foreign: int = 0
-    """Requests that ended before a chunk which is here as another tenant's (a client's bug)."""
+    """Requests that ended before a chunk which exists for another namespace or tenant (a client's
+    bug)."""
     unready: int = 0
     """Requests that ended before a chunk in memory that their engine's ranks are not ready for."""
     quota_evictions: int = 0
-    """Of the evictions, those that made room within the tenant's own quota."""
+    """Evictions that made room within the tenant's quota."""
     quota_refusals: int = 0
-    """Chunks that were not saved or promoted because the tenant's quota had no room."""
+    """Chunks not saved or promoted because the tenant's quota had no room."""
     tenants: dict[TenantId, TenantStats] = {}
-    """The tenants that have most, `MOST_TENANTS` of them."""
+    """The `MOST_TENANTS` tenants with the most bytes."""
     more_tenants: int = 0
-    """How many others have anything."""
+    """Number of other tenants with any bytes."""
 
 
 _PIECE = 64
-"""Namespaces, tenants, or chunks in quarantine, that are looked at in one go."""
+"""Namespaces, tenants, or chunks in quarantine that are visited in one piece."""
 
 _Seen = StripedDict[bytes, None]
-"""Chunks by their generation."""
+"""Set of chunks by their generation."""
 
 _Places = Mapping[TierName, Place]
-"""The tiers of our own."""
+"""Places of the local tiers."""
 
 
 def collect(
@@ -149,9 +152,9 @@ def collect(
     leases: Leases,
     reservations: Reservations,
 ) -> Generator[None, None, CatalogStats]:
-    """Return all figures, in pieces that each take a millisecond at most.
+    """Return all statistics, in pieces that each take a millisecond at most.
 
-    The cost grows with tenants, and with what is in quarantine, not with chunks.
+    The cost grows with tenants and quarantined chunks, not with all chunks.
     """
     places = {name: index.place for name, index in tiers.own.items()}
     quarantined, seen, quarantine = 0, _Seen(), {}
@@ -198,7 +201,7 @@ def collect(
 def of_tenant(
     owners: Owners, space: ResidentChunks[S], tiers: Tiers, tenant: TenantId
 ) -> TenantStats:
-    """Return the figures of one tenant, known or not."""
+    """Return the statistics of one tenant, which may be unknown."""
     parts = owners.parts_of(Scope(None, tenant))
     places = {name: index.place for name, index in tiers.own.items()}
     return _tenant(owners.tenant(tenant), parts, space.place, places)
@@ -207,9 +210,10 @@ def of_tenant(
 def _quarantined(
     member: Member, sessions: Sessions, seen: _Seen
 ) -> Generator[None, None, tuple[int, int]]:
-    """Return the bytes that a lost member may still touch, and of how many no other one may.
+    """Return the bytes that a lost member may still touch, and those among them not in `seen`.
 
-    Its reservations, and leases that it has not acknowledged. `seen` are other members' chunks.
+    These are its reservations, and leases that it has not acknowledged. `seen` collects the chunks
+    that were counted for other members.
     """
     home, rank = sessions.sessions.get(member.session), member.rank
     leases = () if home is None or rank is None else tuple(home.leases.values())
@@ -233,7 +237,7 @@ def _quarantined(
 def _namespaces(
     owners: Owners, arena: Place, tiers: _Places
 ) -> Generator[None, None, dict[NamespaceDigest, NamespaceStats]]:
-    """Return the figures of every namespace."""
+    """Return the statistics of every namespace."""
     figures: dict[NamespaceDigest, NamespaceStats] = {}
     for part in tuple(owners.namespaces()):
         figures[part.namespace.digest] = NamespaceStats(
@@ -249,7 +253,7 @@ def _namespaces(
 def _tenants(
     owners: Owners, arena: Place, tiers: _Places
 ) -> Generator[None, None, tuple[dict[TenantId, TenantStats], int]]:
-    """Return the figures of the tenants that have most, and how many others have anything."""
+    """Return the statistics of the largest tenants, and the number of others with any bytes."""
     parts: dict[Tenant, list[NamespaceState]] = {}
     for looked, part in enumerate(owners.parts(), 1):
         if part.tenant.id != NO_TENANT:
@@ -261,7 +265,7 @@ def _tenants(
     for looked, (tenant, own) in enumerate(parts.items(), 1):
         stats = _tenant(tenant, own, arena, tiers)
         bytes_ = stats.memory.bytes + sum(tier.bytes for tier in stats.tiers.values())
-        if bytes_:  # others were asked for, and have nothing
+        if bytes_:  # tenants without bytes exist only because they were queried
             ranked = bytes_, -int.from_bytes(tenant.id), tenant.id, stats
             if len(most) < MOST_TENANTS:
                 heappush(most, ranked)
@@ -286,13 +290,13 @@ def _tenant(
 
 
 def _held(place: Place, parts: Iterable[NamespaceState]) -> Usage:
-    """Return what parts of namespaces have in a place."""
+    """Return the usage of a place by parts of namespaces."""
     found = [holding for part in parts if (holding := place.find(part)) is not None]
     return Usage(sum(h.chunks for h in found), sum(h.bytes for h in found))
 
 
 def _on_shelf(place: Place, part: NamespaceState) -> Usage:
-    """Return what a namespace has in a place."""
+    """Return the usage of a place by a namespace."""
     shelf = place.shelves.get(part.namespace.digest)
     return Usage() if shelf is None else Usage(shelf.chunks, shelf.bytes)
 

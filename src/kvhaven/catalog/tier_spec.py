@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the catalog is told of a tier, and what it wants of a tier's bookkeeping."""
+"""Description of a tier for the catalog, and the interface of the catalog's tier indexes."""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -13,36 +13,36 @@ from kvhaven.catalog.holdings import Scope
 from kvhaven.types import ChunkKey
 
 MEMORY: Final = TierName("memory")
-"""The arena's name where a tier can be named."""
+"""The arena's name where tier names are accepted."""
 
 
 class WriteMode(enum.Enum):
-    """What happens to a chunk that waits to be written."""
+    """Treatment of a chunk that waits to be written."""
 
     BEHIND = "behind"
-    """It may be evicted before its turn: that write is dropped."""
+    """It may be evicted before its turn, which drops the write."""
     THROUGH = "through"
-    """It stays in memory until it is written, as far as the bound of the queue allows."""
+    """It stays in memory until it is written, within the limit of the queue."""
     OFF = "off"
     """Nothing is written to this tier."""
 
 
 class StoreOn(enum.Enum):
-    """When a chunk that was computed is written."""
+    """Event on which a computed chunk is written."""
 
     FIRST = "first"
-    """When it is there."""
+    """When it becomes resident."""
     SECOND = "second"
-    """When it is used a second time: leased by a request, or computed again."""
+    """When it is used again: leased by a request, or computed again."""
 
 
 class TierSpec(msgspec.Struct, frozen=True):
-    """A tier's name and size, and what is done with it.
+    """Name, size and policies of a tier.
 
-    A tier that is not `shared` is this service's own: the catalog knows what it holds, and keeps
-    it to `capacity_bytes`, emptying it to `watermark` of that. To one that is `shared` others
-    write too: what it holds is only known by asking, an answer is believed for `lookup_ttl_s`
-    seconds, and its capacity is nobody's business here.
+    A tier that is not `shared` is local: it belongs to this service. The catalog knows its content
+    and keeps it to `capacity_bytes`; above that it evicts down to `watermark` times the capacity. A
+    `shared` tier is written by other nodes too: its content is known only from lookups, whose
+    results are cached for `lookup_ttl_s` seconds, and the catalog does not limit its size.
     """
 
     name: TierName
@@ -55,65 +55,65 @@ class TierSpec(msgspec.Struct, frozen=True):
 
 
 class TierState(Protocol):
-    """What reads and writes need to know of a tier, whether it is the service's own or shared."""
+    """State that reads and writes need of a tier, local or shared."""
 
     spec: TierSpec
     online: bool
     reads: dict[ChunkKey, int]
-    """Reads under way."""
+    """Reads under way, by chunk."""
     reading_bytes: int
-    """Of the arena, that reads under way fill."""
+    """Bytes of the arena that reads under way fill."""
     writing_bytes: int
-    """Of writes that are under way."""
+    """Bytes of writes under way."""
 
     def set_online(self, online: bool) -> None:
-        """Note whether the tier is in use."""
+        """Set whether the tier is in use."""
 
     def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
-        """Whether every shard of the chunk is believed to be there."""
+        """Return whether every shard of the chunk is in the tier, as far as is known."""
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note a use of each chunk that is there; a chain is given from tail to head."""
+        """Record a use of each chunk that is in the tier; a chain is given from tail to head."""
 
     def forget(self, key: ChunkKey) -> int:
-        """Note that a chunk is not there; return its bytes, as far as they were counted."""
+        """Record that a chunk is absent; return its bytes, as far as they were counted."""
 
     def read_begins(self, key: ChunkKey, bytes_: int) -> None:
-        """Count a read, which fills so many bytes of the arena."""
+        """Count a read that fills `bytes_` of the arena."""
 
     def read_ended(self, key: ChunkKey, bytes_: int) -> None:
-        """End a read; raises KeyError when there is none."""
+        """End a read. Raises `KeyError` if there is none."""
 
     def has_room(self, namespace: NamespaceState) -> bool:
-        """Whether a chunk can be written at all, beside those under way."""
+        """Return whether a chunk can be written at all, in addition to the writes under way."""
 
     def write_begins(self, key: ChunkKey, namespace: NamespaceState) -> None:
         """Make room for a chunk."""
 
     def write_ended(self, namespace: NamespaceState) -> None:
-        """Count the bytes of a write no longer as under way."""
+        """Remove a write from the bytes under way."""
 
     def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
-        """Note that a chunk was written whole and takes `bytes_`; None: as uncompressed."""
+        """Record that a chunk was written completely and takes `bytes_`; None: as uncompressed."""
 
     def unfinished(self, key: ChunkKey, namespace: NamespaceState) -> None:
-        """Note that a write failed, after which some of the chunk's shards may be there."""
+        """Record that a write failed, after which some shards of the chunk may be present."""
 
     def delete(self, key: ChunkKey, namespace: NamespaceState) -> int:
-        """Have a chunk deleted, whether it is counted or not; return the bytes counted."""
+        """Request the deletion of a chunk, counted or not; return the bytes counted."""
 
     def clear(self, scope: Scope, parts: Sequence[NamespaceState]) -> tuple[int, int]:
-        """Have all chunks that a scope names deleted, as far as they are known; count them.
+        """Delete all known chunks in a scope; return their number and bytes.
 
-        `parts` are those of the tenant, if the scope names one.
+        `parts` are the tenant's parts of namespaces if the scope names a tenant.
         """
 
     def figures(self) -> "TierFigures":
-        """Return the figures of this moment."""
+        """Return the present statistics."""
 
 
 class TierTransfers:
-    """Reads and writes of a tier that are under way: the part of a `TierState` that all share."""
+    """Reads and writes of a tier that are under way: the common part of all `TierState`s."""
 
     def __init__(self) -> None:
         self.online = True
@@ -122,16 +122,16 @@ class TierTransfers:
         self.writing_bytes = 0
 
     def set_online(self, online: bool) -> None:
-        """Note whether the tier is in use."""
+        """Set whether the tier is in use."""
         self.online = online
 
     def read_begins(self, key: ChunkKey, bytes_: int) -> None:
-        """Count a read, which fills so many bytes of the arena."""
+        """Count a read that fills `bytes_` of the arena."""
         self.reading_bytes += bytes_
         self.reads[key] = self.reads.get(key, 0) + 1
 
     def read_ended(self, key: ChunkKey, bytes_: int) -> None:
-        """End a read; raises KeyError when there is none."""
+        """End a read. Raises `KeyError` if there is none."""
         left = self.reads[key] - 1
         self.reading_bytes -= bytes_
         if left:
@@ -140,16 +140,16 @@ class TierTransfers:
             del self.reads[key]
 
     def write_begins(self, key: ChunkKey, namespace: NamespaceState) -> None:  # noqa: ARG002
-        """Count the bytes of a write."""
+        """Add a write to the bytes under way."""
         self.writing_bytes += namespace.stored_bytes
 
     def write_ended(self, namespace: NamespaceState) -> None:
-        """Count them no longer."""
+        """Remove a write from the bytes under way."""
         self.writing_bytes -= namespace.stored_bytes
 
 
 class TierFigures(msgspec.Struct, frozen=True):
-    """What a tier's bookkeeping counts."""
+    """Statistics of a tier index."""
 
     used_bytes: int = 0
     chunks: int = 0

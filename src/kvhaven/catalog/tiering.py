@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All tiers together: where a chunk can be promoted from, and where it is to be written."""
+"""All tiers together: the source of a promotion, and the destinations of writes."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,13 +16,13 @@ from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
 MOST_SEEN = 1 << 16
-"""Chunks whose first use is remembered, for tiers that store on the second."""
+"""Number of chunks whose first use is remembered, for tiers that store on the second."""
 
 
 class Tiers:
-    """The tiers in the order in which they are asked, the fastest first.
+    """Tiers in the order of lookups, fastest first.
 
-    `let_go` is told of chunks that a write, which was dropped, does not pin any more.
+    `let_go` is called with each chunk whose pin ended because its write was dropped.
     """
 
     def __init__(
@@ -51,86 +51,88 @@ class Tiers:
         self._actions = actions
 
     def limit_queues(self, bytes_: int) -> None:
-        """Let so many bytes wait for each tier from now on: no fewer than before."""
-        # What waits to be written through is pinned: all of that together is bounded too.
+        """Set the limit of waiting bytes per tier, which must not decrease."""
+        # Chunks in write-through queues are pinned, so these queues share one limit.
         through = sum(writes.pins for writes in self.writes.values())
         for writes in self.writes.values():
             writes.limit_bytes = bytes_ // (through if writes.pins else 1)
 
     def index(self, tier: TierName) -> TierState:
-        """Return a tier's bookkeeping. Raises KVHavenError for an unknown tier."""
+        """Return the index of a tier. Raises `KVHavenError` for an unknown tier."""
         known = self.indexes.get(tier)
         if known is None:
-            raise KVHavenError(f"tier {tier} is unknown; there are: {', '.join(self.indexes)}")
+            raise KVHavenError(
+                f"tier {tier} is unknown; expected one of: {', '.join(self.indexes)}"
+            )
         return known
 
     def own_index(self, tier: TierName) -> LocalTierIndex:
-        """Return the index of a tier of our own. Raises KVHavenError for another one."""
+        """Return the index of a local tier. Raises `KVHavenError` for an unknown or shared tier."""
         self.index(tier)
         if tier not in self.own:
-            raise KVHavenError(f"tier {tier} is shared: the catalog does not know what it holds")
+            raise KVHavenError(f"tier {tier} is shared: the catalog does not know its content")
         return self.own[tier]
 
     def presence(self, tier: TierName) -> SharedTierIndex:
-        """Return what is believed of a shared tier. Raises KVHavenError for another one."""
+        """Return the index of a shared tier. Raises `KVHavenError` for an unknown or local tier."""
         self.index(tier)
         if tier not in self.shared:
-            raise KVHavenError(f"tier {tier} is not shared: the catalog knows what it holds")
+            raise KVHavenError(f"tier {tier} is not shared: the catalog knows its content")
         return self.shared[tier]
 
     def source(self, key: ChunkKey, namespace: NamespaceState) -> TierState | None:
-        """Return the first tier that is online and holds the chunk whole."""
+        """Return the first online tier that holds the complete chunk."""
         for index in self.indexes.values():
             if index.online and index.holds(key, namespace):
                 return index
         return None
 
     def is_foreign(self, key: ChunkKey, namespace: NamespaceState) -> bool:
-        """Whether a tier of our own has a chunk, but as another namespace's or tenant's."""
+        """Return whether a local tier has the chunk in another namespace or of another tenant."""
         found = [index.stored.get(key) for index in self.own.values()]
         return any(s is not None and s.namespace is not namespace for s in found)
 
     def quota_changed(self, tenant: Tenant) -> None:
-        """Keep a tenant to its quota in each tier of our own from now on."""
+        """Apply a changed quota of a tenant in each local tier."""
         for index in self.own.values():
             index.quota_changed(tenant)
 
     def writes_of(self, tier: TierName, key: ChunkKey) -> WriteBehind:
-        """Return the writes to a tier. Raises KVHavenError unless this chunk's is under way."""
+        """Return the writes to a tier. Raises `KVHavenError` if it is not writing this chunk."""
         self.index(tier)
         if key not in self.writes[tier].writing:
-            raise KVHavenError(f"no write of {key.hex()} to tier {tier} is under way")
+            raise KVHavenError(f"tier {tier}: no write of chunk {key.hex()} is under way")
         return self.writes[tier]
 
     def tick(self, now: float) -> None:
-        """Let the answers of tiers grow old."""
+        """Set the time by which lookup results expire."""
         for presence in self.shared.values():
             presence.now = max(presence.now, now)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note a use of these chunks in every tier, tail to head."""
+        """Record a use of these chunks, given from tail to head, in every tier."""
         if self.own:
             tail_first = list(keys)
             for index in self.own.values():
                 index.touch(tail_first)
 
     def read(self, index: TierState, entry: Entry) -> None:
-        """Ask for the read that fills a chunk."""
+        """Request the read that fills a chunk."""
         index.read_begins(entry.key, entry.extent.length)
         space, tenant = entry.namespace.namespace, entry.namespace.tenant.id
         self._actions.append(TierRead(index.spec.name, space, entry.key, entry.extent, tenant))
 
     def computed(self, entry: Entry) -> None:
-        """Have a chunk that was computed and is resident now written where it is to be."""
+        """Queue writes of a computed, resident chunk to the tiers that store it at this use."""
         again = bool(self._patient) and self._computed_again(entry)
         for writes in self.writes.values():
             if again or writes.index.spec.store_on is StoreOn.FIRST:
                 writes.offer(entry)
 
     def used(self, entries: Iterable[Entry]) -> None:
-        """Have chunks that are used again written to the tiers that waited for that.
+        """Queue writes of chunks that are used again to the tiers that store on the second use.
 
-        Those that are not resident yet are being promoted: they are not new.
+        Chunks that are not resident yet are being promoted, so they are in a tier already.
         """
         if not self._patient:
             return
@@ -141,9 +143,9 @@ class Tiers:
                     writes.offer(entry)
 
     def promoted(self, entry: Entry, source: TierName) -> None:
-        """Have a chunk that was read written to faster tiers, and to slower ones that lack it.
+        """Queue writes of a promoted chunk to faster tiers, and to slower local ones without it.
 
-        Not to slower ones that are shared: they were given it when it was computed.
+        Slower shared tiers are left out: they got the chunk when it was computed.
         """
         entry.reused = True
         faster = True
@@ -154,20 +156,20 @@ class Tiers:
                 writes.offer(entry)
 
     def set_online(self, tier: TierName, online: bool) -> None:
-        """Use a tier, or leave it alone."""
+        """Set whether a tier is in use."""
         self.index(tier).set_online(online)
         if not online:
             self.writes[tier].drop_queue()
 
     def discard(self, entry: Entry) -> None:
-        """Do not keep what is being written of a chunk: its bytes are not to be trusted."""
+        """Cancel the writes of a chunk whose bytes failed verification."""
         for writes in self.writes.values():
             writes.discard(entry)
 
     def clear(
         self, tiers: Iterable[TierName], scope: Scope, parts: Sequence[NamespaceState]
     ) -> tuple[int, int]:
-        """Delete the chunks that a scope names; return how many, and their bytes."""
+        """Delete the chunks in a scope; return their number and bytes."""
         chunks = bytes_ = 0
         for name in tiers:
             index = self.index(name)
@@ -177,7 +179,7 @@ class Tiers:
         return chunks, bytes_
 
     def _computed_again(self, entry: Entry) -> bool:
-        """Whether a chunk was computed before, as far as is remembered; remember it."""
+        """Return whether a chunk was computed before, as far as is remembered; remember it."""
         seen = self._seen
         again = entry.key in seen
         if again:

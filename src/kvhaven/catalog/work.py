@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that is too long for one event: done piece by piece, the first at once, others in between.
+"""Jobs: work that is too long for one event, done in pieces between other events.
 
-Whatever an event has to do to many chunks is a job: a generator that yields after each piece. Its
-first piece belongs to the event itself, so what is small is done when the event is. The rest is
-done by `Catalog.work`, a job's piece after another's, while other events happen. Jobs that nobody
-waits for have their turns when there are no others. So a job takes
-nothing for granted that was so before it yielded, and what an event promises (that a chunk is out
-of sight, say) is promised by its first piece.
+Work that an event has to do on many chunks is a job: a generator that yields after each piece. The
+first piece is part of the event itself, so small work is complete when the event is. `Catalog.work`
+does the remaining pieces, alternating between jobs, while other events happen. Jobs for which no
+request waits run only when there are no others. So a job must not rely on state from before a
+`yield`, and guarantees of the event (for example that a chunk is invisible) have to be fulfilled by
+the first piece.
 
-How long a piece is, is counted in chunks, not timed: a history replays exactly.
+The length of a piece is counted in chunks, not timed, so that a history replays exactly.
 """
 
 from collections import OrderedDict, deque
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class Pace(NamedTuple):
-    """How many chunks a piece touches, so that it takes a millisecond or two.
+    """Number of chunks that a piece touches, chosen so that it takes a millisecond or two.
 
-    A chunk is looked at or released in 1 µs, leased in 1 to 5 (of a million, hardly any is in a
-    processor's cache), dropped or evicted in 4, and promoted in 15.
-    `lease_ids` is how many leases are told of something, each of which may have an answer made.
+    A chunk takes 1 microsecond to inspect or release, 1 to 5 to lease (of a million chunks hardly
+    any is in a processor cache), 4 to drop or evict, and 15 to promote. `lease_ids` is the number
+    of leases notified in a piece; each of them may need an answer.
     """
 
     light: int = 1024
@@ -35,42 +35,43 @@ class Pace(NamedTuple):
 
 
 class Work:
-    """The jobs that are not done, in the order of their turns."""
+    """Unfinished jobs, in the order of their turns."""
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
-        self._jobs = OrderedDict[object, Job]()  # by what they are of
-        self._idle = OrderedDict[object, Job]()  # those that nobody waits for
+        self._jobs = OrderedDict[object, Job]()  # by the object that a job belongs to
+        self._idle = OrderedDict[object, Job]()  # jobs for which no request waits
 
     @property
     def pending(self) -> bool:
-        """Whether there is anything left to do."""
+        """Whether there is unfinished work."""
         return bool(self._jobs or self._idle)
 
     def start(self, job: Job, *, of: object = None, idle: bool = False) -> None:
-        """Do the first piece of a job now; the others have their turns later.
+        """Do the first piece of a job now, and queue the rest.
 
-        With `of`, the only job of something, until that is dropped. `idle`: nobody waits for it.
+        With `of`, it is the only job of that object until the job is dropped. `idle` marks a job
+        for which no request waits.
         """
         if _goes_on(job):
             (self._idle if idle else self._jobs)[job if of is None else of] = job
 
     def drop(self, of: object) -> None:
-        """Do no more of the job of something, if there is one. It is not under way just now."""
+        """Drop the job of an object, if it has one. The job must not be running."""
         if self._jobs.pop(of, None) is None:
             self._idle.pop(of, None)
 
     def start_if_small(self, job: Job, chunks: int) -> None:
-        """Do a job now if it concerns no more chunks than a piece does, else all of it later."""
+        """Do a job now if it has at most as many chunks as a piece; otherwise queue it."""
         if chunks <= self.pace.heavy:
             self.start(job)
         else:
             self._jobs[job] = job
 
     def run(self, pieces: int) -> bool:
-        """Do so many pieces, or all there are; return whether there is anything left to do.
+        """Do up to `pieces` pieces; return whether there is unfinished work.
 
-        An error of a job is raised, and drops that job alone.
+        An error in a job is raised, and drops only that job.
         """
         for _ in range(pieces):
             jobs = self._jobs or self._idle
@@ -83,9 +84,10 @@ class Work:
 
 
 def consume(items: Iterable[T]) -> Iterator[T]:
-    """Yield what is there now, and hold on to nothing that was yielded.
+    """Yield the present items, and keep no reference to an item that was yielded.
 
-    A job that drops many objects uses it: else all are freed at its end, in one piece.
+    For jobs that drop many objects: otherwise all of them would be freed at the end of the job, in
+    one piece.
     """
     left = deque(items)
     del items
@@ -94,7 +96,7 @@ def consume(items: Iterable[T]) -> Iterator[T]:
 
 
 def _goes_on(job: Job) -> bool:
-    """Do a piece of a job; return whether that was not the last."""
+    """Do a piece of a job; return whether more pieces may follow."""
     try:
         next(job)
     except StopIteration:

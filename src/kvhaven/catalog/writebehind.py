@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing resident chunks to a tier, behind everybody's back and within bounds."""
+"""Bounded write-behind queue of one tier."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,24 +13,25 @@ from kvhaven.types import ChunkKey
 
 OUTSTANDING_BYTES = 64 << 20
 OUTSTANDING_CHUNKS = 4
-"""A tier is given this many bytes at a time, or this many chunks if those are more."""
+"""A tier has writes of at most this many bytes under way, or of this many chunks if those are
+more."""
 MOST_OUTSTANDING = 1024
-"""But never more chunks than this."""
+"""Maximum number of chunks in writes under way, whatever their size."""
 
 _Offer = tuple[Entry, int]
-"""A chunk that waits to be written, and the number of its offer."""
+"""Chunk that waits to be written, and the number of its offer."""
 
 
 class WriteBehind:
-    """The writes to one tier.
+    """Writes to one tier.
 
-    A write that was handed out pins its chunk; one that waits does so only in the mode
-    `THROUGH`, otherwise it is dropped when its chunk is evicted. When more than `limit_bytes`
-    wait, the oldest is dropped. `let_go` is told of each chunk that a dropped write pinned.
+    A write under way pins its chunk. A waiting write does so only in the mode `THROUGH`; otherwise
+    it is dropped when its chunk is evicted. When more than `limit_bytes` wait, the oldest write is
+    dropped. `let_go` is called with each chunk that a dropped write pinned.
 
-    What waits when it is cleared is dropped at its turn, or when `_prune` comes by: `voids` has the
-    number of the last offer before each clear. Those of `later_voids` came while `_prune` was on
-    its way, so they need another turn.
+    A waiting write whose chunk is cleared is dropped at its turn, or when `_prune` reaches it.
+    `voids` maps each clear to the number of the last offer before it. The clears in `later_voids`
+    came while `_prune` was running and need another round.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class WriteBehind:
         self.index = index
         self.pins = int(index.spec.write is WriteMode.THROUGH)
         self.queue: deque[_Offer] = deque()
-        self.dropping: deque[_Offer] = deque()  # what a tier that went offline was to be given
+        self.dropping: deque[_Offer] = deque()  # writes dropped as the tier went offline
         self.queued_bytes = 0
         self.writing: dict[ChunkKey, Entry] = {}
         self.outstanding_bytes = 0
@@ -62,7 +63,7 @@ class WriteBehind:
         self._pruning = False
 
     def offer(self, entry: Entry) -> None:
-        """Have a resident chunk written that the tier is not known to have."""
+        """Queue a write of a resident chunk, unless the tier is known to have it."""
         index = self.index
         if index.spec.write is WriteMode.OFF or not index.online:
             return
@@ -77,15 +78,15 @@ class WriteBehind:
             self.dropped += 1
 
     def pump(self) -> None:
-        """Hand out what the tier can take now."""
+        """Start as many writes as the tier can take now."""
         if not self._pumping and self._can_take():
             self._pumping = True
             self._work.start(self._pump())
 
     def done(self, key: ChunkKey, *, ok: bool, taken_bytes: int | None = None) -> Entry:
-        """End a write and return its chunk; raises KeyError when none is under way.
+        """End a write and return its chunk. Raises `KeyError` if none is under way.
 
-        The chunk takes `taken_bytes` in the tier; None: as many as uncompressed.
+        The chunk takes `taken_bytes` in the tier; None: as uncompressed.
         """
         entry = self.writing.pop(key)
         entry.writes -= 1
@@ -105,7 +106,7 @@ class WriteBehind:
         return entry
 
     def clear(self, scope: Scope) -> None:
-        """Drop waiting writes of what a scope names; those under way are deleted when they end."""
+        """Drop waiting writes in a scope; those under way are deleted when they end."""
         self.cancelled.update(k for k, e in self.writing.items() if scope.covers(e.namespace))
         if self.queue:
             self.later_voids[scope] = self._offers
@@ -114,12 +115,12 @@ class WriteBehind:
                 self._work.start_if_small(self._prune(), len(self.queue))
 
     def discard(self, entry: Entry) -> None:
-        """Do not keep what is being written of a chunk that is doomed."""
+        """Cancel the write under way of a chunk that is retired."""
         if self.writing.get(entry.key) is entry:
             self.cancelled.add(entry.key)
 
     def drop_queue(self) -> None:
-        """Drop what waits, because the tier is offline."""
+        """Drop all waiting writes, because the tier is offline."""
         if not self.queue:
             return
         self.dropped += len(self.queue)
@@ -151,7 +152,7 @@ class WriteBehind:
         self._pumping = False
 
     def _prune(self) -> Job:
-        """Drop what is void among all that waits; a turn of the whole queue for each round."""
+        """Drop all void writes of the queue; each round goes once through the whole queue."""
         while self.later_voids:
             self.voids, self.later_voids = self.later_voids, {}
             for done in range(len(self.queue)):
@@ -178,7 +179,7 @@ class WriteBehind:
             self._unpin(self.dropping.popleft()[0])
 
     def _is_void(self, offer: _Offer) -> bool:
-        """Whether a chunk was cleared from the tier after it was offered."""
+        """Return whether a chunk was cleared from the tier after it was offered."""
         if not self._pruning:
             return False
         entry, number = offer
@@ -197,13 +198,13 @@ class WriteBehind:
         return offer
 
     def _unpin(self, entry: Entry) -> None:
-        """End what pinned a waiting chunk; one that nothing pinned may be gone already."""
+        """End the pin of a waiting chunk; without a pin the chunk may be dropped already."""
         if self.pins:
             entry.writes -= 1
             self._let_go(entry)
 
     def _can_take(self) -> bool:
-        """Whether something waits, and the tier can be given it."""
+        """Return whether a write waits and the tier can take it."""
         if not self.queue:
             return False
         if len(self.writing) < OUTSTANDING_CHUNKS:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line. `app` holds the commands; `main` is what `kvhaven` starts.
+"""Command line: `app` holds the commands, `main` is the entry point of `kvhaven`.
 
-Each command is a module of this package with `register(app)`, named in `_COMMANDS` in the order
-of `kvhaven --help`. It imports what is slow or large (the service, rich, torch) inside the
-command's function, so that `kvhaven --help` and every other command stay quick.
+Each command is a module of this package with `register(app)`, listed in `_COMMANDS` in the order
+of `kvhaven --help`. Its function imports slow or large modules (the service, rich, torch) itself,
+which keeps `kvhaven --help` and all other commands fast.
 """
 
 import importlib
@@ -30,16 +30,17 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one line on stderr and exit status 1 or 2.
+    """Run the command line.
 
-    Status 2 is a wrong setting, as it is for a wrong option; 1 is everything else.
+    A `KVHavenError` is one line on stderr. The exit status is 2 for invalid settings and options,
+    and 1 for all other errors.
     """
     try:
         app()
     except KVHavenError as error:
         sys.stderr.write(f"kvhaven: {error}\n")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except BrokenPipeError:  # the reader, `head` for one, has gone; nothing is left to say
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

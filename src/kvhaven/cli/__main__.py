@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvhaven.cli`: the command line where no script is installed."""
+"""Entry point of `python -m kvhaven.cli`, for environments without the `kvhaven` script."""
 
 from kvhaven.cli import main
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which service a command means."""
+"""Choice of the service that a command talks to."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from kvhaven.config import Settings
 
 
 def service_socket(settings: Settings, given: Path | None) -> str:
-    """Return the socket: the one given, else service_address, else the runtime directory's."""
+    """Return the given socket, else service_address, else the one in the runtime directory."""
     if given is not None:
         return str(given.absolute())
     return settings.service_address or str(settings.runtime_path / "service.sock")
 
 
 def find_socket(settings: Settings, given: Path | None) -> str:
-    """Like `service_socket`, but an embedded service will do when it is the only one running."""
+    """Return `service_socket`, or the socket of the only embedded service that is running."""
     address = service_socket(settings, given)
     if given is None and not listens(address):
         embedded = sorted(settings.runtime_path.glob("engine-*.sock"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhaven clear`: drop what is cached."""
+"""`kvhaven clear`: drop cached chunks."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from kvhaven.errors import KVHavenError
 from kvhaven.types import NO_TENANT
 
 _WAIT_S = 3600.0
-"""A shared tier is listed and deleted from bit by bit."""
+"""Deadline; a shared tier is listed and deleted page by page."""
 
 
 def register(app: typer.Typer) -> None:
@@ -22,22 +22,22 @@ def register(app: typer.Typer) -> None:
 def clear(
     namespace: Annotated[
         str,
-        typer.Option(help="A namespace's digest, or its first digits, as `status` shows them."),
+        typer.Option(help="Digest of a namespace, or its first digits, as shown by `status`."),
     ] = "",
     tier: Annotated[
         str,
         typer.Option(
-            help="Only this tier, as `status` shows it: memory, disk, or a shared one, which is "
-            "cleared for all nodes."
+            help="Clear only this tier, as named in `status`: memory, disk, or a shared tier, "
+            "which is cleared for all nodes."
         ),
     ] = "",
     everything: Annotated[
-        bool, typer.Option("--all", help="All namespaces, in memory and on this node's disk.")
+        bool, typer.Option("--all", help="Clear all namespaces, in memory and on this node's disk.")
     ] = False,
     tenant: Tenant = "",
-    socket: Annotated[Path | None, typer.Option(help="The service's socket.")] = None,
+    socket: Annotated[Path | None, typer.Option(help="Socket of the service.")] = None,
 ) -> None:
-    """Empty a namespace, a tenant, a tier, or all. Chunks in use go when they are let go."""
+    """Clear a namespace, a tenant, a tier, or all. Chunks in use are dropped when released."""
     import msgspec  # noqa: PLC0415 - keeps other commands quick
 
     from kvhaven.cli.address import find_socket  # noqa: PLC0415
@@ -46,14 +46,14 @@ def clear(
     from kvhaven.service.status import ServiceStatus  # noqa: PLC0415
 
     if not (namespace or tenant or tier or everything):
-        raise KVHavenError("say what to clear: --namespace, --tenant, --tier, or --all")
+        raise KVHavenError("specify what to clear: --namespace, --tenant, --tier, or --all")
     who = tenant_of(tenant) if tenant else NO_TENANT
     with connect(find_socket(load_settings().settings, socket)) as control:
         known = msgspec.json.decode(control.status(), type=ServiceStatus).namespaces
         digests = [row.digest for row in known if row.digest.startswith(namespace.lower())]
         if namespace and len(digests) != 1:
             raise KVHavenError(
-                f"{len(digests)} namespaces begin with {namespace!r}; there are "
+                f"{len(digests)} namespaces start with {namespace!r}; known: "
                 f"{', '.join(row.digest[:16] for row in known) or 'none'}"
             )
         digest = bytes.fromhex(digests[0]) if namespace else b""

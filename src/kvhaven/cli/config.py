@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhaven config`: every setting, its value and where it came from; LMCache's turned into ours."""
+"""`kvhaven config`: display of all settings, and import of LMCache's settings."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from kvhaven.cli.importing import import_lmcache
 from kvhaven.config import Resolved, load_settings
 from kvhaven.errors import ConfigError
 
-commands = typer.Typer(no_args_is_help=True, help="Look at the settings, or import LMCache's.")
+commands = typer.Typer(no_args_is_help=True, help="Show the settings, or import LMCache's.")
 
 
 def register(app: typer.Typer) -> None:
@@ -23,18 +23,18 @@ def register(app: typer.Typer) -> None:
 
 @commands.command()
 def show(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     file: Annotated[
         Path | None,
         typer.Option(
-            help="A YAML file, instead of the one that KVHAVEN_CONFIG_FILE names.",
+            help="YAML file; default: KVHAVEN_CONFIG_FILE.",
             dir_okay=False,
         ),
     ] = None,
 ) -> None:
-    """Print every setting, its value and where it came from, as this shell would set it.
+    """Print every setting, its value and its origin, as in this shell's environment.
 
-    What an engine adds by kv_connector_extra_config is seen in its log at start.
+    Settings in an engine's kv_connector_extra_config appear in the engine's log at start.
     """
     resolved = load_settings(yaml_file=file)
     typer.echo(_json(resolved) if as_json else _text(resolved))
@@ -43,26 +43,26 @@ def show(
 @commands.command("import")
 def import_(
     file: Annotated[
-        Path, typer.Argument(help="LMCache's YAML file (LMCACHE_CONFIG_FILE).", dir_okay=False)
+        Path, typer.Argument(help="YAML file of LMCache (LMCACHE_CONFIG_FILE).", dir_okay=False)
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A new file to write to, instead of printing."),
+        typer.Option("--output", "-o", help="New file to write; default: print."),
     ] = None,
 ) -> None:
-    """Turn a settings file of LMCache into one of KVHaven, with comments on what is different."""
+    """Convert a settings file of LMCache to KVHaven's, with comments on the differences."""
     text = import_lmcache(file)
     if output is None:
         typer.echo(text, nl=False)
         return
     try:
-        # It may hold a password: the owner's alone.
+        # Only the owner may read it: it may contain a password.
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as new:
             new.write(text)
     except OSError as error:
         raise ConfigError(
-            f"--output {output} cannot be written: {error.strerror}; name a file that can be made"
+            f"--output {output} cannot be written: {error.strerror}; specify a new, writable file"
         ) from error
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A settings file of LMCache as one of ours, with comments on what is different."""
+"""Conversion of a settings file of LMCache, with comments on the differences."""
 
 import textwrap
 from pathlib import Path
@@ -14,19 +14,21 @@ from kvhaven.config.urls import redacted
 
 
 def import_lmcache(path: Path) -> str:
-    """Return a YAML file of ours that means what LMCache's does here.
+    """Return the content of a YAML file of KVHaven that corresponds to LMCache's file.
 
-    Raises `ConfigError` for a file that cannot be read, and for a value that is not allowed.
+    Raises `ConfigError` if the file cannot be read or a value is not allowed.
     """
     given = read_lmcache_file(path, "the command line")
     translation = translate(given)
-    parts = [_comment(f"KVHaven's settings, from LMCache's {path} (kvhaven config import).")]
+    parts = [
+        _comment(f"KVHaven's settings, converted from LMCache's {path} (kvhaven config import).")
+    ]
     for name, raw in given.items():
         taken = translation.taken.get(TAKEN[name].ours) if name in TAKEN else None
         if taken is not None and taken.origin == raw.origin:
             parts.append(_setting(name, raw, taken))
     if translation.skipped:
-        left = _comment("Not taken over:")
+        left = _comment("Not imported:")
         for advice, found in translation.by_advice.items():
             names = ", ".join(f"{s.name} (line {s.origin.rpartition(':')[2]})" for s in found)
             left += _comment(f"{names}: {advice}.")
@@ -35,7 +37,7 @@ def import_lmcache(path: Path) -> str:
 
 
 def _setting(name: str, raw: RawValue, ours: RawValue) -> str:
-    """Return the line of one setting, below what is different about it."""
+    """Return the line of one setting, below a comment on the differences."""
     taken = TAKEN[name]
     info = next(info for info in setting_infos() if info.name == taken.ours)
     value = check_value(taken.ours, ours)
@@ -44,7 +46,7 @@ def _setting(name: str, raw: RawValue, ours: RawValue) -> str:
     before = yaml.safe_dump({name: raw.value}, width=1 << 16).strip().replace("'", "")
     remarks = []
     if before.lower() != line.strip().replace("'", "").lower():
-        remarks.append(f"There: {redacted(before)}.")
+        remarks.append(f"LMCache: {redacted(before)}.")
     if taken.change:
         remarks.append(f"{taken.change[0].upper()}{taken.change[1:]}.")
     return _comment(" ".join(remarks)) + line

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhaven limit`: change a tenant's quotas while a service runs."""
+"""`kvhaven limit`: change of a tenant's quotas in a running service."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,18 +19,14 @@ def register(app: typer.Typer) -> None:
 
 def limit(
     tenant: Tenant,
-    memory: Annotated[
-        str, typer.Option(help="Quota of memory, such as 2GiB; none: no quota.")
-    ] = "",
-    disk: Annotated[
-        str, typer.Option(help="Quota of the disk tier, such as 20GiB; none: no quota.")
-    ] = "",
-    socket: Annotated[Path | None, typer.Option(help="The service's socket.")] = None,
+    memory: Annotated[str, typer.Option(help="Memory quota, such as 2GiB; none: no quota.")] = "",
+    disk: Annotated[str, typer.Option(help="Disk quota, such as 20GiB; none: no quota.")] = "",
+    socket: Annotated[Path | None, typer.Option(help="Socket of the service.")] = None,
 ) -> None:
-    """Set a tenant's quotas until the service ends, and show them and what the tenant has.
+    """Set a tenant's quotas until the service exits; show its quotas and its usage.
 
-    A quota that is not given stays as it is. What is too much goes at once, or as soon as nobody
-    uses it. To keep a quota, set tenant_memory or tenant_disk.
+    A quota that is not given stays unchanged. Chunks above the quota are dropped immediately, or
+    when they are released. To set a quota permanently, use tenant_memory or tenant_disk.
     """
     from kvhaven.cli.address import find_socket  # noqa: PLC0415 - keeps other commands quick
     from kvhaven.client.control import connect  # noqa: PLC0415
@@ -49,7 +45,7 @@ def limit(
 
 
 def _quota(option: str, given: str) -> int | None:
-    """Return what an option says, as the service wants it."""
+    """Return the quota of an option as the service expects it; None if it is not given."""
     from kvhaven.protocol import MOST_QUOTA, NO_LIMIT  # noqa: PLC0415
 
     if not given:
@@ -62,6 +58,6 @@ def _quota(option: str, given: str) -> int | None:
         quota = -1
     if not 0 <= quota <= MOST_QUOTA:
         raise ConfigError(
-            f"{option} {given!r} is no quota; allowed: a size up to 1PiB, such as 2GiB, or none"
+            f"{option} {given!r} is not a quota; allowed: a size up to 1PiB, such as 2GiB, or none"
         )
     return quota

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhaven serve`: a node service that several engines share."""
+"""`kvhaven serve`: node service shared by several engines."""
 
 import logging
 from pathlib import Path
@@ -16,14 +16,14 @@ def register(app: typer.Typer) -> None:
 def serve(
     socket: Annotated[
         Path | None,
-        typer.Option(help="Unix socket to listen at; default: service.sock in runtime_dir."),
+        typer.Option(help="Unix socket to listen on; default: service.sock in runtime_dir."),
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="A YAML file, instead of the one that KVHAVEN_CONFIG_FILE names."),
+        typer.Option(help="YAML file; default: KVHAVEN_CONFIG_FILE."),
     ] = None,
 ) -> None:
-    """Run a node service until it is told to stop (SIGTERM, Ctrl-C).
+    """Run a node service until SIGTERM or Ctrl-C.
 
     Engines attach with the setting service_address.
     """

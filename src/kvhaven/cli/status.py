@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhaven status`: what a service holds, who is attached, how it is doing."""
+"""`kvhaven status`: contents, attached engines and health of a service."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from kvhaven.tiers.base import CompressionStatus, TierHealth
 
 _MOST_COMPARED = 100
-"""Namespaces; each is compared with each."""
+"""Namespaces that are compared in pairs."""
 
 Socket = Annotated[
     Path | None,
-    typer.Option(help="The service's socket; default: service_address, or the only one running."),
+    typer.Option(help="Socket of the service; default: service_address, or the only one running."),
 ]
 
 
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 def status(
     socket: Socket = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show namespaces, chunks, bytes by tier, hit rates, leases and queues."""
     import msgspec  # noqa: PLC0415 - keeps other commands quick
@@ -109,19 +109,19 @@ def _print(console: "Console", status: "ServiceStatus") -> None:
 
 
 def _state(health: "TierHealth", tier: "TierStats | None") -> str:
-    """Return what a tier does and does not do now."""
+    """Return the state of a tier: health, scan, lock holder, compression."""
     state = "online" if health.online else f"[red]offline[/]: {health.last_error}"
     if health.online and not health.writable:
         state += f", [yellow]writes off[/]: {health.last_error}"
     if health.online and tier is not None and not tier.scanned:
-        state += ", looking at what it holds"
+        state += ", scanning"
     if health.holder:
         state += f", held by {health.holder}"
     return state + _compression(health.compression)
 
 
 def _print_differences(console: "Console", status: "ServiceStatus") -> None:
-    """Say in what namespaces of one model differ, each and the one that is most like it."""
+    """Print, for each namespace, how it differs from the most similar one of its model."""
     from kvhaven.keys import difference, differing_fields  # noqa: PLC0415
 
     compared = [one for one in status.namespaces if one.fields][-_MOST_COMPARED:]
@@ -145,7 +145,7 @@ def _print_differences(console: "Console", status: "ServiceStatus") -> None:
 
 
 def _growth(status: "ServiceStatus") -> str:
-    """Return how much of the arena there is, if it is not all there."""
+    """Return how much of the arena is allocated, if not all of it is."""
     allocated, planned = status.arena_allocated_bytes, status.arena_planned_bytes
     if allocated == planned:
         return ""
@@ -167,19 +167,19 @@ def _print_tenants(console: "Console", status: "ServiceStatus") -> None:
             cells.append(f"{chunks} chunks, {size_text(tenant.bytes[place])}{of}")
         table.add_row(tenant.tenant, *cells)
     if status.catalog.more_tenants:
-        table.caption = f"and {status.catalog.more_tenants} tenants that have less"
+        table.caption = f"and {status.catalog.more_tenants} tenants with less"
     console.print(table)
 
 
 def _lookups(tier: "TierStats | None") -> str:
-    """Return how the questions to a shared tier went."""
+    """Return the results of the lookups in a shared tier."""
     if tier is None or not tier.shared:
         return ""
     return f", {tier.found} of {tier.looked_up} chunks found"
 
 
 def _compression(chosen: "list[CompressionStatus] | None") -> str:
-    """Return what was chosen for each namespace, and what is stored for what was written."""
+    """Return the choice for each namespace, with bytes stored and bytes written."""
     if chosen is None:
         return ""
     if not chosen:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhaven tenant`, and the `--tenant` option. A cache salt is never shown or printed."""
+"""`kvhaven tenant`, and the `--tenant` option. Cache salts are never printed."""
 
 import sys
 from typing import Annotated
@@ -13,9 +13,9 @@ from kvhaven.types import TenantId
 Tenant = Annotated[
     str,
     typer.Option(
-        help="A tenant: tenant: and 16 hex digits, as `status` shows it, or its cache salt; - "
-        "asks for the salt, or reads it from standard input, so that no history or process list "
-        "has it."
+        help="Name of a tenant (tenant: and 16 hex digits, as shown by `status`), its cache salt, "
+        "or - to read the salt from a prompt or standard input, which keeps it out of the shell "
+        "history and the process list."
     ),
 ]
 
@@ -26,21 +26,24 @@ def register(app: typer.Typer) -> None:
 
 
 def tenant() -> None:
-    """Print the tenant name of a cache salt, which is read from a prompt or standard input.
+    """Read a cache salt from a prompt or standard input and print its tenant's name.
 
-    The name can stand for the salt in settings and options; the salt cannot be derived from it.
+    The name can replace the salt in settings and options. The salt cannot be derived from it.
     """
     typer.echo(tenant_name(tenant_of("-")))
 
 
 def tenant_of(given: str) -> TenantId:
-    """Return the tenant that was given. Raises `ConfigError`, which repeats nothing of it."""
+    """Return a tenant by its name or salt.
+
+    Raises `ConfigError` if it is malformed; the message does not repeat it.
+    """
     try:
         return parse_tenant(_read_salt() if given == "-" else given)
     except ValueError as error:
         raise ConfigError(
             f"--tenant is refused ({error}); allowed: tenant:0123456789abcdef, a cache salt, or - "
-            "to be asked for the salt"
+            "to read the salt from a prompt or standard input"
         ) from None
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How figures are written for people."""
+"""Formatting of sizes and times for display."""
 
 
 def size_text(size: float) -> str:
-    """Write bytes, rounded."""
+    """Return a size in bytes, rounded, with its unit."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:  # noqa: PLR2004 - the units' base
             return f"{size:.0f} {unit}"
@@ -12,7 +12,7 @@ def size_text(size: float) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Write a time, rounded."""
+    """Return a time in seconds, rounded, with its unit."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhaven tier`: look after a shared tier from any machine that reaches its store."""
+"""`kvhaven tier`: maintenance of a shared tier from any machine with access to its store."""
 
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -21,13 +21,13 @@ _CLOSE_S = 5.0
 
 commands = typer.Typer(
     no_args_is_help=True,
-    help="Look after a shared tier, from any machine. Services may go on using it.",
+    help="Maintain a shared tier from any machine, while services use it.",
 )
 
 Url = Annotated[
-    str, typer.Argument(help="A path, fs://, s3:// or redis:// URL; default: remote_url.")
+    str, typer.Argument(help="Path, or fs://, s3:// or redis:// URL; default: remote_url.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 @commands.command()
 def usage(url: Url = "", *, as_json: AsJson = False) -> None:
-    """Show what the store holds, by namespace."""
+    """Show the usage of the store by namespace."""
     import msgspec  # noqa: PLC0415 - keeps other commands quick
 
     from kvhaven.tiers.shared import maintenance as tools  # noqa: PLC0415
@@ -54,13 +54,13 @@ def verify(
     url: Url = "",
     *,
     remove: Annotated[
-        bool, typer.Option("--remove", help="Remove damaged shards, for everybody.")
+        bool, typer.Option("--remove", help="Remove damaged shards, for all nodes.")
     ] = False,
 ) -> None:
-    """Read every byte of the store and check it. Exit status 1 if anything is wrong.
+    """Read and verify every byte of the store. Exit status 1 if there are problems.
 
-    Foreign files are reported and left alone. What is cut, flipped or misplaced would be
-    found by whoever reads it, too, and is never served.
+    Foreign files are reported and never removed. Nodes detect truncated, corrupt and misplaced
+    shards themselves when they read them, and never serve them.
     """
     from kvhaven.tiers.shared.maintenance import audit  # noqa: PLC0415
     from kvhaven.tiers.shared.store import blob_name  # noqa: PLC0415
@@ -80,7 +80,7 @@ def verify(
         return right, bytes_, wrong, removed
 
     right, bytes_, wrong, removed = _with_store(url, run)
-    typer.echo(f"{right} shards are right, {size_text(bytes_)}; {wrong} problems")
+    typer.echo(f"{right} shards verified, {size_text(bytes_)}; {wrong} problems")
     if removed:
         typer.echo(f"removed {removed} damaged shards")
     if wrong > removed:
@@ -92,22 +92,24 @@ def gc(
     url: Url = "",
     *,
     max_size: Annotated[
-        str, typer.Option(help="All shards together at most; default: max_remote_size.")
+        str, typer.Option(help="Size limit of all shards; default: max_remote_size.")
     ] = "",
     max_namespace_size: Annotated[
-        str, typer.Option(help="Each namespace; default: max_remote_namespace_size.")
+        str, typer.Option(help="Size limit of each namespace; default: max_remote_namespace_size.")
     ] = "",
     ttl_s: Annotated[
-        float | None, typer.Option(min=0, help="Unused for so long goes; default: remote_ttl_s.")
+        float | None,
+        typer.Option(min=0, help="Remove entries unused for this long; default: remote_ttl_s."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+        bool, typer.Option("--dry-run", help="Only print what would be removed.")
     ] = False,
 ) -> None:
-    """Remove what is too old or too much, the least recently used first, and old debris.
+    """Remove expired shards, the least recently used ones above the limits, and leftovers.
 
-    A directory is kept within its limits by the services that use it; this does it at once. A
-    bucket has nobody else to do so. Redis removes by itself.
+    Leftovers are old temporary files and files of an impossible size. Services enforce the limits
+    of a directory periodically; this command does so immediately. The limits of a bucket are
+    enforced only by this command. Redis expires and evicts by itself.
     """
     from kvhaven.config import load_settings  # noqa: PLC0415
     from kvhaven.tenants import quotas_of  # noqa: PLC0415
@@ -125,13 +127,16 @@ def gc(
     async def run(store: "SharedStore") -> "Removed":
         if store.name == "redis":
             raise ConfigError(
-                "Redis removes by itself: set its maxmemory and maxmemory-policy, and remote_ttl_s"
+                "Redis expires and evicts by itself; set its maxmemory and maxmemory-policy, and "
+                "remote_ttl_s"
             )
         return await tools.collect(store, limits, dry_run=dry_run)
 
     done = _with_store(url, run)
     if not limits.any:
-        typer.echo("no limit is set (--max-size, --max-namespace-size, --ttl-s): only old debris")
+        typer.echo(
+            "no limit is set (--max-size, --max-namespace-size, --ttl-s): removing leftovers only"
+        )
     _tell("would remove" if dry_run else "removed", done)
 
 
@@ -140,17 +145,19 @@ def rm(
     url: Url = "",
     *,
     namespace: Annotated[
-        str, typer.Option(help="A namespace's digest, or its first digits, as `usage` shows them.")
+        str, typer.Option(help="Digest of a namespace, or its first digits, as shown by `usage`.")
     ] = "",
     tenant: Tenant = "",
-    everything: Annotated[bool, typer.Option("--all", help="All namespaces and tenants.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove all namespaces and tenants.")
+    ] = False,
 ) -> None:
-    """Remove a namespace, a tenant, or all, for every node. Who asks for it computes it again."""
+    """Remove a namespace, a tenant, or all, for all nodes. Later requests compute the KV again."""
     from kvhaven.tiers.shared import maintenance as tools  # noqa: PLC0415
     from kvhaven.tiers.shared.store import tenant_of as owner_of  # noqa: PLC0415
 
     if bool(namespace or tenant) == everything:
-        raise KVHavenError("say what to remove: --namespace, --tenant, or --all")
+        raise KVHavenError("specify what to remove: --namespace, --tenant, or --all")
     owner = tenant_of(tenant) if tenant else None
 
     async def run(store: "SharedStore") -> "Removed":
@@ -159,7 +166,7 @@ def rm(
         chosen = [space for space in spaces if space.startswith(namespace.lower()[:16])]
         if namespace and len(chosen) != 1:
             raise KVHavenError(
-                f"{len(chosen)} namespaces begin with {namespace!r}; there are "
+                f"{len(chosen)} namespaces start with {namespace!r}; known: "
                 f"{', '.join(spaces) or 'none'}"
             )
         found = [folder for folder in folders if folder.partition(".")[0] in chosen]
@@ -171,7 +178,7 @@ def rm(
 
 
 def _with_store(url: str, work: "Callable[[SharedStore], Awaitable[T]]") -> T:
-    """Open the store at `url` (default: that of the settings) and return what `work` returns."""
+    """Open the store at `url` (default: `remote_url`) and return the result of `work`."""
     import asyncio  # noqa: PLC0415
 
     from kvhaven.config import load_settings  # noqa: PLC0415
@@ -199,12 +206,12 @@ def _one_url(url: str, settings: "Settings") -> str:
             urls = parse_urls(url).split()
         except ValueError as error:
             raise ConfigError(
-                f"{redacted(url)!r} is no place of a shared tier: {error}; allowed: a path, "
+                f"{redacted(url)!r} is not a shared tier: {error}; allowed: a path, "
                 f"fs:///path, s3://bucket/prefix, redis://host:port"
             ) from error
     if len(urls) != 1:
-        there = ", ".join(redacted(one) for one in urls) or "none is set"
-        raise ConfigError(f"say which shared tier; of remote_url: {there}")
+        there = ", ".join(redacted(one) for one in urls) or "none"
+        raise ConfigError(f"specify one shared tier as URL; remote_url has: {there}")
     return urls[0]
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How engines and people talk to the node service."""
+"""Clients of the node service, for engines and for administration."""

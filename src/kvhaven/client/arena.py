@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's mapping of the arena, and its preparation for a rank's copies."""
+"""A client's mapping of the arena, and its registration with a rank's device."""
 
 import logging
 import os
@@ -15,15 +15,15 @@ from kvhaven.protocol import SegmentInfo
 logger = logging.getLogger(__name__)
 
 _PREFAULT_PIECE = 64 << 20
-"""Page tables are filled in pieces, so that new memory is registered before the rest of them."""
+"""Bytes of page tables filled in one step, so that new memory is registered before the rest."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """A device's registration of host memory, by address and size; by default none is needed.
+    """A device's registration of host memory, by address and size; by default it does nothing.
 
-    Both functions are called from a thread of the arena while copies run. `register` may take
-    0.1 s a GB. `unregister` is called with the arguments of an earlier `register`.
+    A thread of the arena calls both functions while copies run. `register` may take 0.1 s per GB.
+    `unregister` is called with the arguments of an earlier `register`.
     """
 
     register: Callable[[int, int], None] = lambda _address, _size: None
@@ -32,7 +32,7 @@ class HostMemory:
 
 @dataclass(eq=False)
 class _Prepared:
-    """A mapped segment: how much of it is allocated, ready for copies, and prefaulted, in bytes."""
+    """A mapped segment, with the bytes that are allocated, ready for copies, and prefaulted."""
 
     segment: MappedSegment
     lock_byte: int
@@ -42,12 +42,12 @@ class _Prepared:
 
 
 class MappedArena:
-    """The arena of one service as a rank has it; `address_of` turns a place into an address.
+    """The arena of one service as mapped by a rank; `address_of` turns a place into an address.
 
-    All of it is mapped from the beginning. A thread registers what the service has allocated with
-    the device, step by step, and calls `on_ready(segment, lock byte, bytes)` after each step: the
-    service uses this rank only there. Then the thread fills page tables, which only makes copies
-    faster.
+    All of it is mapped from the beginning. As the service allocates memory, a thread registers it
+    with the device, step by step, and calls `on_ready(segment, lock byte, bytes)` after each step:
+    the service uses this rank only in that memory. Then the thread fills page tables, which only
+    makes copies faster.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MappedArena:
         self._memory = memory
         self._on_ready = on_ready
         self._changed = threading.Condition()
-        # All below is guarded by `_changed`, except for what only the thread changes.
+        # All below is guarded by `_changed`, except for the fields that only the thread changes.
         self._segments = {
             info.index: _Prepared(segment, info.lock_byte, info.usable)
             for info, segment in zip(infos, segments, strict=True)
@@ -74,34 +74,35 @@ class MappedArena:
 
     @property
     def lock_bytes(self) -> tuple[int, ...]:
-        """The bytes of its segments that are locked while it is mapped."""
+        """The lock bytes of its segments, which are locked while it is mapped."""
         return tuple(prepared.lock_byte for prepared in self._segments.values())
 
     def address_of(self, segment: int, offset: int, length: int) -> int:
-        """Return the address of a place. Raises `ArenaError` when it is not in the segment."""
+        """Return the address of a place. Raises `ArenaError` if it lies outside of the segment."""
         prepared = self._segments.get(segment)
         if prepared is None:
-            raise ArenaError(f"segment {segment} was never mapped")
+            raise ArenaError(f"arena: segment {segment} is not mapped")
         if offset < 0 or offset + length > prepared.usable:
             raise ArenaError(
-                f"{offset}+{length} is outside segment {segment}, which has {prepared.usable} bytes"
+                f"arena: {offset}+{length} is outside of segment {segment}; expected an end of at "
+                f"most {prepared.usable} bytes"
             )
         return prepared.segment.address + offset
 
     @property
     def ready(self) -> bool:
-        """Whether this rank has reported to be ready for all that it knows to be allocated."""
+        """Whether this rank has reported all memory that it knows to be allocated as ready."""
         return all(prepared.ready == prepared.usable for prepared in self._segments.values())
 
     def grown(self, segment: int, usable: int) -> None:
-        """Note how much of a segment the service has allocated; less than before is ignored."""
+        """Note the allocated bytes of a segment; a value smaller than before is ignored."""
         with self._changed:
             prepared = self._segments[segment]
             prepared.usable = max(usable, prepared.usable)
             self._changed.notify()
 
     def close(self) -> threading.Thread:
-        """Unregister and unmap, in the thread that is returned; no copy may be running."""
+        """Unregister and unmap in the thread that is returned; no copy may be running."""
         with self._changed:
             self._closing.set()
             self._changed.notify()
@@ -120,7 +121,7 @@ class MappedArena:
         close_all([prepared.segment for prepared in self._segments.values()])
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for something to do; None: to end."""
+        """Wait for the next step; return None when the arena is closed."""
         with self._changed:
             while not self._closing.is_set():
                 for index, prepared in self._segments.items():
@@ -151,11 +152,11 @@ class MappedArena:
 
 
 def map_arena(infos: Sequence[SegmentInfo], descriptors: list[int]) -> list[MappedSegment]:
-    """Map every segment and close the descriptors, also on failure. Raises `ArenaError`."""
+    """Map every segment and close the descriptors, even on failure. Raises `ArenaError`."""
     mapped: list[MappedSegment] = []
     try:
         for info in infos[: len(descriptors)]:
-            # `map` takes its descriptor over, also when it fails.
+            # `map` takes ownership of its descriptor, even if it fails.
             descriptor = descriptors.pop(0)
             segment = MappedSegment.map(
                 info.index, descriptor, info.size, info.lock_byte, info.usable
@@ -168,7 +169,7 @@ def map_arena(infos: Sequence[SegmentInfo], descriptors: list[int]) -> list[Mapp
         close_descriptors(descriptors)
     if len(mapped) < len(infos):
         close_all(mapped)
-        raise ArenaError(f"{len(infos)} segments were announced, fewer descriptors came")
+        raise ArenaError(f"arena: {len(infos)} segments announced, but fewer descriptors received")
     return mapped
 
 
@@ -180,7 +181,7 @@ def close_all(segments: list[MappedSegment]) -> None:
 
 
 def close_descriptors(descriptors: list[int]) -> None:
-    """Close descriptors that came over the socket."""
+    """Close descriptors that were received over the socket."""
     for descriptor in descriptors:
         os.close(descriptor)
     descriptors.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions that people and tests ask a service: one connection, one answer at a time."""
+"""The admin client: requests of people and tests to a service, one at a time."""
 
 import contextlib
 import itertools
@@ -37,10 +37,10 @@ _GRACE_S = 5.0
 
 
 class Control:
-    """A blocking connection, made by `connect`.
+    """A blocking connection to a service, created by `connect`.
 
-    Every method raises `ServiceUnavailableError` when no answer comes in time, and
-    `KVHavenError` with the service's reason when it refuses.
+    Every method raises `ServiceUnavailableError` if the service does not answer in time, and
+    `KVHavenError` with the service's reason if it refuses.
     """
 
     def __init__(self, sock: socket.socket, address: str, timeout_s: float) -> None:
@@ -67,15 +67,16 @@ class Control:
     ) -> Cleared:
         """Drop a namespace (empty: all) from a tier (empty: from memory and the node's disk).
 
-        With `tenant`, only what is that tenant's; a service of a version that knows no tenants
-        would drop all, so it is not even asked.
+        With `tenant`, drop only that tenant's chunks; the request is not sent to a service whose
+        version does not support tenants, because that service would drop all chunks.
+
         A shared tier may take minutes: wait `wait_s` seconds for it. It is cleared for all nodes.
         """
         timeout_s = self._timeout_s if wait_s is None else wait_s
         if tenant and not self._features & TENANTS:
             raise KVHavenError(
-                f"the service at {self._address} is of a version that knows no tenants, and would "
-                "clear everything: restart it with this version"
+                f"the service at {self._address}: its version does not support tenants and would "
+                "clear the chunks of all of them; restart it with this version"
             )
         request = Clear(next(self._ids), namespace, tier, tenant)
         return self._ask(request, Cleared, timeout_s)
@@ -83,18 +84,18 @@ class Control:
     def limit(
         self, tenant: TenantId, memory: int | None = None, disk: int | None = None
     ) -> Limited:
-        """Give a tenant other quotas in bytes; `NO_LIMIT` is none at all, None leaves one alone."""
+        """Set a tenant's quotas in bytes; `NO_LIMIT` removes a quota, None keeps it."""
         return self._ask(Limit(next(self._ids), tenant, memory, disk), Limited, self._timeout_s)
 
     def flush(self, wait_s: float) -> int:
-        """Wait until what is resident is stored in the tiers; return what is left undone."""
+        """Wait until resident chunks are stored in the tiers; return the number of writes left."""
         request = Flush(next(self._ids), int(wait_s * 1000))
         return self._ask(request, Flushed, wait_s + _GRACE_S).outstanding
 
     def _ask(self, request: Message, wanted: type[M], timeout_s: float) -> M:
         self._socket.settimeout(timeout_s)
         try:
-            with contextlib.suppress(BrokenPipeError):  # its reason may still be there to read
+            with contextlib.suppress(BrokenPipeError):  # the reason may still be readable
                 self._socket.sendall(encode(request))
             answer = self._receive()
         except TimeoutError as error:
@@ -103,13 +104,14 @@ class Control:
             ) from error
         except OSError as error:
             raise ServiceUnavailableError(
-                f"the service at {self._address} went away: {error.strerror or error}"
+                f"lost the service at {self._address}: {error.strerror or error}"
             ) from error
         if isinstance(answer, Refused):
             raise KVHavenError(answer.reason)
         if not isinstance(answer, wanted):
             raise ProtocolError(
-                f"{self._address}: {type(answer).__name__} instead of {wanted.__name__}"
+                f"the service at {self._address} sent {type(answer).__name__}; expected "
+                f"{wanted.__name__}"
             )
         return answer
 
@@ -117,14 +119,16 @@ class Control:
         while not self._received:
             data = self._socket.recv(1 << 20)
             if not data:
-                raise ServiceUnavailableError(f"{self._address}: the service closed the connection")
+                raise ServiceUnavailableError(
+                    f"the service at {self._address} closed the connection"
+                )
             self._received.extend(decode_service(body) for body in self._reader.feed(data))
         return self._received.popleft()
 
 
 @contextmanager
 def connect(address: str, timeout_s: float = 5.0) -> Iterator[Control]:
-    """Connect to the service at `address`. Raises `ServiceUnavailableError`."""
+    """Connect to the service at `address`. Raises `ServiceUnavailableError` if none answers."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(timeout_s)
         try:

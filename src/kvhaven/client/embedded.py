@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting the private service of an engine, by whichever side comes first."""
+"""The start of an engine's private service, by the first of the engine's processes."""
 
 import contextlib
 import hashlib
@@ -27,7 +27,7 @@ _DATA_PARALLEL = re.compile(r"_dp\d+$")
 
 
 class _Reply(msgspec.Struct, frozen=True):
-    """What the service says when it listens (no error), or why it does not."""
+    """The service's report after its start: no error, or the reason why it cannot listen."""
 
     error: str = ""
     passing: bool = False
@@ -36,7 +36,7 @@ class _Reply(msgspec.Struct, frozen=True):
 def embedded_address(settings: Settings, engine_id: str) -> str:
     """Return the socket of an engine's private service.
 
-    All data-parallel replicas of an engine share one: their suffix is left out.
+    All data-parallel replicas of an engine share one: the address ignores their suffix.
     """
     engine = _DATA_PARALLEL.sub("", engine_id)
     name = hashlib.sha256(engine.encode()).hexdigest()[:16]
@@ -44,7 +44,7 @@ def embedded_address(settings: Settings, engine_id: str) -> str:
 
 
 class EmbeddedService:
-    """Starts the service unless somebody did; several processes may try at once.
+    """Starts the service unless one is running; several processes may try concurrently.
 
     A lock file lets one of them start it while the others wait.
     """
@@ -54,10 +54,10 @@ class EmbeddedService:
         self._address = address
 
     def ensure(self) -> None:
-        """Return once a service listens, after `_START_S` seconds at most.
+        """Return once a service listens, after at most `_START_S` seconds.
 
-        Raises `RefusedError` when it says that it cannot be started as it is set, and
-        `ServiceUnavailableError` when trying again may help.
+        Raises `RefusedError` if its settings do not allow it to start, and
+        `ServiceUnavailableError` if a retry may help.
         """
         prepare_directory(self._address)
         if listens(self._address):
@@ -79,10 +79,10 @@ class EmbeddedService:
             [sys.executable, "-m", "kvhaven.service"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the engine, which lets the service go
+            start_new_session=True,  # Ctrl-C ends the engine, and the service ends after it
             cwd="/",
         )
-        # What we start forks the service and ends at once; its group is the service's, too.
+        # The process forks the service, in the same process group, and ends immediately.
         threading.Thread(target=process.wait, name="kvhaven-wait", daemon=True).start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -99,7 +99,7 @@ class EmbeddedService:
             said = process.stdout.readline()
         if not said:
             raise ServiceUnavailableError(
-                "the embedded node service ended at once; its reason stands in the log above"
+                "the embedded node service ended before it listened; the log above has its reason"
             )
         reply = msgspec.json.decode(said, type=_Reply)
         if reply.passing:

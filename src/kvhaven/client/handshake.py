@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first messages of a member's connection."""
+"""The handshake: the first messages of a member's connection."""
 
 import os
 import socket
@@ -35,11 +35,11 @@ _DESCRIPTORS_MOST = 16
 
 
 class RefusedError(KVHavenError):
-    """The service does not take us, or cannot be started; the message says what to change."""
+    """The service refuses this member, or cannot start; the message names the setting to change."""
 
 
 class Greeted(NamedTuple):
-    """What came of a handshake. `early` are messages that came with the last answer."""
+    """Result of a handshake. `early` are messages that were received with the last answer."""
 
     welcome: Welcome
     answer: Attached
@@ -50,9 +50,9 @@ class Greeted(NamedTuple):
 def shake_hands(
     sock: socket.socket, attach: AttachRank | AttachScheduler, reader: FrameReader
 ) -> Greeted:
-    """Say who we are and wait for the answer, 30 s longer than a scheduler waits for its ranks.
+    """Send `attach` and wait for the answer, 30 s longer than a scheduler waits for its ranks.
 
-    The descriptors are the caller's to close. Raises `RefusedError`, `IncompleteEngineError`,
+    The caller closes the descriptors. Raises `RefusedError`, `IncompleteEngineError`,
     `ProtocolError`, `ServiceUnavailableError` or `OSError`.
     """
     if peer_uid(sock) != os.geteuid():
@@ -67,7 +67,7 @@ def shake_hands(
         welcome, _ = _receive(sock, reader, descriptors, Welcome, _ANSWER_S)
         _send(sock, encode(attach), _ANSWER_S)
         answer, early = _receive(sock, reader, descriptors, Attached, _ANSWER_S + waiting_s)
-    except BaseException:  # whatever it was, the descriptors must not leak
+    except BaseException:  # after any error, the descriptors must not leak
         close_descriptors(descriptors)
         raise
     return Greeted(welcome, answer, descriptors, early)
@@ -85,7 +85,7 @@ def _receive(
     wanted: type[M],
     timeout_s: float,
 ) -> tuple[M, list[ServiceMessage]]:
-    """Return the next message, which must be a `wanted` one, and what came behind it."""
+    """Return the next message, which must be a `wanted` one, and the messages after it."""
     end = time.monotonic() + timeout_s
     while True:
         sock.settimeout(max(0.001, end - time.monotonic()))
@@ -102,5 +102,7 @@ def _receive(
         if isinstance(first, Refused):
             raise (IncompleteEngineError if first.passing else RefusedError)(first.reason)
         if not isinstance(first, wanted):
-            raise ProtocolError(f"{type(first).__name__} instead of {wanted.__name__}")
+            raise ProtocolError(
+                f"the service sent {type(first).__name__}; expected {wanted.__name__}"
+            )
         return first, early

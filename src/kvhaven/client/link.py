@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member's connection to the service, kept up by a thread; nobody ever waits for it."""
+"""A member's connection to the service, kept up by a thread; callers never wait for it."""
 
 import contextlib
 import logging
@@ -34,36 +34,37 @@ _UNSENT_LIMIT = 8 << 20
 _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 2.0
 _REFUSED_MOST_S = 30.0
-"""Being refused, or starting a service in vain, costs more than finding nobody there."""
+"""Longest pause after a refusal or a failed start of a service, which cost more than a failed
+connection."""
 _RECEIVE_BYTES = 256 << 10
 
 
 class Listener(Protocol):
-    """What a link tells its owner, always from the link's thread."""
+    """Callbacks from a link to its owner, always in the link's thread."""
 
     def greeting(self) -> AttachRank | AttachScheduler:
-        """Who we are; asked for each connection."""
+        """Return the attach message; called for each connection."""
 
     def attached(self, service: str, answer: Attached, descriptors: list[int]) -> None:
-        """The service took us (again). The descriptors are the listener's to close."""
+        """Handle an accepted connection, first or repeated. The listener closes `descriptors`."""
 
     def received(self, message: ServiceMessage) -> None:
-        """A message came that is not the link's own business."""
+        """Handle a message other than an acknowledgement."""
 
     def detached(self) -> None:
-        """The connection is gone; what was asked will not be answered."""
+        """Handle the loss of the connection; pending requests will not be answered."""
 
 
 class Link:
-    """Connects, says who we are, and does so again whenever the connection is lost.
+    """A connection to the service that attaches again whenever it is lost.
 
-    `post` and `post_reliable` may be called from any thread and never block: what the
-    socket does not take at once is sent by the link's thread. Without a connection `post`
-    drops the message and says so. Reliable messages are kept until the service has
-    acknowledged them and are sent again after a reconnect; the service drops repetitions.
-    When another service answers than before, they are void and forgotten.
+    `post` and `post_reliable` may be called from any thread and never block: the link's thread
+    sends the part that the socket does not take immediately. Without a connection, `post` drops the
+    message and returns False. Reliable messages are kept until the service has acknowledged them
+    and are sent again after a reconnect; the service drops duplicates. When another service answers
+    than before, they are void and dropped.
 
-    `ensure_service` is called when nobody listens at the address; it takes bounded time.
+    `ensure_service` is called if no process listens at the address; it takes bounded time.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class Link:
 
     @property
     def up(self) -> bool:
-        """Whether the service has taken us and the connection stands."""
+        """Whether the service has accepted this member and the connection is open."""
         return self._up
 
     @property
     def closing(self) -> threading.Event:
-        """Set once `close` was called: what prepares a later start has no use any more."""
+        """Set once `close` was called, so that preparations of a later start can stop."""
         return self._closing
 
     @property
@@ -110,10 +111,10 @@ class Link:
     def start(self, timeout_s: float) -> None:
         """Start the thread and wait for the first attach.
 
-        Raises `KVHavenError` when the service refused us (its reason says what to change);
-        the link is closed then. Raises `ServiceUnavailableError` when nothing answered in
-        time, or `IncompleteEngineError` when it lies with the engine's other processes; the link
-        goes on trying, so the caller may carry on without.
+        Raises `KVHavenError` if the service refuses this member (the message names the setting to
+        change); then the link is closed. Raises `ServiceUnavailableError` if no service answers in
+        time, or `IncompleteEngineError` if the engine's other processes are the cause; then the
+        link keeps retrying, so the caller may continue without a cache.
         """
         self._thread.start()
         if not self._first_try.wait(timeout_s):
@@ -128,7 +129,7 @@ class Link:
             raise refusal
 
     def post(self, message: Message) -> bool:
-        """Send a message; False when there is no connection or it does not take any more."""
+        """Send a message; return False without a connection, or if too much is unsent."""
         frame = encode(message)
         with self._lock:
             if not self._up or len(self._unsent) > _UNSENT_LIMIT:
@@ -137,10 +138,9 @@ class Link:
         return True
 
     def post_reliable(self, make: Callable[[int], Reliable], service: str) -> None:
-        """Send a message that must arrive as long as `service` lives; `make` takes its seq.
+        """Send a message that must arrive as long as `service` lives; `make` takes its `seq`.
 
-        Another service has no use for it: generations and tickets would mean something else
-        there.
+        Another service never gets it: generations and lease ids would mean something else there.
         """
         with self._lock:
             if service != self._service or self._closing.is_set():
@@ -152,7 +152,7 @@ class Link:
                 self._send(frame)
 
     def close(self, flush_s: float = 1.0) -> bool:
-        """Send what waits, `flush_s` at most, and end the thread; return whether it ended."""
+        """Flush for at most `flush_s` seconds, then end the thread; return whether it ended."""
         end = time.monotonic() + flush_s
         while self._up and self._outbox and time.monotonic() < end:
             time.sleep(0.005)
@@ -162,7 +162,7 @@ class Link:
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
         if self._thread.is_alive():
-            return False  # it is starting a service; it ends when that has ended
+            return False  # the thread is still starting a service, and ends after that
         self._close_pipe()
         return True
 
@@ -173,7 +173,7 @@ class Link:
         while not self._closing.is_set():
             try:
                 self._connect()
-            except Exception as error:  # noqa: BLE001 - nobody else would try again
+            except Exception as error:  # noqa: BLE001 - only this thread retries
                 self._complain(error)
                 self._closing.wait(pause)
                 refused = isinstance(error, RefusedError | IncompleteEngineError)
@@ -181,7 +181,7 @@ class Link:
                 continue
             pause = _RETRY_FIRST_S
             if self._complaint:
-                logger.warning("the node service at %s is there", self._address)
+                logger.warning("attached to the node service at %s", self._address)
             self._complaint, self._refusal = "", None
             self._first_try.set()
             try:
@@ -192,13 +192,13 @@ class Link:
             self._disconnect()
 
     def _complain(self, error: Exception) -> None:
-        """Log a reason once, as long as it stays the same; the first refusal is `start`'s."""
+        """Log a reason once until it changes; the first refusal is raised by `start`."""
         reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
         if not self._first_try.is_set() and isinstance(error, RefusedError | IncompleteEngineError):
             self._refusal = error
             self._first_try.set()
         if reason != self._complaint and not self._closing.is_set():
-            logger.warning("no node service at %s for now: %s", self._address, reason)
+            logger.warning("no node service at %s, retrying: %s", self._address, reason)
         self._complaint = reason
 
     def _connect(self) -> None:
@@ -224,7 +224,7 @@ class Link:
             self._handle(message)
 
     def _reach(self) -> socket.socket:
-        """Return a socket that is connected; starts a service if nobody listens."""
+        """Return a connected socket; start a service if no process listens."""
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             return _connected(self._address)
         self._ensure_service()
@@ -244,7 +244,7 @@ class Link:
                     elif events & selectors.EVENT_READ:
                         data = sock.recv(_RECEIVE_BYTES)
                         if not data:
-                            raise ConnectionResetError("it closed the connection")
+                            raise ConnectionResetError("the service closed the connection")
                         for body in self._reader.feed(data):
                             self._handle(decode_service(body))
                 with self._lock:
@@ -289,12 +289,12 @@ class Link:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            # The thread sees the same error when it reads, and reconnects.
+            # The thread gets the same error when it reads, and reconnects.
             self._unsent.clear()
 
     def _wake(self) -> None:
         if self._wake_write >= 0:
-            with contextlib.suppress(BlockingIOError):  # it has been woken already
+            with contextlib.suppress(BlockingIOError):  # the thread is already woken
                 os.write(self._wake_write, b"\0")
 
     def _close_pipe(self) -> None:
@@ -305,9 +305,9 @@ class Link:
                 self._wake_read = self._wake_write = -1
 
     def abandon_in_child(self) -> None:
-        """Let go of the connection in a forked child, which has no thread to serve it.
+        """Close the connection in a forked child, which has no thread to serve it.
 
-        Else the service would believe the parent to be connected as long as the child lives.
+        Otherwise the service would consider the parent connected as long as the child lives.
         """
         self._lock = threading.Lock()  # another thread of the parent may have held it
         self._closing.set()
@@ -334,7 +334,7 @@ def _connected(address: str) -> socket.socket:
     try:
         sock.settimeout(5.0)
         sock.connect(address)
-    except BaseException:  # whatever it was, the socket must not leak
+    except BaseException:  # after any error, the socket must not leak
         sock.close()
         raise
     return sock

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's client: maps the arena, reserves space for saves, reports copies that ended."""
+"""A rank's client: maps the arena, reserves space for saves, reports finished copies."""
 
 import functools
 import itertools
@@ -35,19 +35,19 @@ from kvhaven.types import NO_TENANT, Checksum, ChunkKey, ShardTable, TenantId
 logger = logging.getLogger(__name__)
 
 _UNMAP_S = 5.0
-"""How long `close` waits for an arena to be unregistered and unmapped; else it ends with us."""
+"""Seconds for which `close` waits for an arena to be unmapped; else it ends with the process."""
 _READY_POLL_S = 0.001
 _PROBE_EVERY_S = 1.0
 _QUICK_S = 0.05
-"""A slow service that answers within this is asked again."""
+"""A slow service that answers within this many seconds counts as recovered."""
 
 
 class RankGrant(NamedTuple):
-    """This rank's part in a chunk that its engine saves; it is committed or aborted.
+    """This rank's part of a chunk that its engine saves; it must be committed or aborted.
 
-    The part is to write all shards of this rank, or none: another rank writes the same ones.
-    Then too the chunk is only seen when this rank has committed, because only this rank
-    knows whether its loads went well, and so whether what all ranks computed is right.
+    The rank writes all its shards of the chunk, or none if another rank writes the same ones. In
+    that case, too, the chunk becomes visible only after this rank has committed, because only this
+    rank knows whether its loads succeeded, and so whether the KV that all ranks computed is right.
     """
 
     key: ChunkKey
@@ -57,15 +57,15 @@ class RankGrant(NamedTuple):
     0 if there is nothing to write.
     """
     generation: int
-    """What `commit` must repeat."""
+    """The generation of the extent; `commit` repeats it."""
     service: str
-    """Whose arena it is."""
+    """The service whose arena holds the extent."""
     writes: bool = True
-    """Whether the shards are to be written."""
+    """Whether this rank writes the shards."""
 
 
 class Reservation:
-    """An answer that is awaited; see `RankClient.reserve`."""
+    """A pending request for space; see `RankClient.reserve`."""
 
     def __init__(self, keys: Sequence[ChunkKey], asked: float) -> None:
         self.keys = keys
@@ -76,14 +76,14 @@ class Reservation:
 
 
 _abandoned: list[MappedArena] = []
-"""Arenas that a device may still touch: kept until the process ends."""
+"""Arenas that a device may still access: kept until the process ends."""
 
 
 class RankClient:
-    """One rank's side of the service. Only `grants` waits, with a deadline.
+    """One rank's client of the service. In an engine's step, only `grants` waits, to a deadline.
 
-    `memory` registers the arena with the device, in a thread of the arena; nothing waits for it.
-    The service neither offers nor grants what is not registered yet.
+    `memory` registers the arena with the device, in a thread of the arena; no call waits for it.
+    The service neither offers nor grants memory that is not registered yet.
     """
 
     def __init__(
@@ -96,19 +96,19 @@ class RankClient:
     ) -> None:
         held = ShardTable(attach.shards)
         self.shard_offsets = held.offsets
-        """Where each shard of this rank starts, in bytes from its first one."""
+        """Bytes from this rank's first shard to the start of each of its shards."""
         self.span_bytes = max(
             (at + shard.payload_bytes for at, shard in zip(held.offsets, held.shards, strict=True)),
             default=0,
         )
-        """From the start of this rank's first shard to the end of its last."""
+        """Bytes from the start of this rank's first shard to the end of its last."""
         self._attach = attach
         self._memory = memory
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         # All below is guarded by the lock; `service` and figures may be read without it.
         self._reservations: dict[int, Reservation] = {}
-        self._holding: set[int] = set()  # generations that are not committed or aborted yet
+        self._holding: set[int] = set()  # generations that are not yet committed or aborted
         self._arenas: dict[str, MappedArena] = {}
         self._replaced: list[MappedArena] = []
         self._slow = False
@@ -124,9 +124,9 @@ class RankClient:
         return self._link.closing
 
     def identify(self, fields: Mapping[str, str]) -> None:
-        """Take the namespace's fields, where these were not known from the beginning.
+        """Set the namespace's fields, if they were not known from the beginning.
 
-        Before `start`: until then nothing is reserved.
+        Called before `start`: until then no space is reserved.
         """
         digest = namespace_digest(fields)
         with self._lock:
@@ -141,8 +141,8 @@ class RankClient:
     def abandon(self) -> None:
         """Disconnect, and leave the memory mapped and registered: a copy may still be running.
 
-        The lock that shows the mapping to the service stays with it, so that the service gives
-        the memory to nobody else before this process has ended.
+        The lock that shows the mapping to the service stays with it, so that the service does not
+        reuse the memory before this process has ended.
         """
         self._link.close()
         with self._lock:
@@ -151,7 +151,7 @@ class RankClient:
     def close(self) -> None:
         """Disconnect and unmap; no copy may be running."""
         if not self._link.close():
-            return  # its thread may still map an arena; all goes with the process
+            return  # the link's thread may still map an arena; the process's end unmaps all
         with self._lock:
             arenas = [*self._arenas.values(), *self._replaced]
             self._arenas.clear()
@@ -161,13 +161,14 @@ class RankClient:
 
     @property
     def up(self) -> bool:
-        """Whether the service can be asked now."""
+        """Whether the service is connected."""
         return self._link.up
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until this rank is ready for all that it knows to be allocated, and was heard.
+        """Wait until all memory known to be allocated is ready and the service has been told.
 
-        Engines do not wait: they have misses until then. Benchmarks and tests begin with hits.
+        Engines do not wait: they have misses until then. Benchmarks and tests need hits from the
+        start.
         """
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
@@ -178,15 +179,15 @@ class RankClient:
         return False
 
     def arena(self, service: str) -> MappedArena | None:
-        """Return the arena of that service, as long as it is mapped."""
+        """Return the arena of a service, as long as it is mapped."""
         return self._arenas.get(service)
 
     def keep_arenas(self, services: frozenset[str]) -> None:
-        """Unmap the arenas of earlier services which are not among those in use.
+        """Unmap the arenas of earlier services that are not in `services`.
 
         No copy from or to them may be running.
         """
-        if len(self._arenas) < 2:  # noqa: PLR2004 - only the present one: the usual case
+        if len(self._arenas) < 2:  # noqa: PLR2004 - only the present arena: the usual case
             return
         with self._lock:
             stale = [s for s in self._arenas if s not in services and s != self.service]
@@ -201,12 +202,11 @@ class RankClient:
         save: int,
         tenant: TenantId = NO_TENANT,
     ) -> Reservation | None:
-        """Ask for space for a tenant's consecutive chunks; None if the service is away or slow.
+        """Request space for a tenant's consecutive chunks; None if the service is away or slow.
 
-        There is none for those beyond the first `MOST_ITEMS`.
-
-        `save` is the number of the save, the same on all ranks and used for no other. A slow
-        service is asked for nothing once a second, to see whether it has recovered.
+        Chunks beyond the first `MOST_ITEMS` get none. `save` is the number of the save, the same on
+        all ranks and unique to it. Once a second, a slow service gets an empty request, to see
+        whether it has recovered.
         """
         now = time.monotonic()
         if self._slow:
@@ -219,7 +219,7 @@ class RankClient:
         return self._ask(Reserve(0, parent or b"", wanted, save, tenant), keys, now)
 
     def grants(self, reservation: Reservation, deadline: float) -> list[RankGrant | None]:
-        """Wait for an answer until `deadline` (`time.monotonic`), then do without.
+        """Wait for an answer until `deadline` (`time.monotonic`); without one, return no grants.
 
         A service that did not answer in time counts as slow until it answers quickly.
         """
@@ -235,7 +235,7 @@ class RankClient:
         return [None] * len(reservation.keys)
 
     def commit(self, done: Sequence[tuple[RankGrant, Sequence[Checksum]]]) -> None:
-        """Report parts that are done, with the checksums of the shards that were to be written."""
+        """Report finished parts, with the checksums of the shards that this rank had to write."""
         for service in {grant.service for grant, _ in done}:
             pairs = [pair for pair in done if pair[0].service == service]
             chunks = [(grant.key, grant.generation, checksums) for grant, checksums in pairs]
@@ -245,7 +245,7 @@ class RankClient:
         self._let_go([grant for grant, _ in done])
 
     def abort(self, grants: Sequence[RankGrant]) -> None:
-        """Give grants up; no copy into them may be running."""
+        """Return grants without committing; no copy into them may be running."""
         for service in {grant.service for grant in grants}:
             chunks = [(g.key, g.generation) for g in grants if g.service == service]
             for part in batches(chunks, MOST_ITEMS):
@@ -258,7 +258,7 @@ class RankClient:
             self._link.post_reliable(functools.partial(Loaded, lease_ids=part), service)
 
     def model_changed(self, model: ModelState) -> None:
-        """Tell the engine's scheduler what the model holds now, through the service."""
+        """Send the content of the model to the engine's scheduler, through the service."""
         with self._lock:
             self._attach = msgspec.structs.replace(self._attach, model=model)
             service = self.service
@@ -267,7 +267,7 @@ class RankClient:
     # --- called by the link -----------------------------------------------------------------
 
     def greeting(self) -> AttachRank:
-        """Say who we are, and which grants we got: the service ends all others."""
+        """Return the attach message with the grants that are held: the service ends all others."""
         with self._lock:
             self._said = self._attach.model
             return msgspec.structs.replace(self._attach, holding=tuple(self._holding))
@@ -281,8 +281,8 @@ class RankClient:
             for segment in answer.segments:
                 known.grown(segment.index, segment.usable)
         else:
-            # Other locks: we were taken for gone before we had mapped anything. What proves
-            # from now on that we live are the new ones.
+            # Other locks: the service considered this rank gone before it had mapped anything.
+            # From now on, the new locks prove that this process lives.
             segments = map_arena(answer.segments, descriptors)
             say_ready = functools.partial(self._say_ready, service)
             arena = MappedArena(service, answer.segments, segments, self._memory, say_ready)
@@ -296,11 +296,11 @@ class RankClient:
             self.service = service
             self._slow = False
             model, said = self._attach.model, self._said
-        if model != said:  # it changed between the greeting and the answer
+        if model != said:  # the model changed between the greeting and the answer
             self._post_model(model, service)
 
     def received(self, message: ServiceMessage) -> None:
-        """Hand an answer to who waits for it; one that comes too late is given back."""
+        """Pass an answer to its reservation; abort the grants of one that comes too late."""
         if isinstance(message, Grown):
             self._arenas[self.service].grown(message.segment, message.usable)
         if not isinstance(message, Granted):
@@ -320,7 +320,7 @@ class RankClient:
         self.abort([grant for grant in grants if grant is not None])
 
     def detached(self) -> None:
-        """Nothing will be answered: who waits goes on without."""
+        """End all pending reservations without grants: they will not be answered."""
         with self._lock:
             reservations = list(self._reservations.values())
             self._reservations.clear()
@@ -330,7 +330,7 @@ class RankClient:
     # --- helpers ----------------------------------------------------------------------------
 
     def _ask(self, request: Reserve, keys: Sequence[ChunkKey], now: float) -> Reservation | None:
-        """Send a request under an id of its own."""
+        """Send a request under a new id."""
         reservation = Reservation(keys, now)
         with self._lock:
             id_ = next(self._ids)

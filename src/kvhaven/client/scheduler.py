@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's client: asks for leases, and answers from a local table."""
+"""The scheduler's client: requests leases, and answers lookups from a local table."""
 
 import enum
 import functools
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _PROBE_EVERY_S = 1.0
 _LATE_BEFORE_SLOW = 2
 _LATE_MOST = 1024
-"""Tickets given up whose answers are still awaited, to see how late they come."""
+"""Most lease ids given up whose answers are still awaited, to measure how late they come."""
 
 
 class LeasedChunks(msgspec.Struct, frozen=True):
@@ -50,18 +50,18 @@ class LeasedChunks(msgspec.Struct, frozen=True):
     extents: Sequence[tuple[int, int]]
     sources: bytes
     offsets: tuple[int, ...]
-    """Where the first shard of each rank starts in an extent, in bytes; its others follow."""
+    """Bytes from an extent's start to each rank's first shard; the rank's other shards follow."""
 
 
 class Outcome(enum.Enum):
-    """What the table says of a ticket that has no lease to offer."""
+    """The state of a lookup that has no lease."""
 
     PENDING = "pending"
     MISS = "miss"
 
 
 class _Question:
-    """A ticket's state."""
+    """The state of one lookup."""
 
     __slots__ = ("answered", "asked", "lease", "promoting")
 
@@ -73,10 +73,10 @@ class _Question:
 
 
 class SchedulerClient:
-    """Leases for one engine. `look_up` and the others never block; answers come by a thread.
+    """Leases for one engine. Only `start`, `wait` and `close` block; a thread receives the answers.
 
-    A ticket's life: `ask`, then `look_up` until it is no longer pending, then either
-    `dispatched` (the ranks have it and will end it), or `release`. A lease survives the loss
+    Life of a lease id: `ask`, then `look_up` until it is no longer pending, then either
+    `dispatched` (the ranks have it and will end the lease) or `release`. A lease survives the loss
     of the connection, and of the service.
     """
 
@@ -101,14 +101,14 @@ class SchedulerClient:
         # All below is guarded by the lock; `service` and figures may be read without it.
         self._news = threading.Condition(self._lock)
         self._questions: dict[int, _Question] = {}
-        self._late: dict[int, float] = {}  # when the ticket was asked for
+        self._late: dict[int, float] = {}  # time of the request by lease id
         self._offsets: tuple[int, ...] = ()
         self._slow_answers = 0
         self._next_probe = 0.0
         self.service = ""
         self.namespace = b""
         self.models: Mapping[int, ModelState] = {}
-        """What each rank's model holds, by rank; replaced as a whole, never changed."""
+        """The content of each rank's model, by rank; replaced as a whole, never changed."""
         self.deadlines_missed = 0
         self._link = Link(address, self, ensure_service=ensure_service)
 
@@ -122,21 +122,21 @@ class SchedulerClient:
         self._link.start(timeout_s)
 
     def close(self) -> None:
-        """Release what is left and disconnect."""
+        """Release all open leases and disconnect."""
         with self._lock:
-            open_tickets = list(self._questions)
-        self.release(open_tickets)
+            open_leases = list(self._questions)
+        self.release(open_leases)
         if self._link.close():
             close_all(self._mapping)
 
     @property
     def responsive(self) -> bool:
-        """Whether asking makes sense: attached, and the last answers came in time."""
+        """Whether the service is attached and its last answers came in time."""
         return self._link.up and self._slow_answers < _LATE_BEFORE_SLOW
 
     @property
     def services_in_use(self) -> frozenset[str]:
-        """The services in whose arenas a lease may lie, and the present one."""
+        """The services whose arenas may hold a lease, and the present one."""
         with self._lock:
             return frozenset(
                 {self.service}
@@ -148,15 +148,15 @@ class SchedulerClient:
             )
 
     def prefetch(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> None:
-        """Have what is stored below memory promoted, and the chain marked as used."""
+        """Request the promotion of chunks from the tiers, and mark the chain as used."""
         if keys and self.responsive:
             self._link.post(Prefetch(b"".join(keys[:MOST_KEYS]), tenant))
 
     def ask(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> int | None:
-        """Ask for a lease on the longest prefix of a tenant's `keys`; return its ticket.
+        """Request a lease on the longest prefix of a tenant's `keys`; return its lease id.
 
-        None when the service is away or slow: that is a miss, at once. Now and then one
-        question is sent to a slow service all the same, to see whether it has recovered.
+        Returns None, an immediate miss, if the service is away or slow. Once a second, one request
+        still goes to a slow service, to see whether it has recovered.
         """
         now = self._clock()
         if not self.responsive:
@@ -174,7 +174,7 @@ class SchedulerClient:
         return lease_id
 
     def look_up(self, lease_id: int) -> LeasedChunks | Outcome:
-        """Return the lease, or that it is pending, or that it is a miss (and over)."""
+        """Return the lease, or that it is pending, or that it is a miss, which ends the id."""
         with self._lock:
             question = self._questions.get(lease_id)
             if question is None:
@@ -198,7 +198,7 @@ class SchedulerClient:
         return Outcome.MISS
 
     def wait(self, lease_id: int, timeout_s: float) -> LeasedChunks | Outcome:
-        """Like `look_up`, but wait for news of a ticket that was not heard of yet."""
+        """Wait for the first news of a lease id, at most `timeout_s` seconds; then `look_up`."""
         with self._lock:
             question = self._questions.get(lease_id)
             if question is not None and not (question.answered or question.promoting):
@@ -206,12 +206,12 @@ class SchedulerClient:
         return self.look_up(lease_id)
 
     def dispatched(self, lease_id: int) -> None:
-        """The ranks are told to load; their acknowledgements end the lease."""
+        """Note that the ranks are told to load; their acknowledgements end the lease."""
         with self._lock:
             self._questions.pop(lease_id, None)
 
     def release(self, lease_ids: Sequence[int]) -> None:
-        """End leases that no rank was told of. Unknown tickets are fine."""
+        """End leases that were not passed to a rank. Unknown lease ids are ignored."""
         with self._lock:
             known = [lease_id for lease_id in lease_ids if self._questions.pop(lease_id, None)]
         if known:
@@ -220,20 +220,20 @@ class SchedulerClient:
     # --- called by the link -----------------------------------------------------------------
 
     def greeting(self) -> AttachScheduler:
-        """Say who we are."""
+        """Return the attach message."""
         return self._attach
 
     def attached(self, service: str, answer: Attached, descriptors: list[int]) -> None:
-        """Take the answer, and map the arena unless it is mapped under these locks already.
+        """Store the answer, and map the arena unless it is already mapped under these locks.
 
-        The mapping (its pages stay untouched) proves to the service that this process lives,
-        like a rank's mapping does.
+        The mapping (its pages stay untouched) proves to the service that this process lives, like a
+        rank's mapping.
         """
         if len(answer.offsets) != self._attach.world_size:
             close_descriptors(descriptors)
             raise ProtocolError(
-                f"the service knows the shards of {len(answer.offsets)} ranks, "
-                f"not {self._attach.world_size}"
+                f"the service sent the shards of {len(answer.offsets)} ranks; "
+                f"expected {self._attach.world_size}"
             )
         lock_bytes = tuple(segment.lock_byte for segment in answer.segments)
         if self._mapping and (service, lock_bytes) == (self.service, self._lock_bytes):
@@ -249,7 +249,7 @@ class SchedulerClient:
             self._offsets = answer.offsets
 
     def received(self, message: ServiceMessage) -> None:
-        """Enter an answer into the table; a late one that nobody wants has been released."""
+        """Enter an answer into the table; the lease of a late answer is already released."""
         if isinstance(message, RankModel):
             self.models = {**self.models, message.rank: message.model}
             return
@@ -283,10 +283,10 @@ class SchedulerClient:
                 )
 
     def detached(self) -> None:
-        """Nothing will be answered: open questions are misses now, and given back.
+        """Turn open lookups into misses and release them: they will not be answered.
 
-        Leases stand: the service keeps them as long as it sees that this process lives, and
-        memory of a service that has ended is written by nobody any more.
+        Leases remain: the service keeps them as long as it sees that this process lives, and
+        nothing writes to the memory of a service that has ended.
         """
         with self._lock:
             void = [t for t, question in self._questions.items() if not question.answered]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unix sockets and what surrounds them: their directory, their locks, who is at the other end."""
+"""Unix sockets: their directories, lock files, and the user at the other end."""
 
 import contextlib
 import errno
@@ -32,15 +32,15 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def prepare_directory(address: str) -> None:
-    """Make the directory of a socket, for this user alone, or check the one that is there.
+    """Create the directory of a socket, for this user alone, or check an existing one.
 
-    Raises `KVHavenError` when the path is too long for a socket, or when others could put
-    files of theirs there, as in a directory in /tmp that another user was quick to make.
+    Raises `KVHavenError` if the path is too long for a socket, or if other users could put files
+    there, such as in a directory in /tmp that another user created first.
     """
     if len(os.fsencode(address)) > ADDRESS_BYTES:
         raise KVHavenError(
-            f"{address} is too long for a unix socket ({len(os.fsencode(address))} bytes, "
-            f"{ADDRESS_BYTES} are allowed): set runtime_dir to a shorter path"
+            f"{address} is too long for a unix socket (got {len(os.fsencode(address))} bytes); "
+            f"expected at most {ADDRESS_BYTES} bytes. Set runtime_dir to a shorter path"
         )
     directory = Path(address).parent
     try:
@@ -48,19 +48,20 @@ def prepare_directory(address: str) -> None:
         status = directory.stat()
     except OSError as error:
         raise KVHavenError(
-            f"{directory} cannot hold a socket: {error.strerror or error}; set runtime_dir"
+            f"{directory} cannot hold a socket: {error.strerror or error}. Set runtime_dir to "
+            "another directory"
         ) from error
     shared = status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX
     if status.st_uid not in {0, os.geteuid()} or shared:
         raise KVHavenError(
             f"{directory} belongs to user {status.st_uid} with mode "
-            f"{stat.S_IMODE(status.st_mode):o}, so others could answer there in our place: "
-            "remove it, or set runtime_dir to a directory of your own"
+            f"{stat.S_IMODE(status.st_mode):o}, so another user could run a false service there. "
+            "Remove it, or set runtime_dir to a directory of your own"
         )
 
 
 def listens(address: str) -> bool:
-    """Whether somebody listens at `address`, be it too busy to take us now."""
+    """Return whether a process listens at `address`, even if it is too busy to accept now."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_S)
         try:
@@ -76,11 +77,11 @@ def listens(address: str) -> bool:
 def lock_file(
     path: str, wait_s: float = 0.0, *, in_vain: Callable[[], bool] = lambda: False
 ) -> Iterator[bool]:
-    """Hold the lock file at `path`, which is removed at the end; yields whether we hold it.
+    """Hold the lock file at `path`, and remove it at the end; yield whether the lock is held.
 
-    Waits `wait_s` seconds, or until `in_vain` says that it is not needed any more. The lock
-    goes with the process, however it ends; what is left then is an unlocked file. Raises
-    `KVHavenError` when the file cannot be made.
+    Waits up to `wait_s` seconds, or until `in_vain` returns True because the lock is no longer
+    needed. The kernel drops the lock with the process, however it ends; then an unlocked file
+    remains. Raises `KVHavenError` if the file cannot be created.
     """
     end = time.monotonic() + wait_s
     while (descriptor := _try_lock(path)) is None:
@@ -96,11 +97,11 @@ def lock_file(
 
 
 def _try_lock(path: str) -> int | None:
-    """Lock the file that is at `path` now: one that its last holder has removed is no lock."""
+    """Lock the file at `path`; return None if it is locked, or its last holder removed it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise KVHavenError(f"{path} cannot be made: {error.strerror or error}") from error
+        raise KVHavenError(f"{path} cannot be created: {error.strerror or error}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # noqa: PTH116 - as fstat

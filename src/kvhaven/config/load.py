@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the settings of `config.settings` come from, and every check.
+"""Loading of settings: sources are merged and every value is checked.
 
-`load_settings` merges, first match wins: vLLM's `kv_connector_extra_config`, environment
-variables `KVHAVEN_<NAME>`, a YAML file (`KVHAVEN_CONFIG_FILE`), LMCache's variables and file, the
-defaults. What is unknown, malformed or contradictory is refused at start; nothing is ignored
-in silence. How a value is written (sizes, switches, paths) is `config.values`; where it is found is
-`config.sources`, and for LMCache's settings `config.lmcache`.
+`load_settings` merges its sources; the first one that has a value wins: vLLM's
+`kv_connector_extra_config`, environment variables `KVHAVEN_<NAME>`, a YAML file
+(`KVHAVEN_CONFIG_FILE`), LMCache's variables and file, the defaults. Unknown, malformed and
+contradictory settings are refused at start; none is ignored silently. `config.values` parses
+values (sizes, switches, paths), `config.sources` reads the sources, `config.lmcache` those of
+LMCache.
 """
 
 import os
@@ -30,7 +31,7 @@ from kvhaven.config.values import (
 
 
 class SettingRow(msgspec.Struct, frozen=True):
-    """One setting as it is shown. `value` is masked if it is a secret."""
+    """One setting as it is displayed. `value` is masked if it is a secret."""
 
     name: str
     value: str | int | float | bool | None
@@ -41,11 +42,11 @@ class SettingRow(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """Settings and where each came from.
+    """Settings, and the origin of each.
 
     An origin is an environment variable's name, `kv_connector_extra_config`, `<file>:<line>`
-    (`LMCache's <file>:<line>`) or `default`. `notes` are sentences about settings that are given
-    but have no effect, for the log at start.
+    (`LMCache's <file>:<line>`) or `default`. `notes` are sentences for the log at start, about
+    settings that are set but have no effect.
     """
 
     settings: Settings
@@ -63,7 +64,7 @@ class Resolved(msgspec.Struct, frozen=True):
 
 
 def setting_infos() -> tuple[SettingInfo, ...]:
-    """Name, kind, default and documentation of every setting."""
+    """Return name, kind, default and documentation of every setting."""
     return _INFOS
 
 
@@ -75,13 +76,13 @@ def load_settings(
     """Merge all sources into checked settings.
 
     `extra` is vLLM's `kv_connector_extra_config`; its keys are plain or start with `kvhaven.`.
-    `environ` defaults to the process's environment; `yaml_file` goes before
+    `environ` defaults to the process's environment. `yaml_file` takes precedence over
     `KVHAVEN_CONFIG_FILE`.
 
-    Raises `ConfigError`, which names the key, where it came from, its value and what is
-    allowed, for anything unknown, malformed, out of range or contradictory, also where a
-    source with precedence hides it. Of LMCache's settings only those that count are checked:
-    what is right there may be wrong here, and setting ours is the way out.
+    Raises `ConfigError` if a setting is unknown, malformed, out of range or contradictory, even
+    if a source with precedence overrides it. The message names the key, its origin, its value and
+    the allowed values. Of LMCache's settings only those that take effect are checked: a value
+    that is valid in LMCache may be invalid here, and users can then set KVHaven's setting.
     """
     names = [info.name for info in _INFOS]
     environ = os.environ if environ is None else environ
@@ -105,9 +106,9 @@ def load_settings(
 
 
 def check_value(name: str, raw: RawValue) -> Value:
-    """Return a setting's value by itself. Raises `ConfigError` if it is not allowed.
+    """Return the parsed value of one setting, regardless of all others.
 
-    That is also a legal value elsewhere that cannot be had here yet; it says what to do instead.
+    Raises `ConfigError` if the value is not allowed, or not supported yet.
     """
     info = _BY_NAME[name]
     value = parse_value(info, raw)
@@ -120,7 +121,7 @@ _BY_NAME = {info.name: info for info in _INFOS}
 
 
 def refuse_what_comes_later(info: SettingInfo, value: object, raw: RawValue) -> None:
-    """Refuse what is a legal value elsewhere but not yet here, and say what to do instead."""
+    """Refuse a value that is not supported yet, with advice on alternatives."""
     advice = _NOT_YET.get((info.name, value))
     if advice is not None:
         refuse(info, raw, advice)
@@ -136,20 +137,21 @@ def cross_check(
         refuse(
             infos["write_queue_size"],
             raws["write_queue_size"],
-            f"waiting writes hold memory of the arena, and max_local_cpu_size is "
-            f"{format_size(arena)} ({where}); make the one smaller or the other larger",
+            f"queued writes occupy the arena, and max_local_cpu_size is "
+            f"{format_size(arena)} ({where}); decrease write_queue_size or increase "
+            f"max_local_cpu_size",
         )
 
 
 def notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
-    """Name the settings that are given but have no effect beside the others."""
+    """Return sentences about settings that are set but have no effect with the others."""
     found = []
     if settings.service_address is not None:
         own = [name for name in _SERVICE_ONLY if name in raws]
         if own:
             found.append(
-                f"service_address is set, so the service's own settings count and not "
-                f"{', '.join(own)} of this engine"
+                f"service_address is set, so the service's own settings apply instead of this "
+                f"engine's {', '.join(own)}"
             )
     if settings.local_disk is None:
         disk = [name for name in _DISK_ONLY if name in raws]
@@ -208,11 +210,11 @@ _SERVICE_ONLY = (
 )
 _NOT_YET: dict[tuple[str, object], str] = {
     ("discard_partial_chunks", False): (
-        "incomplete chunks cannot be kept yet; leave it out, and take a smaller chunk_size to "
-        "lose fewer tokens at a prompt's end"
+        "incomplete chunks are not supported yet; omit the setting, and set a smaller chunk_size "
+        "to lose fewer tokens at a prompt's end"
     ),
     ("local_cpu", False): (
-        "every chunk passes through host memory, so it cannot be off; to use little of it set "
-        "max_local_cpu_size (for example 512MiB), to save nothing set force_skip_save"
+        "every chunk passes through host memory, so it cannot be disabled; to use little memory "
+        "set max_local_cpu_size (for example 512MiB), to save nothing set force_skip_save"
     ),
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting there is: its type, its default, what it does and what it may be.
+"""Definitions of all settings: type, default, description and allowed values.
 
-`config` finds their values and checks them.
+`config.load` reads and checks their values.
 """
 
 import os
@@ -16,10 +16,10 @@ from kvhaven.config.values import duration, quotas, setting, size, switch
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every setting with its default. Sizes are bytes, paths absolute.
+    """All settings with their defaults. Sizes are in bytes, paths are absolute.
 
-    Make one with `load_settings`, which checks; directly in tests. It travels to the embedded
-    service as JSON (`msgspec.json`).
+    `load_settings` creates and checks an instance; only tests create one directly. The engine
+    passes it to an embedded service as JSON (`msgspec.json`).
     """
 
     chunk_size: Annotated[
@@ -33,15 +33,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 256
     discard_partial_chunks: Annotated[
-        bool, setting("Discard the incomplete chunk at a prompt's end. It is always on.", "true")
+        bool, setting("Discard the incomplete chunk at a prompt's end. Cannot be disabled.", "true")
     ] = True
     save_decode_cache: Annotated[
-        bool, switch("Also keep the KV of generated tokens, not only of prompts.")
+        bool, switch("Also save the KV of generated tokens, not only of prompts.")
     ] = False
     device: Annotated[
         str,
         setting(
-            "Kind of device that holds the engine's KV; auto: the kind of the KV tensors.",
+            "Device type that holds the engine's KV; auto: the device type of the KV tensors.",
             "auto, hpu, cuda, rocm, xpu, cpu, or a device of an installed package",
             choices=("auto", "hpu", "cuda", "rocm", "xpu", "cpu"),
             plugins=plugins.DEVICES,
@@ -50,43 +50,45 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     load_mode: Annotated[
         Literal["auto", "sync", "async"],
         setting(
-            "When loads run: before the forward (sync), between steps (async), or whichever suits "
-            "the platform (auto).",
+            "When loads run: before the forward pass (sync), between steps (async), or the "
+            "platform's default (auto).",
             "auto, sync or async",
         ),
     ] = "auto"
     format: Annotated[
         Literal["auto", "paged", "portable"],
         setting(
-            "Format of shards: the device's own pages (paged), or one that engines on other "
-            "accelerators, with other block sizes or tensor-parallel degrees can read "
-            "(portable). auto: paged.",
+            "Format of shards: the device's own pages (paged), or a format that engines with "
+            "other accelerators, block sizes or tensor-parallel degrees can read (portable). "
+            "auto: paged.",
             "auto, paged or portable",
         ),
     ] = "auto"
     model_fingerprint: Annotated[
         str | None,
         setting(
-            "Name of the model's weights, instead of a digest of their content.",
-            "a text of 1 to 256 characters that only equal weights share, or none",
+            "Identifier of the model's weights, used instead of a digest of their content.",
+            "a string of 1 to 256 characters that only equal weights share, or none",
             least=1,
             most=256,
         ),
     ] = None
     priority_limit: Annotated[
         int | None,
-        setting("Save no KV of requests with a larger priority value.", "a whole number, or none"),
+        setting(
+            "Do not save KV of requests with a larger priority value.", "a whole number, or none"
+        ),
     ] = None
-    force_skip_save: Annotated[bool, switch("Save nothing; only load.")] = False
+    force_skip_save: Annotated[bool, switch("Load only; save nothing.")] = False
 
-    local_cpu: Annotated[bool, setting("Keep chunks in host memory. It is always on.", "true")] = (
-        True
-    )
+    local_cpu: Annotated[
+        bool, setting("Keep chunks in host memory. Cannot be disabled.", "true")
+    ] = True
     max_local_cpu_size: Annotated[
-        int, size("Size of the arena: host memory for chunks, shared by a service's engines.")
+        int, size("Size of the arena: host memory for chunks, shared by all engines of a service.")
     ] = 4 * GIB
     arena_strict: Annotated[
-        bool, switch("Refuse to start when memory is short, instead of using a smaller arena.")
+        bool, switch("Refuse to start if memory is insufficient, instead of using a smaller arena.")
     ] = False
     cache_policy: Annotated[
         str,
@@ -100,16 +102,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     verify_memory: Annotated[
         Literal["off", "sample", "always"],
         setting(
-            "Verify checksums of leased shards again: never (off), a sample after "
-            "replying (sample), "
-            "or all before replying (always).",
+            "Verify checksums of leased shards again: never (off), a sample after replying "
+            "(sample), or all before replying (always).",
             "off, sample or always",
         ),
     ] = "sample"
     copy_threads: Annotated[
         int,
         setting(
-            "Copy threads of each worker; 0: one for each core it may use, at most 4.",
+            "Copy threads of each worker; 0: one for each available core, at most 4.",
             "a whole number from 0 to 256",
             least=0,
             most=256,
@@ -136,34 +137,32 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     disk_direct_io: Annotated[
         Literal["auto", "on", "off"],
         setting(
-            "Bypass the page cache: where the filesystem supports it (auto), or "
-            "always (on: without "
-            "support there is no disk tier).",
+            "Bypass the page cache: if the filesystem supports it (auto), always (on: without "
+            "support the disk tier is disabled), or never (off).",
             "auto, on or off",
         ),
     ] = "auto"
     disk_write: Annotated[
         Literal["behind", "through"],
         setting(
-            "Whether chunks that wait to be written to disk may be evicted (behind), or stay in "
-            "memory until they are written (through).",
+            "Whether chunks queued for the disk may be evicted from memory (behind), or stay "
+            "there until they are written (through).",
             "behind or through",
         ),
     ] = "behind"
     disk_compression: Annotated[
         Literal["off", "zstd"],
         setting(
-            "Compress chunks on disk without loss (zstd) where it saves time. Both "
-            "forms are always "
-            "readable.",
+            "Compress chunks on disk losslessly (zstd) where it saves time. Compressed and "
+            "uncompressed chunks are always readable.",
             "off or zstd",
         ),
     ] = "off"
     disk_store_on: Annotated[
         Literal["first", "second"],
         setting(
-            "Write chunks to disk when they are computed (first), or when they are "
-            "used again (second).",
+            "Write chunks to disk when they are computed (first), or when they are used again "
+            "(second).",
             "first or second",
         ),
     ] = "first"
@@ -187,26 +186,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_remote_size: Annotated[
         int | None,
         size(
-            "Size limit of a shared directory; set it alike on all nodes. The least recently used "
-            "entries are deleted first. Default: no limit."
+            "Size limit of a shared directory; set the same value on all nodes. The least "
+            "recently used entries are deleted first. Default: no limit."
         ),
     ] = None
     max_remote_namespace_size: Annotated[
         int | None,
-        size("The same limit for each namespace (model, format and so on)."),
+        size("Size limit of each namespace (model, format, ...) in a shared directory."),
     ] = None
     tenant_remote: Annotated[
         str | None,
         quotas(
-            "Limit of a shared directory for each tenant; set it alike on all nodes. Default: no "
-            "limit."
+            "Limit of a shared directory for each tenant; set the same value on all nodes. "
+            "Default: no limit."
         ),
     ] = None
     remote_ttl_s: Annotated[
         float | None,
         duration(
-            "Delete entries of a shared directory, or of Redis, that were unused for so long. "
-            "Default: never in a directory, after a day in Redis.",
+            "Delete entries of a shared directory or of Redis that were unused for this long. "
+            "Default: never in a directory, one day in Redis.",
             "seconds",
             most=10 * 365 * 86400,
             least=1,
@@ -214,7 +213,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     remote_write: Annotated[
         Literal["behind", "through", "off"],
-        setting("Like disk_write, for shared tiers; off: only read.", "behind, through or off"),
+        setting("Like disk_write, for shared tiers; off: read only.", "behind, through or off"),
     ] = "behind"
     remote_store_on: Annotated[
         Literal["first", "second"],
@@ -236,15 +235,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fill_faster_tiers: Annotated[
         bool,
         setting(
-            "Also write chunks that were read from a shared tier to the faster tiers.",
+            "Also write chunks read from a shared tier to the faster tiers.",
             "true or false",
         ),
     ] = True
     write_queue_size: Annotated[
         int | None,
         size(
-            "Limit of chunks that wait to be written to a tier; the oldest are "
-            "dropped. Default: an "
+            "Size limit of the chunks queued for a tier; the oldest are dropped. Default: an "
             "eighth of host memory, at least 64MiB, at most half.",
             "half of max_local_cpu_size",
         ),
@@ -252,7 +250,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     breaker_pause_s: Annotated[
         float,
         duration(
-            "How long a failing tier is not used before it is tried again.",
+            "Pause before a failing tier is tried again.",
             "seconds",
             most=3600,
             least=0.1,
@@ -270,7 +268,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     runtime_dir: Annotated[
         str | None,
         setting(
-            "Directory of sockets and locks; none: $XDG_RUNTIME_DIR/kvhaven, else "
+            "Directory of sockets and locks. Default: $XDG_RUNTIME_DIR/kvhaven, else "
             "/tmp/kvhaven-<user id>.",
             "a path, or none",
             kind="path",
@@ -279,20 +277,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     embedded_linger_s: Annotated[
         float,
         duration(
-            "How long an embedded service runs after its last engine has ended.",
+            "How long an embedded service runs after its last engine has exited.",
             "seconds",
             most=3600,
         ),
     ] = 2.0
     stop_deadline_s: Annotated[
         float,
-        duration("How long a service that stops may finish its writes.", "seconds", most=3600),
+        duration(
+            "How long a stopping service may spend on its pending writes.", "seconds", most=3600
+        ),
     ] = 10.0
 
     lookup_deadline_ms: Annotated[
         float,
         duration(
-            "Deadline of a lookup; without an answer it is a miss.", "milliseconds", most=600_000
+            "Deadline of a lookup; a late answer counts as a miss.", "milliseconds", most=600_000
         ),
     ] = 100.0
     promote_deadline_ms: Annotated[
@@ -306,7 +306,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     save_deadline_ms: Annotated[
         float,
         duration(
-            "Deadline of a reservation; without an answer the save is skipped.",
+            "Deadline of a reservation; after it the save is skipped.",
             "milliseconds",
             most=600_000,
         ),
@@ -314,14 +314,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     step_budget_ms: Annotated[
         float,
         duration(
-            "Time that KVHaven may wait in one scheduler step, for all requests together.",
+            "Time that KVHaven may wait in one scheduler step, for all requests in total.",
             "milliseconds",
             most=1000,
         ),
     ] = 2.0
 
     kv_events: Annotated[
-        bool, switch("Publish KV events for stored chunks, for cache-aware routers.")
+        bool, switch("Publish KV events about stored chunks, for cache-aware routers.")
     ] = True
     self_test: Annotated[bool, switch("Test copies on the device at start.")] = True
     log_level: Annotated[
@@ -331,16 +331,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def runtime_path(self) -> Path:
-        """The directory of sockets and locks, whether it is set or not; it may not exist yet."""
+        """The directory of sockets and locks, set or default; it may not exist yet."""
         if self.runtime_dir is not None:
             return Path(self.runtime_dir)
         if base := os.environ.get("XDG_RUNTIME_DIR"):
             return Path(base) / "kvhaven"
-        return Path(f"/tmp/kvhaven-{os.getuid()}")  # noqa: S108  its owner and mode are checked by who makes it
+        return Path(f"/tmp/kvhaven-{os.getuid()}")  # noqa: S108  its creator checks owner and mode
 
     @property
     def write_queue_bytes(self) -> int:
-        """Bytes that may wait for each tier, whether set or not."""
+        """Bytes that may be queued for each tier, set or default."""
         if self.write_queue_size is not None:
             return self.write_queue_size
         half = self.max_local_cpu_size // 2

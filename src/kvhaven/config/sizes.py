@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sizes are written."""
+"""Parsing and formatting of sizes."""
 
 import re
 
@@ -16,7 +16,7 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>[a-z]*)")
 
 
 def format_size(size: int) -> str:
-    """Write bytes in the largest unit that needs no more than two decimals: `20GiB`, `1.5MiB`."""
+    """Return bytes in the largest unit that needs at most two decimals: `20GiB`, `1.5MiB`."""
     for unit, factor in (("TiB", GIB << 10), ("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
         if size >= factor and size * 100 % factor == 0:
             return f"{size / factor:.2f}".rstrip("0").rstrip(".") + unit
@@ -24,9 +24,10 @@ def format_size(size: int) -> str:
 
 
 def parse_size(value: object) -> int:
-    """Return bytes. Plain numbers are GiB, as LMCache's are; GB is 1000 and GiB 1024 based.
+    """Return a size in bytes.
 
-    Raises `ValueError` with the reason.
+    Plain numbers are GiB, as in LMCache. `GB` is 1000-based, `GiB` and `Gi` are 1024-based.
+    Raises `ValueError` with the reason if it is not a size.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("not a size")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where settings are found: `kv_connector_extra_config`, `KVHAVEN_*`, a YAML file.
+"""Sources of settings: `kv_connector_extra_config`, `KVHAVEN_*` variables, a YAML file.
 
-Each source is read into raw values with their origin; unknown keys are refused here, with the
-nearest known one.
+Each source is read into raw values with their origins. Unknown keys are refused, with the most
+similar known key.
 """
 
 import difflib
@@ -27,13 +27,13 @@ NOT_SETTINGS = {
     "KVHAVEN_SEED": "seed of the simulator and of random tests",
     "KVHAVEN_EVENTS": "number of events that the simulator runs",
 }
-"""Variables that start with `KVHAVEN_` and are no settings, with what they are for."""
+"""Variables that start with `KVHAVEN_` but are not settings, with their purpose."""
 
 RENAMED = {"remote_believe_s": "remote_lookup_ttl_s"}
-"""Settings by an earlier name. Sources may go on using it."""
+"""Former names of settings; sources may still use them."""
 
 NOT_SETTINGS_PREFIXES = ("KVHAVEN_TEST_", "KVHAVEN_BENCH_", "KVHAVEN_DEMO_")
-"""Variables for our own tests, benchmarks and demo."""
+"""Prefixes of variables for this project's tests, benchmarks and demo."""
 
 _SECRET_LIKE = re.compile(r"password|secret|token|credential|tenant|salt|key$", re.IGNORECASE)
 _SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?)")
@@ -42,7 +42,7 @@ _SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)(://.*)?|\d+|[\d.]+|[\da-fA-F:]
 
 
 class RawValue(msgspec.Struct, frozen=True):
-    """What a source said, unparsed, and where."""
+    """An unparsed value and its origin."""
 
     value: object
     origin: str
@@ -56,7 +56,7 @@ def read_sources(
 ) -> list[dict[str, RawValue]]:
     """Return the raw values of each source, the one with precedence first.
 
-    Raises `ConfigError` for unknown keys and for a YAML file that cannot be read.
+    Raises `ConfigError` for unknown and duplicate keys, and if the YAML file cannot be read.
     """
     sources = [_read_extra(names, extra or {}), _read_environ(names, environ)]
     if yaml_file is not None:
@@ -85,7 +85,7 @@ def _read_environ(names: Collection[str], environ: Mapping[str, str]) -> dict[st
     found: dict[str, RawValue] = {}
     for variable, value in environ.items():
         if not variable.startswith(ENV_PREFIX) or not value.strip():
-            continue  # an empty variable is one that is not set, as container files write it
+            continue  # container manifests leave variables empty to unset them
         name = _current(variable.removeprefix(ENV_PREFIX).lower())
         if name not in names and _is_no_setting(variable, value):
             continue
@@ -96,16 +96,17 @@ def _read_environ(names: Collection[str], environ: Mapping[str, str]) -> dict[st
 
 
 def _is_no_setting(variable: str, value: str) -> bool:
-    """Whether the variable is known to be for something else."""
+    """Whether the variable is known not to be a setting."""
     if variable in NOT_SETTINGS or variable.startswith(NOT_SETTINGS_PREFIXES):
         return True
     return is_service_link(variable.removeprefix(ENV_PREFIX), value)
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Whether Kubernetes made a variable; `name` is without the prefix that is like ours.
+    """Whether Kubernetes set a variable; `name` excludes the prefix.
 
-    It sets variables for each service in a pod's namespace, and one may well be called kvhaven:
+    Kubernetes sets variables for each service in a pod's namespace, and a service may be called
+    `kvhaven`:
     https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
     """
     if _SERVICE_LINK.fullmatch(name):
@@ -124,7 +125,7 @@ def _read_yaml(names: Collection[str], path: Path, named_by: str) -> dict[str, R
 
 
 def _current(name: str) -> str:
-    """Return the name that a setting has now."""
+    """Return the current name of a setting."""
     return RENAMED.get(name, name)
 
 
@@ -136,10 +137,11 @@ def _refuse_second(found: Mapping[str, RawValue], name: str, origin: str) -> Non
 
 
 def read_yaml(path: Path, named_by: str) -> dict[str, RawValue]:
-    """Read a flat mapping; scalars stay text, so that `off` is no truth value and `1e3` no trap.
+    """Return the flat mapping of a YAML file, with scalars as strings.
 
-    `named_by` is who named the file. Raises `ConfigError` if it cannot be read, is no such
-    mapping, or has a key twice.
+    YAML would read `off` as a boolean and `1e3` as a string. `named_by` is the source of the
+    path, for messages. Raises `ConfigError` if the file cannot be read, is not a mapping, or has
+    a duplicate key.
     """
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -149,13 +151,13 @@ def read_yaml(path: Path, named_by: str) -> dict[str, RawValue]:
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"settings file {path} (named by {named_by}) is no YAML: {_without_text(error)}"
+            f"settings file {path} (named by {named_by}) is not valid YAML: {_without_text(error)}"
         ) from error
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(
-            f"settings file {path} (named by {named_by}) must hold lines such as chunk_size: 256"
+            f"settings file {path} (named by {named_by}) must contain lines such as chunk_size: 256"
         )
     found: dict[str, RawValue] = {}
     for key_node, value_node in root.value:
@@ -170,7 +172,7 @@ def read_yaml(path: Path, named_by: str) -> dict[str, RawValue]:
 
 
 def _without_text(error: Exception) -> str:
-    """Return what is wrong with a file, and where, but none of its lines: one may be secret."""
+    """Return the position and problem of a YAML error, without the text, which may be secret."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return str(error)
@@ -181,29 +183,29 @@ def _yaml_value(node: yaml.Node, path: Path) -> object:
         return None if node.tag == "tag:yaml.org,2002:null" else node.value
     if isinstance(node, yaml.MappingNode):
         return _yaml_mapping(node, path)
-    return yaml.safe_load(yaml.serialize(node))  # refused by the setting; shown in the message
+    return yaml.safe_load(yaml.serialize(node))  # refused and shown by the setting
 
 
 def _yaml_mapping(node: yaml.MappingNode, path: Path) -> dict[str, object]:
-    """Return a mapping below a setting; its keys may be secret (salts), so no error repeats one."""
+    """Return a setting's mapping. Keys may be secret (salts), so errors do not repeat them."""
     found: dict[str, object] = {}
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode) or key_node.value in found:
             raise ConfigError(
-                f"{path}:{key_node.start_mark.line + 1} has a key that was given before, or that "
-                "is no text; give each once"
+                f"{path}:{key_node.start_mark.line + 1}: the key is a duplicate or not a string; "
+                "give each key once"
             )
         found[key_node.value] = _yaml_value(value_node, path)
     return found
 
 
 def _check_known(names: Collection[str], name: str, key: str, value: object, where: str) -> None:
-    """Refuse a key that is no setting, and name the nearest that is, spelt as in this source."""
+    """Refuse an unknown key and name the most similar setting, spelled as in this source."""
     if name in names:
         return
     nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     spelt = [ENV_PREFIX + n.upper() if key.startswith(ENV_PREFIX) else n for n in nearest]
-    hint = f"did you mean {spelt[0]}?" if spelt else "nothing known is like it;"
+    hint = f"did you mean {spelt[0]}?" if spelt else "no known setting is similar;"
     raise ConfigError(
         f"unknown setting {key} = {_shown(key, value)} in {where}: {hint} "
         f"`kvhaven config show` lists all settings"
@@ -211,5 +213,5 @@ def _check_known(names: Collection[str], name: str, key: str, value: object, whe
 
 
 def _shown(key: str, value: object) -> str:
-    """Return a value as it may be repeated."""
+    """Return a value for a message, masked if it may be secret."""
     return MASK if _SECRET_LIKE.search(key) else repr(value)

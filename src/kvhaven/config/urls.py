@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""URLs in settings: how they are written, and shown without what is secret in them."""
+"""URLs in settings: parsing, and masking of the secrets in them."""
 
 import os
 import re
@@ -14,37 +14,37 @@ _SECRETS = re.compile(
 
 
 DIRECTORIES = ("fs", "file")
-"""Schemes of URLs that are directories."""
+"""URL schemes of directories."""
 
 
 def parse_urls(value: object) -> str:
-    """Return URLs separated by single spaces; a path is a `file` URL.
+    """Return URLs separated by single spaces; paths become `file` URLs.
 
-    Raises `ValueError` with the reason.
+    Raises `ValueError` with the reason if a URL is malformed.
     """
     if not isinstance(value, str):
-        raise ValueError("not a text")
+        raise ValueError("not a string")
     return " ".join(_parse_url(url) for url in value.split())
 
 
 def redacted(text: str) -> str:
-    """Return a text with the credentials of URLs in it masked."""
+    """Return a string with the credentials of its URLs masked."""
     return _SECRETS.sub(rf"\g<1>{MASK}", _CREDENTIALS.sub(MASK, text))
 
 
 def has_directory(urls: str) -> bool:
-    """Whether one of these URLs is a directory."""
+    """Whether any of these URLs is a directory."""
     return any(urlsplit(url).scheme.lower() in DIRECTORIES for url in urls.split())
 
 
 def _parse_url(url: str) -> str:
     if not url.isprintable():
-        raise ValueError("a URL has no such characters")
+        raise ValueError("a URL must not contain unprintable characters")
     if url.startswith(("/", "~")):
-        return f"file://{os.path.abspath(os.path.expanduser(url))}"  # noqa: PTH100, PTH111  a string that travels as JSON
+        return f"file://{os.path.abspath(os.path.expanduser(url))}"  # noqa: PTH100, PTH111  it is sent as JSON
     parts = urlsplit(url)
     if not parts.scheme or "://" not in url:
-        raise ValueError(f"{redacted(url)} is no URL, nor an absolute path")
+        raise ValueError(f"{redacted(url)} is neither a URL nor an absolute path")
     if parts.scheme in DIRECTORIES and (parts.netloc or not parts.path.strip("/")):
-        raise ValueError(f"{url} names no absolute path: write {parts.scheme}:///path")
+        raise ValueError(f"{url} has no absolute path; write {parts.scheme}:///path")
     return url

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a setting's value is written: sizes, switches, paths; and how it is shown."""
+"""Values of settings: annotations, parsing of sizes, switches and paths, and display."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from kvhaven.config.urls import parse_urls, redacted
 from kvhaven.errors import ConfigError
 from kvhaven.tenants import parse_quotas
 
-_MAX_SOCKET_BYTES = 107  # sun_path of unix(7) less its closing zero
+_MAX_SOCKET_BYTES = 107  # sun_path of unix(7) without its terminating null
 _SWITCH = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
@@ -27,9 +27,9 @@ Value = str | int | float | bool | None
 
 
 class SettingInfo(msgspec.Struct, frozen=True):
-    """What is known of a setting besides its value.
+    """Description of a setting.
 
-    `allowed` ends the sentence "allowed: ..."; the limits are those of `setting`.
+    `allowed` completes the sentence "allowed: ..."; for the limits see `setting`.
     """
 
     name: str
@@ -58,11 +58,11 @@ def setting(
     choices: tuple[str, ...] = (),
     plugins: str = "",
 ) -> msgspec.Meta:
-    """Annotate a field of the settings; `kind` is told by the type unless given.
+    """Annotate a field of the settings; `kind` defaults to the field's type.
 
-    `least` and `most` bound a number, or a text's length; `step` is what a number must be a
-    multiple of. `choices` are the words that a text may be, where its type does not say so;
-    packages may add others by entry points of the group `plugins`.
+    `least` and `most` bound a number or a string's length; a number must be a multiple of `step`.
+    `choices` are the allowed strings unless the type lists them. Packages may add choices by
+    entry points of the group `plugins`.
     """
     extra: dict[str, object] = {"allowed": allowed, "kind": kind, "secret": secret}
     extra |= {"choices": choices, "plugins": plugins}
@@ -71,12 +71,12 @@ def setting(
 
 
 def switch(doc: str) -> msgspec.Meta:
-    """Annotate a field that is on or off."""
+    """Annotate a boolean field."""
     return setting(doc, "true or false")
 
 
 def size(doc: str, most: str = "1PiB") -> msgspec.Meta:
-    """Annotate a field in bytes, from 1 MiB; `most` is 1 PiB, or what else bounds it in words."""
+    """Annotate a field in bytes, at least 1 MiB; `most` describes its upper limit."""
     allowed = (
         f"a size from 1MiB to {most}, such as 20GiB, 512MiB or 1.5GB, or a plain number of GiB"
     )
@@ -84,7 +84,7 @@ def size(doc: str, most: str = "1PiB") -> msgspec.Meta:
 
 
 def quotas(doc: str) -> msgspec.Meta:
-    """Annotate a field of bytes by tenant; its value is the text of a `Quotas`."""
+    """Annotate a field of bytes per tenant; its value is the string form of `Quotas`."""
     allowed = (
         "pairs SALT=SIZE separated by spaces or commas, or a mapping; tenant:0123456789abcdef "
         "stands for a salt, * for all others; a size is 20GiB, 512MiB or none; or none"
@@ -93,12 +93,12 @@ def quotas(doc: str) -> msgspec.Meta:
 
 
 def duration(doc: str, unit: str, most: float, least: float = 0) -> msgspec.Meta:
-    """Annotate a field that is a time in `unit`."""
+    """Annotate a field that is a duration in `unit`."""
     return setting(doc, f"{unit} from {least:g} to {most:g}", least=least, most=most)
 
 
 def settings_of(model: type[msgspec.Struct]) -> tuple[SettingInfo, ...]:
-    """Read the annotations of a settings model, whose fields all have defaults."""
+    """Return the annotations of a settings model, whose fields all have defaults."""
     hints = get_type_hints(model, include_extras=True)
     return tuple(
         _info(field.name, hints[field.name], field.default)
@@ -124,15 +124,15 @@ def _info(name: str, annotated: object, default: Value) -> SettingInfo:
 
 
 def parse_value(info: SettingInfo, raw: RawValue) -> Value:
-    """Turn what a source said into the setting's type, its range checked.
+    """Convert a raw value to the setting's type and check its range.
 
-    Raises `ConfigError` if it is not what the setting allows.
+    Raises `ConfigError` if the setting does not allow it.
     """
     value = raw.value.strip() if isinstance(raw.value, str) else raw.value
     if value is None or (isinstance(value, str) and value.lower() in {"", "none", "null"}):
         if info.optional:
             return None
-        refuse(info, raw, "a value is needed; leave the key out for the default")
+        refuse(info, raw, "a value is required; omit the key to use the default")
     try:
         parsed = _PARSERS[info.kind](info, value)
         _check_limits(info, parsed)
@@ -154,7 +154,7 @@ def _check_limits(info: SettingInfo, value: Value) -> None:
 
 
 def refuse(info: SettingInfo, raw: RawValue, reason: str = "") -> NoReturn:
-    """Raise the `ConfigError` that names the key, its source, its value and what is allowed."""
+    """Raise a `ConfigError` with the key, its origin, its value and the allowed values."""
     shown = MASK if info.secret or info.kind == "quotas" else repr(raw.value)
     if info.kind == "urls":
         shown = redacted(shown)
@@ -166,7 +166,7 @@ def refuse(info: SettingInfo, raw: RawValue, reason: str = "") -> NoReturn:
 
 
 def shown_value(info: SettingInfo, value: Value) -> tuple[Value, str]:
-    """Return a value for JSON and for reading, both masked if it is a secret."""
+    """Return a value for JSON and as text for display, both masked if it is a secret."""
     if info.secret and value is not None:
         return MASK, MASK
     if value is None:
@@ -203,12 +203,12 @@ def _parse_float(_info: SettingInfo, value: object) -> float:
 
 def _parse_text(_info: SettingInfo, value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError("not a text")
+        raise ValueError("not a string")
     return value
 
 
 def _parse_choice(info: SettingInfo, value: object) -> str:
-    if isinstance(value, bool):  # JSON's true, where "on" is meant
+    if isinstance(value, bool):  # JSON's true for "on"
         value = "on" if value else "off"
     by_lower = {choice.lower(): choice for choice in info.choices}
     lower = str(value).strip().lower()
@@ -228,11 +228,11 @@ def _parse_path(_info: SettingInfo, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("not a path")
     if "\0" in value:
-        raise ValueError("a path has no zero byte")
-    path = value.removeprefix("file://")  # LMCache's recipes write it so
+        raise ValueError("a path must not contain a null byte")
+    path = value.removeprefix("file://")  # LMCache's recipes use this form
     if "://" in path:
-        raise ValueError("a path is needed, not a URL")
-    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111  strings that travel as JSON
+        raise ValueError("expected a path, not a URL")
+    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111  it is sent as JSON
 
 
 def _parse_socket(info: SettingInfo, value: object) -> str:
@@ -245,7 +245,7 @@ def _parse_socket(info: SettingInfo, value: object) -> str:
 
 
 def _parse_quotas(_info: SettingInfo, value: object) -> str:
-    """Return quotas as a text with tenants' names: from here on nobody knows the salts."""
+    """Return quotas as a string with tenants' names, so that salts are not passed on."""
     quotas = parse_quotas(value)
     if not str(quotas):
         raise ValueError("no pairs")

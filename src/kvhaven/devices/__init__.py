@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices: copying blocks between device memory and the arena, behind one contract."""
+"""Devices: copies of blocks between device memory and the arena, behind one contract."""

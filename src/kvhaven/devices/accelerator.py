@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between makes of accelerators: a new one is one file that has this."""
+"""The backend contract of accelerators: all that differs between vendors, in one file for each."""
 
 from typing import Any, Protocol
 
@@ -8,11 +8,11 @@ from kvhaven.layouts import PagedLayout
 
 
 class AcceleratorBackend(Protocol):
-    """What differs between makes of accelerators. `StreamDevice` does all else.
+    """All that differs between accelerator vendors. `StreamDevice` does the rest.
 
-    `torch_api` is torch's module for it (`torch.cuda`, `torch.xpu`, `torch.hpu`), of which
-    streams, events and the current device are used. Every call comes with the device made
-    current by `select`.
+    `torch_api` is torch's module for the vendor (`torch.cuda`, `torch.xpu`, `torch.hpu`), whose
+    streams, events and current device are used. Before every call, `select` makes the device
+    current.
     """
 
     @property
@@ -29,15 +29,15 @@ class AcceleratorBackend(Protocol):
 
     @property
     def torch_api(self) -> Any:
-        """Torch's module of the same name for each make; they have no common type."""
+        """Torch's module for the vendor; these modules have no common type."""
 
     @property
     def stores_end_in_call(self) -> bool:
-        """Whether a store is waited for: the engine would not hear later that it has ended."""
+        """Whether `store` waits for its copy, because the engine could not report a later end."""
 
     @property
     def submits_in_thread(self) -> bool:
-        """Whether copies may be submitted from threads that are not the engine's."""
+        """Whether threads other than the engine's may submit copies."""
 
     @property
     def pins_staging(self) -> bool:
@@ -47,13 +47,13 @@ class AcceleratorBackend(Protocol):
         """Make a device the calling thread's current one."""
 
     def prepare_thread(self) -> None:
-        """Prepare a thread that belongs to the device, and not to the engine."""
+        """Prepare a thread that belongs to the device rather than to the engine."""
 
     def event(self) -> Any:
-        """Return a new event, for which a thread waits asleep where the make can do that."""
+        """Return a new event; a thread that waits for it sleeps if the vendor supports that."""
 
     def reaches(self, layout: PagedLayout, chunks: Chunks) -> bool:
-        """Return whether copies go straight to the chunks' host memory.
+        """Return whether copies go directly to the chunks' host memory.
 
         Others go through staging memory.
         """
@@ -61,16 +61,16 @@ class AcceleratorBackend(Protocol):
     def copy(
         self, layout: PagedLayout, chunks: Chunks, keep: list[object], *, to_host: bool
     ) -> None:
-        """Put the copy of chunks on the current stream.
+        """Submit the copy of chunks to the current stream.
 
-        Each has a payload `[layer][block][page]` in host memory, which stays valid until the
-        stream has passed the copy, and so does what is added to `keep`. Either `reaches` is
-        true of the chunks, and those of a load may have `SKIP`; or it is a single chunk
-        without, in staging memory. May raise anything; then a part of the copy may be under way.
+        Each has a payload `[layer][block][page]` in host memory, which stays valid until the stream
+        has passed the copy, as do the objects added to `keep`. Either `reaches` is true of the
+        chunks, and those of a load may have `SKIP`; or there is a single chunk without `SKIP`, in
+        staging memory. May raise any exception; then a part of the copy may be running.
         """
 
     def flush(self) -> None:
-        """Start what was only recorded so far, if this make records."""
+        """Start work that was only recorded so far, if the vendor's runtime records work."""
 
     def register(self, address: int, size: int) -> None:
         """`Device.register_host`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a device: it copies blocks between its memory and the arena, in order."""
+"""The device contract: ordered copies of blocks between device memory and the arena."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -8,7 +8,8 @@ from kvhaven.layouts import Layout
 from kvhaven.types import Checksum
 
 SKIP = -1
-"""In the block ids of a load: this block is not copied (the engine has it, or must not lose it)."""
+"""Block id in a load: this block is not copied (the engine already has it, or must keep its
+content)."""
 
 
 class MemoryFigures(NamedTuple):
@@ -19,68 +20,68 @@ class MemoryFigures(NamedTuple):
 
 
 class CopyJob(Protocol):
-    """A copy that was submitted. Its methods may be called from any thread."""
+    """A submitted copy. Its methods may be called from any thread."""
 
     @property
     def error(self) -> str:
-        """Why the copy failed; empty when it succeeded.
+        """Reason of the failure; empty if the copy succeeded.
 
-        After a failure nothing is known of the bytes it should have written. A failed copy may
-        still be under way: its memory is in use until `done`.
+        After a failure, the bytes that the copy should have written are undefined. A failed copy
+        may still be running: its memory is in use until `done`.
         """
 
     @property
     def checksums(self) -> Sequence[Checksum]:
-        """Of a store that is done without error: xxh3-128 of each shard's payload.
+        """The xxh3-128 of each shard's payload, for a store that has ended without error.
 
-        Chunk by chunk, and the shards of a chunk in order (the paged format has one). Computed
-        over the bytes that landed in host memory. Empty for loads, and before `done`.
+        Chunk by chunk, and the shards of a chunk in order (the paged format has one). Computed over
+        the bytes that landed in host memory. Empty for loads, and before `done`.
         """
 
     def done(self) -> bool:
-        """Return whether the copy has ended, well or not, and its results are there.
+        """Return whether the copy has ended, with or without error, and its results are available.
 
-        From then on neither the device nor any thread touches host or device memory for it.
-        Only then may the memory of either side be read, reused or given back. A job whose end
-        cannot be found out, because the device is lost, has an `error` and is never done.
+        From then on neither the device nor a thread accesses host or device memory for this copy.
+        Only then may the memory of either side be read, reused or freed. If the device is lost and
+        the end of the copy cannot be determined, the job has an `error` and is never done.
         """
 
     def wait(self, timeout_s: float) -> bool:
-        """Block this thread until `done`, at most `timeout_s` seconds; return `done`."""
+        """Block this thread until `done`, for at most `timeout_s` seconds; return `done`."""
 
 
 class Device(Protocol):
-    """One accelerator, or the host's CPU, as one rank of the engine uses it.
+    """One accelerator, or the host's CPU, as used by one rank of the engine.
 
-    Ordering, promised by every implementation:
+    Ordering guarantees of every implementation:
 
-    - A `store` reads its blocks after all work that was put on the caller's current stream
-      before the call (the compute that wrote them). A `load` writes its blocks after all such
-      work (the compute that last used them).
-    - After `forward_waits(job)`, work put on the caller's current stream runs after the copy.
+    - A `store` reads its blocks after all work that was submitted to the caller's current stream
+      before the call (the compute that wrote them). A `load` writes its blocks after all such work
+      (the compute that last used them).
+    - After `forward_waits(job)`, work submitted to the caller's current stream runs after the copy.
     - After `fence(jobs)`, the same holds for work on the current stream *and* for every later
-      `load`: blocks that a store still reads are overwritten by neither.
-    - Copies of one direction end in the order of their calls.
+      `load`: neither overwrites blocks that a store still reads.
+    - Copies in the same direction end in the order of their calls.
 
-    Failures: `store` and `load` raise `LayoutError` for bad arguments, before anything has begun,
-    and nothing else. Whatever fails later is the job's `error`, and the promises above hold for
-    a job that failed, too.
+    Failures: `store` and `load` raise `LayoutError` for invalid arguments, before anything is
+    copied, and no other exception. A later failure is reported as the job's `error`; the guarantees
+    above hold for failed jobs, too.
 
-    Not promised: any order between a `store` and a `load` without a fence, nor that a copy has
-    begun when the call returns, nor (where `synchronous` is false) that it has ended. No call
-    waits for the device except where it says so. A copy is never aborted half-way by another.
+    Not guaranteed: any order between a `store` and a `load` without a fence, nor that a copy has
+    begun when the call returns, nor (where `synchronous` is false) that it has ended. No call waits
+    for the device unless its docstring says so. A copy never aborts another copy.
 
-    `store`, `load`, `forward_waits` and `fence` are called from the engine's worker thread
-    only, because "current stream" is a matter of the calling thread.
+    `store`, `load`, `forward_waits` and `fence` are called from the engine's worker thread only,
+    because the "current stream" belongs to the calling thread.
     """
 
     @property
     def name(self) -> str:
-        """The word for it in settings and status: `cpu`, `cuda`."""
+        """Name of the device in settings and status: `cpu`, `cuda`."""
 
     @property
     def collective_backend(self) -> str:
-        """The backend of torch.distributed that serves it: `gloo`, `nccl`."""
+        """The torch.distributed backend for this device: `gloo`, `nccl`."""
 
     @property
     def synchronous(self) -> bool:
@@ -88,36 +89,36 @@ class Device(Protocol):
 
     @property
     def kernel_tag(self) -> str:
-        """What the inside of its pages depends on besides their shape; part of the layout."""
+        """Tag that distinguishes page layouts of equal shape; part of the layout's fingerprint."""
 
     def count(self) -> int:
-        """Return how many devices of this kind this process may use."""
+        """Return the number of devices of this kind that this process may use."""
 
     def current(self) -> int:
         """Return the index of the device that this object copies to and from."""
 
     def set_current(self, index: int) -> None:
-        """Copy to and from another device of this kind from now on, which becomes current.
+        """Copy to and from another device of this kind from now on, and make it current.
 
         Raises `IncompatibleEngineError` if there is no such device.
         """
 
     def memory(self) -> MemoryFigures:
-        """Return the current device's memory."""
+        """Return the memory of the current device."""
 
     def synchronize(self) -> None:
-        """Block until all work of the current device has ended, on every stream, and all copies.
+        """Block until all work of the current device, on every stream, and all copies have ended.
 
-        The host's part of copies included. Raises `DeviceCopyError` if a copy's end cannot be
-        found out.
+        This includes the host's part of copies. Raises `DeviceCopyError` if the end of a copy
+        cannot be determined.
         """
 
     def register_host(self, address: int, size: int) -> None:
         """Prepare `size` bytes of mapped host memory at `address` for fast copies.
 
-        Any thread may call it, while copies run and while the engine captures graphs. It may
-        take 0.1 s a GB. Makes no difference to what is correct: if it cannot be done, that is
-        logged, and copies are only slower. The memory stays mapped until `unregister_host`.
+        Any thread may call it, while copies run and while the engine captures graphs. It may take
+        0.1 s per GB. Correctness does not depend on it: if registration fails, the failure is
+        logged and copies are only slower. The memory stays mapped until `unregister_host`.
         """
 
     def unregister_host(self, address: int, size: int) -> None:
@@ -129,11 +130,11 @@ class Device(Protocol):
         """Copy chunks from device memory to host memory, and compute their checksums.
 
         `blocks[i]` are the block ids of chunk `i`, `targets[i]` the host address of its first
-        shard; further shards follow every `layout.shard_stride(len(blocks[i]))` bytes, so that
-        a chunk takes `layout.payload_bytes(len(blocks[i]))` bytes. What lies between shards is
-        not written. What a shard's payload is, the layout's class says. Targets must not
-        overlap. Raises `LayoutError` before anything is copied if the lengths differ or a block
-        id is not one of the layout.
+        shard; further shards follow every `layout.shard_stride(len(blocks[i]))` bytes, so that a
+        chunk takes `layout.payload_bytes(len(blocks[i]))` bytes. Gaps between shards are not
+        written. The layout's class defines the payload of a shard. Targets must not overlap. Raises
+        `LayoutError` before anything is copied if the lengths differ or a block id is outside of
+        the layout.
         """
 
     def load(
@@ -141,16 +142,16 @@ class Device(Protocol):
     ) -> CopyJob:
         """Copy chunks from host memory to device memory: the inverse of `store`.
 
-        Blocks with the id `SKIP` are left out; the others keep their place in the payload. No
-        other byte of device memory is written. A block must not occur twice in a call. Raises
+        Blocks with the id `SKIP` are left out; the others keep their place in the payload. No other
+        byte of device memory is written. A block must not occur twice in a call. Raises
         `LayoutError` as `store` does.
         """
 
     def forward_waits(self, job: CopyJob) -> None:
         """Let later work of the current stream wait for a job.
 
-        Blocks this thread until the copy is submitted, and until it has ended where a failure
-        left nothing else to wait for. Raises `DeviceCopyError` if its end cannot be found out.
+        Blocks this thread until the copy is submitted, or until it has ended if a failure left no
+        event to wait for. Raises `DeviceCopyError` if the end of the copy cannot be determined.
         """
 
     def fence(self, jobs: Sequence[CopyJob]) -> None:
@@ -160,14 +161,14 @@ class Device(Protocol):
         """
 
     def close(self) -> None:
-        """Wait for copies under way and give up threads and registrations.
+        """Wait for running copies, then end the threads and undo the registrations.
 
-        Copies that are asked for later may fail.
+        Copies that are submitted later may fail.
         """
 
 
 class FinishedCopy:
-    """The job of a copy that ended within the call, well or with an `error`."""
+    """The job of a copy that ended within the call, with or without an `error`."""
 
     def __init__(self, checksums: Sequence[Checksum] = (), error: str = "") -> None:
         self.error = error
@@ -178,5 +179,5 @@ class FinishedCopy:
         return True
 
     def wait(self, timeout_s: float) -> bool:  # noqa: ARG002 - the contract's
-        """Return True at once."""
+        """Return True immediately."""
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's CPU as a device: one pass over the bytes, on the cores that it may use."""
+"""The host's CPU as a device: copy and checksum in one pass, on the cores that it may use."""
 
 import logging
 import os
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 class CpuDevice:
     """The host's own memory; a `Device` whose copies end within the call.
 
-    The CPU has no streams: the forward pass ends before the engine calls us, and copies end
-    before we return, so that every order the contract asks for holds by itself.
+    The CPU has no streams: the forward pass ends before the engine calls the device, and copies end
+    before the call returns, so every order that the contract guarantees holds by itself.
 
-    `copy_threads` is the number of threads that copy, the caller's included. The others run
-    on `cores` (default: those of this process, or of its parent where these are more: vLLM
+    `copy_threads` is the number of threads that copy, including the caller's. The others run on
+    `cores` (default: the cores of this process, or of its parent if the parent may use more: vLLM
     pins its CPU workers to one core each, and threads inherit that).
     """
 
@@ -43,9 +43,9 @@ class CpuDevice:
 
     @property
     def kernel_tag(self) -> str:
-        """The instruction sets by which vLLM's CPU attention chooses the inside of a page."""
+        """The instruction sets by which vLLM's CPU attention chooses the layout within a page."""
         sets = [platform.machine(), torch.backends.cpu.get_cpu_capability().lower()]
-        if torch.cpu._is_amx_tile_supported():  # noqa: SLF001 - what vLLM's CPU backend asks
+        if torch.cpu._is_amx_tile_supported():  # noqa: SLF001 - vLLM's CPU backend calls it, too
             sets.append("amx")
         return "cpu-" + "+".join(sets)
 
@@ -60,20 +60,20 @@ class CpuDevice:
     def set_current(self, index: int) -> None:
         """Accept 0 only."""
         if index != 0:
-            raise IncompatibleEngineError(f"there is no CPU device {index}, only 0")
+            raise IncompatibleEngineError(f"device: no CPU device {index}; expected 0")
 
     def memory(self) -> MemoryFigures:
-        """Return the host's memory; limits of cgroups are the arena's matter."""
+        """Return the host's memory; `kvhaven.arena` accounts for cgroup limits."""
         page = os.sysconf("SC_PAGE_SIZE")
         return MemoryFigures(
             free=os.sysconf("SC_AVPHYS_PAGES") * page, total=os.sysconf("SC_PHYS_PAGES") * page
         )
 
     def synchronize(self) -> None:
-        """Return at once: nothing is ever under way."""
+        """Return immediately: no copy outlives its call."""
 
     def register_host(self, address: int, size: int) -> None:
-        """Do nothing: all host memory is the CPU's own."""
+        """Do nothing: the CPU reaches all host memory directly."""
 
     def unregister_host(self, address: int, size: int) -> None:
         """Do nothing."""
@@ -107,10 +107,10 @@ class CpuDevice:
         return FinishedCopy(error=self._run(copy, len(blocks)))
 
     def forward_waits(self, job: CopyJob) -> None:
-        """Return at once: the job has ended."""
+        """Return immediately: the job has ended."""
 
     def fence(self, jobs: Sequence[CopyJob]) -> None:
-        """Return at once: the jobs have ended."""
+        """Return immediately: the jobs have ended."""
 
     def close(self) -> None:
         """End the copy threads."""
@@ -118,12 +118,12 @@ class CpuDevice:
 
     def _copier(self, layout: Layout) -> Copier:
         copier = self._copiers.get(layout)
-        if copier is None:  # two threads may both make one: either will do
+        if copier is None:  # if two threads both create one, either can be kept
             copier = self._copiers[layout] = copier_of(layout)
         return copier
 
     def _run(self, copy: Callable[[int], None], chunks: int) -> str:
-        """Copy all chunks; return why that failed, or an empty text."""
+        """Copy all chunks; return the reason of a failure, or an empty string."""
         try:
             self.threads.run(copy, chunks)
         except Exception as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the CPU copies chunks: one pass over the bytes, hashed while they are in cache."""
+"""CPU copies of chunks: one pass over the bytes, hashed while they are in cache."""
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,26 +17,26 @@ from kvhaven.layouts import Layout, PagedLayout, Plane, PortableLayout
 from kvhaven.types import Checksum
 
 _Array = npt.NDArray[Any]
-"""Of items without meaning: the bytes of an element, or of a head and token."""
+"""Array of opaque items: the bytes of an element, or of a head and token."""
 
 HASH_BYTES = 2**20
 """Copied bytes are hashed in pieces of about this size, while they are in the core's cache."""
 
 
 class Copier(Protocol):
-    """Copies chunks of one layout, one at a time, on any thread."""
+    """Copies of single chunks of one layout, from any thread."""
 
     def store(self, blocks: Sequence[int], target: int) -> list[Checksum]:
-        """Copy a chunk to host memory; return the checksum of each shard as it landed there."""
+        """Copy a chunk to host memory; return the checksum of each shard as stored there."""
 
     def load(self, blocks: Sequence[int], source: int) -> None:
-        """Copy a chunk's blocks, but those to skip, to the KV tensors."""
+        """Copy a chunk's blocks to the KV tensors, except those with the id `SKIP`."""
 
 
 def copier_of(layout: Layout) -> Copier:
-    """Return what copies the chunks of a layout fastest.
+    """Return the fastest copier for the chunks of a layout.
 
-    It holds no reference to the layout itself: the device keeps copiers by layout, weakly.
+    It holds no reference to the layout itself: the device keeps copiers in a weak map by layout.
     """
     if isinstance(layout, PortableLayout):
         return _HeadCopier(layout)
@@ -45,11 +45,11 @@ def copier_of(layout: Layout) -> Copier:
 
 
 class _RowCopier:
-    """Copies of pages that are rows of one piece of memory, as vLLM 0.29 and newer has them.
+    """Copies of pages that are rows of one piece of memory, as in vLLM 0.29 and newer.
 
-    Numpy gathers and scatters whole rows with one call for all layers and blocks, without the
-    GIL. One `memmove` a page through ctypes costs half a microsecond each, and two threads of
-    them fight for the GIL: measured at 16 KiB pages with two threads, 8 GB/s against 13.
+    Numpy gathers and scatters whole rows with one call for all layers and blocks, without the GIL.
+    One `memmove` per page through ctypes costs half a microsecond each, and two threads of them
+    contend for the GIL: measured at 16 KiB pages with two threads, 8 GB/s against 13.
     """
 
     def __init__(self, layout: PagedLayout) -> None:
@@ -80,19 +80,19 @@ class _RowCopier:
         )
 
     def store(self, blocks: Sequence[int], target: int) -> list[Checksum]:
-        """Copy one chunk to host memory and return the checksum of what landed there."""
+        """Copy one chunk to host memory and return the checksum of the bytes stored there."""
         rows_lb, payload_lbp = self._plan(blocks, target)
         digest = xxhash.xxh3_128()
         step = max(1, HASH_BYTES // max(1, len(blocks) * self._page))
         for layer in range(0, len(rows_lb), step):
             part = payload_lbp[layer : layer + step]
-            # "clip" because "raise" copies through a buffer; the ids were checked.
+            # Mode "raise" would copy through a buffer; the ids were checked before.
             np.take(self._rows_rp, rows_lb[layer : layer + step], axis=0, out=part, mode="clip")
             digest.update(part.data)
         return [Checksum(digest.digest())]
 
     def load(self, blocks: Sequence[int], source: int) -> None:
-        """Copy one chunk's blocks, but those to skip, to the KV tensors."""
+        """Copy one chunk's blocks to the KV tensors, except those with the id `SKIP`."""
         rows_lb, payload_lbp = self._plan(blocks, source)
         for first, end in kept_ranges(blocks):
             self._rows_rp[rows_lb[:, first:end]] = payload_lbp[:, first:end]
@@ -107,13 +107,13 @@ class _RowCopier:
 
 
 class _MoveCopier:
-    """Copies of any other pages: one `memmove` for each piece."""
+    """Copies of all other paged layouts: one `memmove` for each piece."""
 
     def __init__(self, layout: PagedLayout) -> None:
         self._layout = replace(layout)
 
     def store(self, blocks: Sequence[int], target: int) -> list[Checksum]:
-        """Copy one chunk to host memory and return the checksum of what landed there."""
+        """Copy one chunk to host memory and return the checksum of the bytes stored there."""
         payload = bytes_at(target, self._layout.payload_bytes(len(blocks)))
         digest = xxhash.xxh3_128()
         hashed = copied = 0
@@ -127,7 +127,7 @@ class _MoveCopier:
         return [Checksum(digest.digest())]
 
     def load(self, blocks: Sequence[int], source: int) -> None:
-        """Copy one chunk's blocks, but those to skip, to the KV tensors."""
+        """Copy one chunk's blocks to the KV tensors, except those with the id `SKIP`."""
         for host, device, size in self._moves(blocks, source):
             ctypes.memmove(device, host, size)
 
@@ -140,7 +140,8 @@ class _HeadCopier:
     """Conversion between the engine's pages and shards of one KV head each.
 
     Both are strided arrays of the same dimensions. Native code copies some layers of all blocks
-    with one call (`native`); numpy, without it, a block with one assignment. Neither holds the GIL.
+    with one call (`native`); without it, numpy copies one block per assignment. Neither holds the
+    GIL.
     """
 
     def __init__(self, layout: PortableLayout) -> None:
@@ -168,7 +169,7 @@ class _HeadCopier:
         return [Checksum(digest.digest()) for digest in digests]
 
     def load(self, blocks: Sequence[int], source: int) -> None:
-        """Copy one chunk's blocks, but those to skip, to the KV tensors."""
+        """Copy one chunk's blocks to the KV tensors, except those with the id `SKIP`."""
         ids = kernel_blocks(blocks, self._layout.geometry.kernel_blocks)
         moves = [(position, block) for position, block in enumerate(ids) if block != SKIP]
         for pairs in self._arrays(len(blocks), source, 0, self._layers):
@@ -177,9 +178,10 @@ class _HeadCopier:
     def _arrays(
         self, blocks: int, host: int, first: int, last: int
     ) -> Iterable[list[tuple[_Array, _Array]]]:
-        """Return the KV and the host memory of a range of layers: lists that have the same layers.
+        """Return KV and host memory of a range of layers, in lists of pairs with the same layers.
 
-        The first index is the block's id in the one, its position in the chunk in the other.
+        The first index of the KV is the block's id, that of the host memory its position in the
+        chunk.
         """
         found: dict[tuple[int, int], list[tuple[_Array, _Array]]] = {}
         layout, geometry = self._layout, self._layout.geometry
@@ -209,22 +211,22 @@ class _HeadCopier:
 
 
 def _copy(pairs: Sequence[tuple[_Array, _Array]], moves: Sequence[tuple[int, int]]) -> None:
-    """Copy blocks from sources to targets, by their indices in them."""
+    """Copy blocks from sources to targets; `moves` are pairs of a source and a target index."""
     if all(native.copies(source, target) for source, target in pairs):
         native.copy_heads(pairs, moves)
         return
     for source, target in pairs:
-        for one, other in moves:  # both planes at once: 1.5 times as fast as one by one
+        for one, other in moves:  # both planes in one assignment: 1.5 times as fast as separately
             target[other] = source[one]
 
 
 class _Stack(NamedTuple):
-    """Layers and planes that lie at equal distances, with equal strides: one array."""
+    """Layers and planes at equal distances and with equal strides: one array."""
 
     first: int
-    """The first of the layers."""
+    """Index of the first layer."""
     before: int
-    """Bytes of a head and token in a layer's shard that come before the planes."""
+    """Bytes of a head and token in a layer's shard that precede these planes."""
     row_bytes: int
     """Bytes of a head and token in a plane."""
     kv: _Array
@@ -232,9 +234,9 @@ class _Stack(NamedTuple):
 
 
 def _stacks(layers: Sequence[Sequence[Plane]]) -> list[_Stack]:
-    """Return all layers and planes in as few stacks as can be.
+    """Return all layers and planes in as few stacks as possible.
 
-    One where the engine has one allocation and K lies like V.
+    A single one if the engine has one allocation and K lies like V.
     """
     alike = len({(plane.head_dim, plane.strides) for layer in layers for plane in layer}) == 1
     if alike:
@@ -258,7 +260,7 @@ def _stacks_of(layers: Sequence[Sequence[Plane]], before: int) -> list[_Stack]:
 
 
 def _goes_on(layers: Sequence[Sequence[Plane]]) -> bool:
-    """Whether the last layer is to the one before as the second is to the first."""
+    """Return whether the last layer follows its predecessor as the second follows the first."""
     steps = [
         [after.pointer - plane.pointer for plane, after in zip(one, other, strict=True)]
         for one, other in (layers[:2], layers[-2:])
@@ -293,12 +295,12 @@ def _stack(layers: Sequence[Sequence[Plane]], first: int, before: int) -> _Stack
 
 
 def array_at(address: int, items: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Array:
-    """Return memory at an address as an array that does not own it, of numpy's type `items`."""
+    """Return a non-owning array of numpy's type `items` over the memory at an address."""
     return np.asarray(_Memory(address, items, shape, strides))
 
 
 class _Memory:
-    """Memory by numpy's array interface, which takes any strides."""
+    """Memory as numpy's array interface, which takes any strides."""
 
     def __init__(
         self, address: int, items: str, shape: tuple[int, ...], strides: tuple[int, ...]

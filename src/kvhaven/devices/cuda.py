@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs of NVIDIA (CUDA) and AMD (ROCm): copies by DMA, straight to and from the arena.
+"""GPUs of NVIDIA (CUDA) and AMD (ROCm): copies by DMA, directly to and from the arena.
 
-Torch calls both `torch.cuda`. What differs is named here: the driver's library and its calls
-(`_CudaDriver`, `_HipDriver`), the backend's tag, and how they are told apart.
+Torch calls both `torch.cuda`. This module holds all differences: the driver's library and its calls
+(`_CudaDriver`, `_HipDriver`), the backend's tag, and how the two are told apart.
 
 **Graph capture.** vLLM captures graphs while other threads register the arena or wait for copies.
 While any thread captures in CUDA's global mode, which is torch's default, calls that "may be
 unsafe" are refused in all threads, and end the capture: `cuMemHostRegister`, allocating pinned
 memory, and querying or waiting for events, streams and devices. A thread whose own mode is relaxed
-is exempt (CUDA's documentation of `cuThreadExchangeStreamCaptureMode`). So threads of ours are
-relaxed for good, and others during our calls. Even a relaxed thread must not query events that
-were recorded in the capture, which are never ours. Torch's allocators do the same
-(`CUDAStreamCaptureModeGuard`). HIP has the same rules; until 2026 it refused to wait for events in
-relaxed threads, too (ROCm/rocm-systems#3169): `StreamDevice` tries again then.
+is exempt (CUDA's documentation of `cuThreadExchangeStreamCaptureMode`). So KVHaven's threads are
+always relaxed, and other threads during KVHaven's calls. Even a relaxed thread must not query
+events that were recorded in the capture; KVHaven never does. Torch's allocators do the same
+(`CUDAStreamCaptureModeGuard`). HIP has the same rules; until 2026 it also refused waits for events
+in relaxed threads (ROCm/rocm-systems#3169): `StreamDevice` retries them.
 
-**Current device.** Every new thread begins with device 0, and CUDA makes a context on it (some
+**Current device.** Every new thread begins with device 0, and CUDA creates a context on it (some
 hundred MB) for any call that needs one. So every thread selects its device before its first call,
-also device 0: the driver's calls fail in a thread that has no context.
+even device 0: the driver's calls fail in a thread without a context.
 
-Tested on simulated drivers (`tests/simulators`), never run on hardware by us: whether the vendors'
-calls do what their documentation says is untested until `tests/conformance` has passed on a GPU.
+Tested on simulated drivers (`tests/simulators`); untested on hardware: whether the vendors' calls
+behave as documented is unknown until `tests/conformance` has passed on a GPU.
 """
 
 import contextlib
@@ -46,39 +46,41 @@ logger = logging.getLogger(__name__)
 PIN_BYTES = 2**30
 """Host memory is registered in pieces of at most this size.
 
-One of 512 GiB or more is refused (NVIDIA's r580, vllm#51080). Registering takes 0.1 s a GB: a piece
-is used while the next is registered, and other threads' calls of the driver get between.
+The driver refuses a piece of 512 GiB or more (NVIDIA's r580, vllm#51080). Registering takes 0.1 s
+per GB: one piece is in use while the next is registered, and other threads' driver calls run
+between two pieces.
 """
 BATCH: Final = 4096
-"""Copies in a batch. More crash or hang some drivers (51,828 on Blackwell, vllm#49276)."""
+"""Copies in a batch. Larger batches crash or hang some drivers (51,828 on Blackwell,
+vllm#49276)."""
 PLANNED: Final = 65_536
-"""About how many moves are planned at once: the first are under way while others are planned."""
+"""Approximate number of moves planned at a time: the first run while others are planned."""
 
-_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable: for every context
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable: valid in every context
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 _ACCESS_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-_BATCH_SINCE = 12080  # CUDA 12.8; asking for that version gives its signature on 13 as well
+_BATCH_SINCE = 12080  # CUDA 12.8; requesting this version gives its signature on 13 as well
 
 _POINTER, _SIZE, _INT, _UINT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
 
 
 class _Driver(Protocol):
-    """A driver's library. All calls raise `DeviceCopyError`."""
+    """A driver's library. All calls raise `DeviceCopyError` on errors."""
 
     host: "_HostCalls"
 
     def select(self, index: int) -> None:
-        """Give this thread the context of a device, if the driver has such and it has none."""
+        """Give this thread a device's context, if the driver has contexts and the thread none."""
 
     def copy(self, moves: Moves, stream: int, *, to_host: bool) -> None:
-        """Put moves on a stream (its handle). When it raises, some may be under way."""
+        """Submit moves to a stream (its handle). When it raises, some of them may be running."""
 
 
 class _Gpu:
     """The `AcceleratorBackend` of NVIDIA's and AMD's GPUs.
 
-    Copies go straight to registered host memory. Unregistered memory is never handed to the
-    driver, which would block: its copies go through staging memory, which is pinned.
+    Copies go directly to registered host memory. Unregistered memory is never passed to the driver,
+    whose calls would block: its copies go through staging memory, which is pinned.
     """
 
     stores_end_in_call = False
@@ -101,11 +103,11 @@ class _Gpu:
         self._driver.select(index)
 
     def prepare_thread(self) -> None:
-        """Exempt this thread from the rules of captures for good (see the module's docstring)."""
+        """Set this thread's capture mode to relaxed for good (see the module's docstring)."""
         self._driver.host.exchange_capture_mode(_RELAXED)
 
     def event(self) -> Any:
-        """Return an event for which a thread waits asleep instead of spinning."""
+        """Return an event; a thread that waits for it sleeps instead of spinning."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def reaches(self, layout: PagedLayout, chunks: Chunks) -> bool:
@@ -116,11 +118,11 @@ class _Gpu:
         self,
         layout: PagedLayout,
         chunks: Chunks,
-        keep: list[object],  # noqa: ARG002 - the contract's; what is given is read in the call
+        keep: list[object],  # noqa: ARG002 - the contract's; arguments are read within the call
         *,
         to_host: bool,
     ) -> None:
-        """Put batches of DMA on the current stream."""
+        """Submit batches of DMA copies to the current stream."""
         stream = torch.cuda.current_stream().cuda_stream
         for moves in planned(layout, chunks, self._registered.borders):
             self._driver.copy(moves, stream, to_host=to_host)
@@ -140,8 +142,8 @@ class _Gpu:
                 except DeviceCopyError as error:
                     logger.warning(
                         "%d of %d bytes of host memory cannot be registered: %s. Copies to and "
-                        "from them go through staging memory and are slower (is there a limit on "
-                        "locked memory, ulimit -l?)",
+                        "from them go through staging memory and are slower. Check the limit on "
+                        "locked memory (ulimit -l).",
                         address + size - start,
                         size,
                         error,
@@ -164,14 +166,14 @@ class _Gpu:
                     logger.warning("host memory cannot be unregistered: %s", error)
 
     def close(self) -> None:
-        """Unpin all that is still registered, and register no more."""
+        """Unpin all memory that is still registered, and register no more."""
         self._closing.set()
         for start, length in self._registered.pieces.items():
             self.unregister(start, length)
 
     @contextlib.contextmanager
     def _relaxed(self) -> Iterator[None]:
-        """Exempt the calling thread, which may be the engine's, for some calls."""
+        """Relax the capture mode of the calling thread, perhaps the engine's, for some calls."""
         before = self._driver.host.exchange_capture_mode(_RELAXED)
         try:
             yield
@@ -181,14 +183,14 @@ class _Gpu:
 
 @dataclass(frozen=True, eq=False)
 class Registered:
-    """Host memory that the driver knows, in pieces that may touch but not overlap."""
+    """Host memory registered with the driver, in pieces that may touch but do not overlap."""
 
     pieces: Mapping[int, int] = field(default_factory=dict)
     """Sizes by addresses."""
 
     @cached_property
     def borders(self) -> IntArray:
-        """Return where pieces begin and end, in order. No copy may span one."""
+        """Start and end addresses of pieces, in order. No copy may span one."""
         ends = [start + size for start, size in self.pieces.items()]
         return np.unique(np.array([*self.pieces, *ends], dtype=np.int64))
 
@@ -224,7 +226,7 @@ class _Attributes(ctypes.Structure):
 
 
 class _HostCalls:
-    """Calls for host memory and threads, which differ between the vendors by their names alone."""
+    """Calls for host memory and threads; only their names differ between the vendors."""
 
     def __init__(
         self,
@@ -238,7 +240,7 @@ class _HostCalls:
         self._unregister = unregister
 
     def exchange_capture_mode(self, mode: int) -> int:
-        """Set this thread's mode towards captures; return the one before."""
+        """Set this thread's capture mode; return the previous one."""
         value = _INT(mode)
         self._capture_mode(ctypes.byref(value))
         return value.value
@@ -248,15 +250,15 @@ class _HostCalls:
         self._register(address, size, _PORTABLE)
 
     def unregister(self, address: int) -> None:
-        """Unpin it."""
+        """Unpin host memory."""
         self._unregister(address)
 
 
 class _CudaDriver:
-    """CUDA's driver library: one call copies a batch; before 12.8 one call a move.
+    """CUDA's driver library: one call copies a batch; before 12.8, one call per move.
 
     Host memory is registered by the driver, not by the runtime: a failure of the runtime's call
-    stays pending in its thread, and torch would report it of the next kernel (vllm#51081).
+    stays pending in its thread, and torch would report it for the next kernel (vllm#51081).
     """
 
     def __init__(self) -> None:
@@ -279,13 +281,13 @@ class _CudaDriver:
         self._to_device = call("cuMemcpyHtoDAsync_v2", *one)
         self._batch = _batch_call(library)
         if self._batch is None:
-            logger.info("no cuMemcpyBatchAsync (CUDA 12.8): each piece is copied by its own call")
+            logger.info("no cuMemcpyBatchAsync (CUDA 12.8): one call per copied piece")
 
     def select(self, index: int) -> None:
         """Give this thread the device's primary context, which is the one that torch uses.
 
-        Torch does it for a device that is not 0; of device 0 the runtime says that it is current
-        in every new thread, so torch does nothing.
+        Torch does that for devices other than 0. The runtime reports device 0 as current in every
+        new thread, so torch does nothing for it.
         """
         context, device = _POINTER(), _INT()
         self._context(ctypes.byref(context))
@@ -295,12 +297,12 @@ class _CudaDriver:
             self._set_context(context)
 
     def copy(self, moves: Moves, stream: int, *, to_host: bool) -> None:
-        """Put moves on a stream: a batch a call, or one call a move before CUDA 12.8."""
+        """Submit moves to a stream: a batch per call, or one move per call before CUDA 12.8."""
         if self._batch is None:
             _copy_each(self._to_host if to_host else self._to_device, moves, stream, to_host)
             return
         targets, sources = (moves.host, moves.device) if to_host else (moves.device, moves.host)
-        # One set of attributes, for all copies from the first on.
+        # One set of attributes, valid for all copies from the first on.
         attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
         first, failed = _SIZE(0), _SIZE(0)
         for start in range(0, len(moves.size), BATCH):
@@ -318,7 +320,7 @@ class _CudaDriver:
 
 
 class _HipDriver:
-    """AMD's HIP library: one call a move (batches came with ROCm 7 only)."""
+    """AMD's HIP library: one call per move (batches exist since ROCm 7 only)."""
 
     def __init__(self) -> None:
         library = loaded_library("libamdhip64.so", ".7", ".6", "")
@@ -340,22 +342,22 @@ class _HipDriver:
         """Do nothing: HIP's calls go to the thread's device."""
 
     def copy(self, moves: Moves, stream: int, *, to_host: bool) -> None:
-        """Put moves on a stream."""
+        """Submit moves to a stream."""
         _copy_each(self._to_host if to_host else self._to_device, moves, stream, to_host)
 
 
 def open_cuda(copy_threads: int = 1, index: int | None = None) -> StreamDevice:
-    """Open an NVIDIA GPU. Raises `IncompatibleEngineError` if there is none of that index."""
+    """Open an NVIDIA GPU. Raises `IncompatibleEngineError` if there is no GPU of that index."""
     return StreamDevice(_Gpu("cuda", _CudaDriver()), copy_threads, index)
 
 
 def open_rocm(copy_threads: int = 1, index: int | None = None) -> StreamDevice:
-    """Open an AMD GPU. Raises `IncompatibleEngineError` if there is none of that index."""
+    """Open an AMD GPU. Raises `IncompatibleEngineError` if there is no GPU of that index."""
     return StreamDevice(_Gpu("rocm", _HipDriver()), copy_threads, index)
 
 
 def cuda_unavailable() -> str:
-    """Return why there is no NVIDIA GPU to use, or an empty text if there is one."""
+    """Return why no NVIDIA GPU can be used, or an empty string if one can."""
     if torch.version.hip is not None:
         return f"torch {torch.__version__} is built for ROCm"
     if torch.version.cuda is None:
@@ -364,7 +366,7 @@ def cuda_unavailable() -> str:
 
 
 def rocm_unavailable() -> str:
-    """Return why there is no AMD GPU to use, or an empty text if there is one."""
+    """Return why no AMD GPU can be used, or an empty string if one can."""
     if torch.version.hip is None:
         return f"torch {torch.__version__} is built without ROCm"
     return _no_gpu()
@@ -377,10 +379,10 @@ def _no_gpu() -> str:
 
 
 def loaded_library(name: str, *versions: str) -> ctypes.CDLL:
-    """Return a library that this process has loaded, or the first of its versions that there is.
+    """Return a library that this process has loaded, or the first available version of it.
 
-    A runtime has state of its own: loaded a second time, from another file, it knows nothing of
-    torch's streams. Torch's wheels bring theirs under a name that no search finds.
+    A runtime has its own state: loaded a second time, from another file, it does not know torch's
+    streams. Torch's wheels contain it under a name that no search finds.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = Path(line.partition("/")[2])
@@ -393,7 +395,7 @@ def loaded_library(name: str, *versions: str) -> ctypes.CDLL:
 
 
 def _batch_call(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """Return `cuMemcpyBatchAsync`, or None where the driver is older than CUDA 12.8."""
+    """Return `cuMemcpyBatchAsync`, or None if the driver is older than CUDA 12.8."""
     try:
         look_up = library.cuGetProcAddress_v2
     except AttributeError:  # older than CUDA 12
@@ -414,7 +416,7 @@ def _raising(
     arguments: Sequence[Any],
     failed: Callable[[], int] = lambda: 0,
 ) -> Callable[..., None]:
-    """Return a library's function that raises its errors, after a call of `failed`."""
+    """Return a library's function that raises `DeviceCopyError`, after a call of `failed`."""
     function = getattr(library, name)
     function.argtypes, function.restype = arguments, _INT
 
@@ -440,7 +442,7 @@ def _copy_each(copy: Callable[..., None], moves: Moves, stream: int, to_host: bo
 
 
 def planned(layout: PagedLayout, chunks: Chunks, borders: IntArray) -> Iterator[Moves]:
-    """Yield the moves of all chunks, some thousand at a time, split at host addresses."""
+    """Yield the moves of all chunks, some thousands at a time, split at `borders`."""
     for group in chunks.groups(PLANNED // len(layout.layers)):
         moves = plan_chunks(layout, group)
         inside = np.searchsorted(borders, group.hosts, side="right") != np.searchsorted(
@@ -450,7 +452,7 @@ def planned(layout: PagedLayout, chunks: Chunks, borders: IntArray) -> Iterator[
 
 
 def split_at(moves: Moves, borders: IntArray) -> Moves:
-    """Split moves at host addresses, given in order: one copy may not span two registrations."""
+    """Split moves at sorted host addresses: a copy must not span two registrations."""
     host, device, size = moves
     limits = np.append(borders.astype(np.uint64), np.uint64(2**64 - 1))
     while True:

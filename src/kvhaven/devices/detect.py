@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the device that the engine computes on."""
+"""Detection of the device that the engine computes on."""
 
 import logging
 from collections.abc import Callable
@@ -18,11 +18,11 @@ class Kind(NamedTuple):
     """A kind of device."""
 
     torch_type: str
-    """What torch calls it: `torch.Tensor.device.type`."""
+    """The type in torch: `torch.Tensor.device.type`."""
     unavailable: Callable[[], str]
-    """Why there is none here; an empty text if there is."""
+    """Returns why the device cannot be used here; an empty string if it can."""
     open: Callable[[int], Device]
-    """Makes the device; the argument is the number of copy threads."""
+    """Opens the device; the argument is the number of copy threads."""
 
 
 KINDS: dict[str, Kind] = {
@@ -32,18 +32,19 @@ KINDS: dict[str, Kind] = {
     "xpu": Kind("xpu", xpu.unavailable, xpu.open_xpu),
     "cpu": Kind("cpu", lambda: "", CpuDevice),
 }
-"""In the order of asking. HPU comes before CUDA: with PT_HPU_GPU_MIGRATION=1,
+"""In the order in which they are tried. HPU comes before CUDA: with PT_HPU_GPU_MIGRATION=1,
 `torch.cuda.is_available()` is true on Gaudi."""
 
 
 def open_device(kind: str = "auto", copy_threads: int = 1, *, torch_type: str = "") -> Device:
-    """Open the device of a kind, or with `auto` the first kind that there is.
+    """Open the device of a kind, or with `auto` the first kind that is available.
 
-    `torch_type` is the `device.type` of the engine's KV tensors, where there are any: only
-    kinds of it come into question, since a machine with a GPU can run the engine's CPU build.
-    Devices of packages come after those of KVHaven, so that a broken package stops no engine that
-    does not need it. Raises `IncompatibleEngineError`, with all that was looked for and why each
-    was refused, and `ConfigError` if the package of the `kind` cannot be imported.
+    `torch_type` is the `device.type` of the engine's KV tensors, if there are any: only kinds of
+    that type are considered, since a machine with a GPU can run the engine's CPU build. Devices of
+    other packages come after those of KVHaven, so that a broken package does not stop an engine
+    that does not need it. Raises `IncompatibleEngineError`, which lists all kinds that were tried
+    with the reason of each refusal, and `ConfigError` if the package of the `kind` cannot be
+    imported.
     """
     others = plugins.installed(plugins.DEVICES)
     if kind not in {"auto", *KINDS, *others}:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of blocks by torch alone: gathered on the device by index, a few counts at a time.
+"""Copies of blocks with torch alone: gathered on the device by index, in groups of fixed sizes.
 
-For accelerators that compile what they run (Gaudi): the shapes of tensors are part of a
-compiled graph, the values in an index tensor are not. So blocks are copied in groups of a few
-fixed counts, largest first, and nothing is ever compiled for a new number of blocks.
+For accelerators that compile graphs (Gaudi): the shapes of tensors are part of a compiled graph,
+the values in an index tensor are not. So blocks are copied in groups of a few fixed sizes, largest
+first, and a new number of blocks never causes a compilation.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from kvhaven.devices.plan import Chunks, bytes_at
 from kvhaven.layouts import PagedLayout, PageRun
 
 GROUPS: Final = (64, 8, 1)
-"""How many blocks are gathered at once; with five operations a group, 15 shapes for a page size."""
+"""Blocks gathered per group; with five operations a group, 15 shapes for a page size."""
 
 
 class IndexCopier:
-    """Copies blocks between a device's KV tensors and a payload `[layer][block][page]`.
+    """Copies of blocks between a device's KV tensors and a payload `[layer][block][page]`.
 
-    Everything is put on the current stream and nothing is waited for. `device` is where the
-    index tensors go, for example `hpu`.
+    All work is submitted to the current stream, without waiting. `device` is the torch device of
+    the index tensors, for example `hpu`.
     """
 
     def __init__(self, device: str) -> None:
@@ -33,7 +33,7 @@ class IndexCopier:
     def copy(
         self, layout: PagedLayout, chunks: Chunks, keep: list[object], *, to_host: bool
     ) -> None:
-        """Copy the blocks of a single chunk to its payload in host memory, or from there.
+        """Copy the blocks of a single chunk to its payload in host memory, or back.
 
         Adds the host's index tensors to `keep`: they must live until the stream has passed them.
         """
@@ -67,7 +67,7 @@ class IndexCopier:
 
 
 def _page_rows(tensor: torch.Tensor, run: PageRun, blocks: int) -> torch.Tensor:
-    """View the pages of a run as bytes, `[block][page]`, by the tensor that they lie in."""
+    """View the pages of a run as bytes, `[block][page]`, through the tensor that holds them."""
     as_bytes = tensor.view(torch.uint8)
     start = as_bytes.storage_offset() + run.pointer - tensor.data_ptr()
     shape, strides = (blocks, run.page_bytes), (run.block_stride_bytes, 1)
@@ -75,7 +75,7 @@ def _page_rows(tensor: torch.Tensor, run: PageRun, blocks: int) -> torch.Tensor:
 
 
 def groups(blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield `(first, count)` of the groups in which so many blocks are copied."""
+    """Yield `(first, count)` of the groups in which a number of blocks is copied."""
     first = 0
     for count in GROUPS:
         while blocks - first >= count:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Intel Gaudi, by Habana's bridge for torch: the only file that imports it.
 
-Its runtime compiles graphs, so blocks are gathered by index in a few fixed counts (`gather`).
-In lazy mode work is only recorded until `mark_step`, which starts it and waits for nothing. Host
-memory cannot be pinned. Gaudi's model runner reports to nobody that a save has ended later, so
-stores are waited for in the call.
+Its runtime compiles graphs, so blocks are gathered by index in groups of a few fixed sizes
+(`gather`). In lazy mode, work is only recorded until `mark_step`, which starts it and waits for
+nothing. Host memory cannot be pinned. Gaudi's model runner cannot report saves that end after their
+step, so `store` waits for its copy.
 
-Proven on the simulated device of `tests/simulators`, which is stricter about order than a real
-one; never run on hardware by us.
+Tested on the simulated device in `tests/simulators`, which is stricter about order than a real one;
+untested on hardware.
 """
 
 import importlib
@@ -23,9 +23,9 @@ _BRIDGE = "habana_frameworks.torch"
 
 
 class _Hpu:
-    """What `StreamDevice` has to know of Gaudi.
+    """The `AcceleratorBackend` of Gaudi.
 
-    Loads are submitted by the engine's own thread: what is recorded belongs to a thread.
+    The engine's own thread submits loads, because recorded work belongs to a thread.
     """
 
     name = "hpu"
@@ -62,7 +62,7 @@ class _Hpu:
         self._copier.copy(layout, chunks, keep, to_host=to_host)
 
     def flush(self) -> None:
-        """Start what was recorded; in eager and compiled mode there is nothing."""
+        """Start recorded work; in eager and compiled mode there is none."""
         self._core.mark_step()
 
     def register(self, address: int, size: int) -> None:
@@ -76,20 +76,20 @@ class _Hpu:
 
 
 def open_hpu(copy_threads: int = 1, index: int | None = None) -> StreamDevice:
-    """Open a Gaudi. Raises `IncompatibleEngineError` if there is none of that index."""
+    """Open a Gaudi. Raises `IncompatibleEngineError` if there is no device of that index."""
     if reason := unavailable():
         raise IncompatibleEngineError(f"no HPU: {reason}")
     return StreamDevice(_Hpu(), copy_threads, index)
 
 
 def unavailable() -> str:
-    """Return why there is no Gaudi to use, or an empty text if there is one."""
+    """Return why no Gaudi can be used, or an empty string if one can."""
     try:
         bridge: Any = importlib.import_module(f"{_BRIDGE}.hpu")
     except ImportError as error:
         return f"{_BRIDGE} (Habana's bridge for torch) cannot be imported: {error}"
     try:
         available = bool(bridge.is_available())
-    except Exception as error:  # noqa: BLE001 - a driver's own start-up may raise anything
+    except Exception as error:  # noqa: BLE001 - the start of a driver may raise anything
         return f"{_BRIDGE} could not be used: {error!r}"
     return "" if available else "torch.hpu.is_available() is False (no device, or no driver)"

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Copies heads between an engine's pages and host memory, where K may lie in columns on one side
- * and in rows on the other. Used by native.py, which says what it is given; built by hatch_build.py.
+ * Copies of heads between an engine's pages and host memory, where K may lie in columns on one side
+ * and in rows on the other. native.py calls it and documents its input; hatch_build.py builds it.
  *
- * What it costs is mostly to fetch what is not in cache. So all planes of a head are copied
- * together, since they share pages of memory; and while one matrix is turned, the next is fetched.
+ * Most of the time goes into cache misses. So all planes of a head are copied together, since they
+ * share pages of memory; and while one matrix is transposed, the next is prefetched.
  */
 
 #include <stddef.h>
@@ -21,14 +21,14 @@ struct side {
   int64_t strides[6];
 };
 
-/* Two sides of as many heads, layers, planes, tokens and items of so many bytes. */
+/* Two sides with equal numbers of heads, layers, planes, tokens and items of `item` bytes. */
 struct pair {
   struct side source, target;
   int64_t planes, tokens, items, item;
 };
 
-/* A matrix: item (r, c) lies r * source_row + c * item after `source`, and goes to
- * c * target_row + r * item after `target`. */
+/* A matrix: item (r, c) lies at `source` + r * source_row + c * item, and goes to
+ * `target` + c * target_row + r * item. */
 struct matrix {
   const char *source;
   char *target;
@@ -107,7 +107,7 @@ static inline void fetch(const char *next_source, const char *next_target, size_
   }
 }
 
-/* Columns are the outer loop: it writes the target from its start to its end. */
+/* Columns are the outer loop, so that the target is written from its start to its end. */
 static inline void turn(const struct matrix *m, size_t item, const char *next_source,
                         const char *next_target) {
   size_t tile = 16 / item, bytes = tile * 16, at = 0;
@@ -121,8 +121,8 @@ static inline void turn(const struct matrix *m, size_t item, const char *next_so
   turn_items(m, item, 0, rows, columns, m->columns);
 }
 
-/* All planes of a head, whose rows are dense on both sides. Planes are the inner loop: where they
- * alternate, the source or the target is gone through once, not once a plane. */
+/* Copies all planes of a head whose rows are dense on both sides. Planes are the inner loop: where
+ * they alternate, the source or the target is traversed once, not once per plane. */
 static inline void copy_rows(const struct pair *pair, const char *source, char *target,
                              const char *next_source, const char *next_target) {
   const int64_t *from = pair->source.strides, *to = pair->target.strides;
@@ -161,7 +161,7 @@ static void copy_head(const struct pair *pair, const char *source, char *target,
   }
 }
 
-/* Where the head of a copy is that is the n-th in the order of layers, then blocks, then heads. */
+/* Returns the address of a copy's n-th head, in the order of layers, then blocks, then heads. */
 static char *at(const struct side *side, const int64_t *blocks, int64_t count, int64_t heads,
                 int64_t n) {
   const int64_t *strides = side->strides;
@@ -170,7 +170,7 @@ static char *at(const struct side *side, const int64_t *blocks, int64_t count, i
 }
 
 /* Copies all pairs of some blocks: index `from[i]` of the source to `to[i]` of the target.
- * The number in the name goes up when what the function takes changes. */
+ * The number in the name increases when the arguments change. */
 void kvhaven_copy_heads_1(const struct pair *pairs, int64_t count, const int64_t *from,
                           const int64_t *to, int64_t blocks, int64_t heads, int64_t layers) {
   int64_t total = layers * blocks * heads;

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of heads between an engine's pages and host memory by native code, where there is some.
+"""Native copies of heads between an engine's pages and host memory, where a library was built.
 
-Numpy moves items that are in columns on one side one by one. `native.c` turns tiles of them in
-registers; it is compiled when KVHaven is installed where there is a C compiler. Without it, or
-where it does not do what numpy does, numpy copies: the same bytes, of vLLM's CPU pages at 0.6 of
-the speed.
+Numpy copies items one by one if they lie in columns on one side. `native.c` transposes tiles of
+them in registers; the installation of KVHaven compiles it if there is a C compiler. Without it, or
+if it does not copy the same bytes as numpy, numpy copies: vLLM's CPU pages at 0.6 of the speed.
 """
 
 import ctypes
@@ -45,7 +44,11 @@ class _Pair(ctypes.Structure):
 
 
 def copies(source: _Array, target: _Array) -> bool:
-    """Whether native code is there and can copy such arrays: both have dense rows, or columns."""
+    """Return whether native code is loaded and can copy the arrays.
+
+    Both must have dense rows; or one has dense rows and the other dense columns, of 2 or 4 bytes an
+    item.
+    """
     item = source.itemsize
     *_, token, element = source.strides
     *_, to_token, to_element = target.strides
@@ -55,11 +58,11 @@ def copies(source: _Array, target: _Array) -> bool:
 
 
 def copy_heads(pairs: Sequence[tuple[_Array, _Array]], blocks: Sequence[tuple[int, int]]) -> None:
-    """Copy heads of all tokens of some blocks, all layers and planes, from sources to targets.
+    """Copy some blocks, with all their heads, layers, planes and tokens, from sources to targets.
 
-    `pairs` are source and target, of which `copies` is true; `blocks` are first indices in the
-    source and in the target. All arrays have as many heads and layers. No memory may be in a
-    source and a target. Raises `ValueError` for arrays of unlike shapes.
+    `pairs` are pairs of a source and a target that `copies` accepts; `blocks` are pairs of a first
+    index in the source and one in the target. All arrays have equally many heads and layers. A
+    source and a target must not share memory. Raises `ValueError` if the shapes differ.
     """
     if not pairs or not blocks:
         return
@@ -69,7 +72,8 @@ def copy_heads(pairs: Sequence[tuple[_Array, _Array]], blocks: Sequence[tuple[in
         if not same or source.shape[1:3] != (heads, layers):
             raise ValueError(
                 f"heads of {source.shape[1:]} items of {source.itemsize} bytes cannot be copied to "
-                f"{target.shape[1:]} of {target.itemsize}, with {heads} heads of {layers} layers"
+                f"{target.shape[1:]} items of {target.itemsize} bytes; expected equal shapes and "
+                f"item sizes, with {heads} heads and {layers} layers"
             )
     assert function is not None
     _call(function, pairs, blocks, heads, layers)
@@ -97,11 +101,11 @@ def _call(
 
 
 def load(library: Path) -> _Function | None:
-    """Return the native function; None where it was not built, or does not do as it should."""
+    """Return the native function, or None if it was not built or does not copy as numpy does."""
     try:
         found: Any = getattr(ctypes.CDLL(str(library)), _FUNCTION)
     except (OSError, AttributeError) as error:
-        _log.debug("there is no native code to copy heads, numpy does it: %s", error)
+        _log.debug("no native code to copy heads, numpy copies them: %s", error)
         return None
     found.restype = None
     some = ctypes.POINTER(ctypes.c_int64)
@@ -109,13 +113,16 @@ def load(library: Path) -> _Function | None:
     for items in ("<u2", "<u4"):
         for columns in (False, True):
             if not _works(found, items, columns=columns):
-                _log.warning("%s does not copy as it should; numpy does it", library)
+                _log.warning("%s copies other bytes than numpy does; numpy copies instead", library)
                 return None
     return found  # type: ignore[no-any-return]
 
 
 def _works(function: _Function, items: str, *, columns: bool) -> bool:
-    """Whether it copies two blocks of a K in columns and a V in rows as numpy does, or back."""
+    """Return whether the function copies two blocks as numpy does.
+
+    K is in columns and V in rows in the source, or, without `columns`, in the target.
+    """
     shape = (2, 3, 2, 1, 19, 21)
     kv = np.arange(2 * np.prod(shape), dtype=items).reshape(2, *shape)
     key, value = kv[0].reshape(*shape[:4], 21, 19).swapaxes(4, 5), kv[1]
@@ -129,4 +136,4 @@ def _works(function: _Function, items: str, *, columns: bool) -> bool:
 
 
 function: _Function | None = load(_LIBRARY)
-"""What copies natively, if there is such."""
+"""The native function, or None."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the devices share: checks of a copy's arguments, and its moves as arrays of addresses."""
+"""Planning shared by the devices: argument checks of copies, and moves as arrays of addresses."""
 
 import ctypes
 from array import array
@@ -21,7 +21,7 @@ from kvhaven.types import Checksum
 
 
 class Moves(NamedTuple):
-    """Contiguous pieces of a copy: arrays of one shape."""
+    """Contiguous pieces of a copy: arrays of equal shapes."""
 
     host: npt.NDArray[np.uint64]
     """Host addresses."""
@@ -33,19 +33,19 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The chunks of a copy as arrays, so that a job of thousands is planned by few calls."""
+    """The chunks of a copy as arrays, so that planning thousands of chunks takes few calls."""
 
     ids: IntArray
     """Block ids, chunk by chunk; `SKIP` for blocks that are not copied."""
     counts: IntArray
-    """How many of `ids` each chunk has."""
+    """The number of block ids of each chunk."""
     hosts: IntArray
     """Host address of each chunk's first shard."""
 
     @classmethod
     def of(cls, blocks: Sequence[Sequence[int]], hosts: Sequence[int]) -> "Chunks":
-        """Return chunks that are given as `Device.store` takes them."""
-        ids = array("q", list(chain.from_iterable(blocks)))  # half of numpy's own time for it
+        """Return chunks given in the form that `Device.store` takes."""
+        ids = array("q", list(chain.from_iterable(blocks)))  # in half of the time of numpy
         return cls(
             np.asarray(ids, dtype=np.int64),
             np.fromiter(map(len, blocks), dtype=np.int64, count=len(blocks)),
@@ -58,11 +58,11 @@ class Chunks:
 
     @cached_property
     def starts(self) -> IntArray:
-        """Where in `ids` each chunk begins, and the last one's end."""
+        """The index in `ids` at which each chunk begins, and the end of the last one."""
         return np.concatenate(([0], np.cumsum(self.counts)))
 
     def part(self, first: int, end: int) -> "Chunks":
-        """Return the chunks from `first` to before `end`."""
+        """Return the chunks from `first` up to, but without, `end`."""
         ids = self.ids[self.starts[first] : self.starts[end]]
         return Chunks(ids, self.counts[first:end], self.hosts[first:end])
 
@@ -90,25 +90,29 @@ def check_copy(
 ) -> Chunks:
     """Return the chunks of a copy.
 
-    Raises `LayoutError` unless all block ids are the layout's, with one address a chunk.
+    Raises `LayoutError` unless each chunk has a host address and blocks, all of them the layout's;
+    with `may_skip`, block ids may be `SKIP`.
     """
     if len(blocks) != len(addresses):
-        raise LayoutError(f"blocks of {len(blocks)} chunks, but {len(addresses)} host addresses")
+        raise LayoutError(
+            f"copy: {len(blocks)} chunks, but {len(addresses)} host addresses; expected one each"
+        )
     chunks = Chunks.of(blocks, addresses)
     if not chunks.counts.all():
-        raise LayoutError("a chunk without blocks cannot be copied")
+        raise LayoutError("copy: a chunk without blocks; expected at least one block a chunk")
     if len(chunks):
         lowest = SKIP if may_skip else 0
         for block in (int(chunks.ids.min()), int(chunks.ids.max())):
             if not lowest <= block < layout.num_blocks:
                 raise LayoutError(
-                    f"block {block} is not one of the engine's, 0 to {layout.num_blocks - 1}"
+                    f"copy: block {block} is not one of the engine's blocks; expected 0 to "
+                    f"{layout.num_blocks - 1}"
                 )
     return chunks
 
 
 def kept_ranges(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the half-open ranges of positions whose block is not to `SKIP`."""
+    """Return the half-open ranges of positions whose block is not `SKIP`."""
     ranges, start = [], 0
     for position, block in enumerate((*blocks, SKIP)):
         if block == SKIP:
@@ -119,7 +123,7 @@ def kept_ranges(blocks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def kernel_blocks(blocks: Sequence[int], ratio: int) -> list[int]:
-    """Return the kernel's blocks that make up the engine's, `ratio` each; `SKIP` stays."""
+    """Return the kernel blocks that make up the engine's blocks, `ratio` each; `SKIP` stays."""
     if ratio == 1:
         return list(blocks)
     return [
@@ -141,7 +145,7 @@ def shard_places(
 def plan_moves(layout: Layout, blocks: Sequence[int], host: int) -> Moves:
     """Return the moves of a chunk whose first shard is at the host address `host`.
 
-    They are in the order of the host's memory. Otherwise as `plan_chunks`.
+    They are in the order of host memory. Otherwise as `plan_chunks`.
     """
     return plan_chunks(layout, Chunks.of([blocks], [host]))
 
@@ -149,8 +153,8 @@ def plan_moves(layout: Layout, blocks: Sequence[int], host: int) -> Moves:
 def plan_chunks(layout: Layout, chunks: Chunks) -> Moves:
     """Return the moves of all chunks.
 
-    Blocks of a chunk that follow each other become one move if they touch in every row. Blocks
-    to `SKIP` are left out. Raises `LayoutError` for layouts that have no pieces to move.
+    Consecutive blocks of a chunk become one move if they are adjacent in every row. `SKIP` blocks
+    are left out. Raises `LayoutError` for layouts without contiguous pieces.
     """
     pieces = layout.pieces
     ratio = pieces.kernel_blocks
@@ -158,7 +162,7 @@ def plan_chunks(layout: Layout, chunks: Chunks) -> Moves:
     position_b = np.arange(len(chunks.ids)) - chunks.starts[:-1][chunk_b]
     kept = np.flatnonzero(chunks.ids != SKIP)
     chunk_b, position_b, block_b = chunk_b[kept], position_b[kept], chunks.ids[kept]
-    if ratio > 1:  # each block is so many of the kernel's
+    if ratio > 1:  # each block is `ratio` kernel blocks
         part = np.arange(ratio)
         chunk_b = np.repeat(chunk_b, ratio)
         position_b = (position_b[:, None] * ratio + part).ravel()
@@ -179,7 +183,7 @@ def plan_chunks(layout: Layout, chunks: Chunks) -> Moves:
     host_rb += pieces.size[:, None] * (position_b * pieces.per_block)
     device_rb = pieces.device[:, None] + pieces.block_stride[:, None] * block_b
     size_rb = pieces.size[:, None] * length_b
-    if pieces.per_block > 1:  # a piece a token
+    if pieces.per_block > 1:  # one piece per token
         within_t = np.arange(pieces.per_block)
         host_rb = host_rb[..., None] + pieces.size[:, None, None] * within_t
         device_rb = device_rb[..., None] + pieces.piece_stride[:, None, None] * within_t

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The write-read test at start: the engine's own view of its KV against what copies move."""
+"""The write-read test at start: copies compared with the engine's own view of its KV."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ from kvhaven.layouts import Layout, PagedLayout, Plane, PortableLayout
 from kvhaven.layouts.paged import page_order
 
 TIMEOUT_S = 30.0
-"""For each copy of a few blocks; one that takes longer counts as failed."""
+"""Timeout in seconds for each copy of a few blocks; a slower one counts as failed."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes: random bits are moved as integers, since a float's may be a NaN."""
+"""Integer types by their bytes: random bits are moved as integers, since a float may be a NaN."""
 
 
 class _Window(NamedTuple):
@@ -25,11 +25,11 @@ class _Window(NamedTuple):
 
     name: str
     view: torch.Tensor
-    """The engine's blocks are its first dimension."""
+    """The first dimension is the engine's blocks."""
 
 
 class _Piece(NamedTuple):
-    """What a store must write next into a shard."""
+    """Content that a store must write next into a shard."""
 
     what: str
     shard: int
@@ -37,16 +37,16 @@ class _Piece(NamedTuple):
 
 
 def self_test(device: Device, layout: Layout, scratch: memoryview) -> None:
-    """Prove on the real device that stores and loads move exactly the bytes the engine sees.
+    """Check on the real device that stores and loads move exactly the bytes that the engine sees.
 
-    Random bytes are written to up to two blocks through the engine's own tensors, stored,
-    compared with what torch alone makes of them (the pages by the tensors' strides, or the
-    heads' canonical shards), cleared, loaded and compared again; blocks around them must not
-    change. Everything is put back as it was, also after a failure. Nothing else may use the KV
+    The test writes random bytes to up to two blocks through the engine's own tensors, stores them,
+    compares the payloads with those that torch alone derives (the pages by the tensors' strides, or
+    the heads' canonical shards), clears the blocks, loads them and compares again; adjacent blocks
+    must not change. All content is restored, also after a failure. Nothing else may use the KV
     caches meanwhile: call it when they are registered, before the first request.
 
-    `scratch` is writable host memory as copies will use it, such as a part of the arena, of at
-    least `layout.payload_bytes(2)` bytes. Raises `LayoutError` that names the first mismatch.
+    `scratch` is writable host memory of the kind that copies will use, such as a part of the arena,
+    of at least `layout.payload_bytes(2)` bytes. Raises `LayoutError` that names the first mismatch.
     """
     blocks = sorted({layout.num_blocks // 2, layout.num_blocks - 1})
     needed = layout.payload_bytes(len(blocks))
@@ -74,7 +74,7 @@ def self_test(device: Device, layout: Layout, scratch: memoryview) -> None:
             if not torch.equal(before[rest], window.view[around][rest]):
                 raise LayoutError(
                     f"self-test on {device.name}: a copy to blocks {blocks} of {window.name} "
-                    f"changed a block beside them ({layout.description})"
+                    f"changed an adjacent block ({layout.description})"
                 )
     finally:
         device.synchronize()
@@ -105,7 +105,7 @@ def _round_trip(
     _compare(device, layout, _pieces(layout, windows, blocks, written), places)
     if list(job.checksums) != [checksum_at(*place) for place in places]:
         raise LayoutError(
-            f"self-test on {device.name}: the store's checksums are not its payloads'"
+            f"self-test on {device.name}: the store's checksums differ from those of its payloads"
         )
     for window in windows:
         window.view[blocks] = 0
@@ -121,7 +121,7 @@ def _round_trip(
 def _compare(
     device: Device, layout: Layout, pieces: Iterator[_Piece], places: Sequence[tuple[int, int]]
 ) -> None:
-    """Compare payloads with what must be in them, piece by piece."""
+    """Compare payloads with the expected content, piece by piece."""
     payloads = [torch.from_numpy(bytes_at(*place)) for place in places]
     ends = [0] * len(payloads)
     for what, shard, content in pieces:
@@ -172,7 +172,7 @@ def _pieces(
     blocks: Sequence[int],
     written: Sequence[torch.Tensor],
 ) -> Iterator[_Piece]:
-    """Yield what a chunk's shards must be, each shard's pieces in order."""
+    """Yield the expected content of a chunk's shards, each shard's pieces in order."""
     for (name, view), pattern in zip(windows, written, strict=True):
         # A portable pattern is [blocks, kernel blocks, heads, tokens, head_dim].
         order = page_order(view[:1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging memory: whole blocks on their way between a device and the arena."""
+"""Staging memory: buffers for whole blocks between a device and the arena."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,22 +15,22 @@ from kvhaven.errors import DeviceCopyError, LayoutError
 from kvhaven.layouts import HeadGeometry, Layout, PagedLayout, PageRun, Plane, PortableLayout
 
 PIECE_BYTES: Final = 256 * 2**20
-"""A copy of more than this is done in pieces, so that staging memory stays bounded."""
+"""Larger copies are split into pieces of this size, so that staging memory stays bounded."""
 _PIECES: Final = 4
-"""How many pieces there may be at once, of both directions."""
+"""The number of pieces in use at a time, for both directions together."""
 TAKE_S: Final = 60.0
-"""How long a copy waits for a buffer. A device that moves nothing for so long has failed."""
+"""Seconds that a copy waits for a buffer. A device that moves nothing for so long has failed."""
 
 
 def cut(layout: Layout, chunks: Chunks) -> Iterator[Chunks]:
-    """Yield all chunks in groups of a piece's size at most, or of one chunk."""
+    """Yield all chunks in groups of at most the size of a piece, or of one chunk."""
     yield from chunks.groups(PIECE_BYTES // paged_of(layout).block_bytes)
 
 
 class StagingPool:
     """Buffers in host memory; `take` waits while all of them are in use.
 
-    They are kept and used again, since pinning memory is slow. Thread-safe.
+    The pool keeps and reuses them, because pinning memory is slow. Thread-safe.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -42,8 +42,8 @@ class StagingPool:
     def take(self, size: int) -> torch.Tensor:
         """Return a buffer of at least `size` bytes.
 
-        Raises `DeviceCopyError` when none is given back for `TAKE_S` seconds, and what torch
-        raises when it cannot allocate one.
+        Raises `DeviceCopyError` if no buffer is given back within `TAKE_S` seconds, and torch's
+        exception if allocating one fails.
         """
         if not self._left.acquire(timeout=TAKE_S):
             raise DeviceCopyError(
@@ -56,10 +56,10 @@ class StagingPool:
                     buffer = min(fitting, key=torch.Tensor.numel)
                     self._free = [other for other in self._free if other is not buffer]
                     return buffer
-                if self._free:  # all are too small: one of them makes room
+                if self._free:  # all are too small: a larger one replaces the first
                     self._free.pop(0)
             return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-        except BaseException:  # whatever it was, the buffer's place must not be lost
+        except BaseException:  # after any error, the buffer's place must not be lost
             self._left.release()
             raise
 
@@ -76,10 +76,10 @@ class StagingPool:
 
 
 class Piece:
-    """Some chunks' blocks in a staging buffer, `[layer][block][page]`, without those to skip.
+    """Blocks of some chunks in a staging buffer, `[layer][block][page]`, without those to skip.
 
-    `layout` describes the buffer as if it were the engine's memory, with `places` as the block
-    ids of each chunk there.
+    `layout` describes the buffer as if it were the engine's memory, and `places` are the block ids
+    of each chunk in it.
     """
 
     def __init__(self, layout: Layout, chunks: Chunks, pool: StagingPool) -> None:
@@ -91,13 +91,13 @@ class Piece:
         self._buffer = pool.take(paged_of(layout).payload_bytes(max(1, len(self._blocks))))
         try:
             self.layout = staged(layout, self._buffer, len(self._blocks))
-        except BaseException:  # whatever it was, the buffer must not be lost
+        except BaseException:  # after any error, the buffer must not be lost
             self.give_back()
             raise
 
     @property
     def chunks(self) -> Chunks:
-        """The piece as a single chunk: the device's blocks in the buffer's order, its address."""
+        """The piece as one chunk: the device's block ids in the buffer's order, its address."""
         counts, hosts = np.array([[len(self._blocks)], [self._buffer.data_ptr()]])
         return Chunks(self._blocks, counts, hosts)
 
@@ -107,7 +107,7 @@ class Piece:
 
 
 def paged_of(layout: Layout) -> PagedLayout:
-    """Return the pages of the engine's memory, whatever the format."""
+    """Return the pages of the engine's memory, for either format."""
     if isinstance(layout, PortableLayout):
         return layout.paged
     assert isinstance(layout, PagedLayout)
@@ -115,9 +115,9 @@ def paged_of(layout: Layout) -> PagedLayout:
 
 
 def staged(layout: Layout, buffer: torch.Tensor, blocks: int) -> Layout:
-    """Return the layout of so many blocks, `[run][block][page]`, in a buffer of bytes.
+    """Return the layout of `blocks` blocks, `[run][block][page]`, in a buffer of bytes.
 
-    The inside of pages is that of `layout`; only the pages lie elsewhere.
+    The layout within pages is that of `layout`; only the places of the pages differ.
     """
     paged = paged_of(layout)
     blocks = max(1, blocks)
@@ -140,15 +140,15 @@ def staged(layout: Layout, buffer: torch.Tensor, blocks: int) -> Layout:
 def _moved(
     plane: Plane, runs: Sequence[PageRun], there: PagedLayout, ratio: int, buffer: torch.Tensor
 ) -> Plane:
-    """Return a plane as it lies in a buffer, `ratio` kernel blocks in each of its blocks."""
+    """Return a plane as it lies in a buffer, with `ratio` kernel blocks in each of its blocks."""
     block, head, token, element = plane.strides
 
     def place(address: int) -> tuple[int, PageRun]:
-        """Return where an address of block 0 lies now, and in which run."""
+        """Return the new place of an address of block 0, and the run that holds it."""
         for run, moved in zip(runs, there.layers, strict=True):
             if 0 <= address - run.pointer < run.page_bytes:
                 return moved.pointer + address - run.pointer, moved
-        raise LayoutError(f"{plane.name} of {plane.layer} is not in its layer's pages")
+        raise LayoutError(f"{plane.name} of {plane.layer} lies outside of its layer's pages")
 
     start, run = place(plane.pointer)
     if plane.view.shape[1] > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerators with streams: copies beside the compute, ordered by events both ways."""
+"""Accelerators with streams: copies concurrent with the compute, ordered by events both ways."""
 
 import contextlib
 import functools
@@ -22,35 +22,34 @@ from kvhaven.types import Checksum
 logger = logging.getLogger(__name__)
 
 LOST_S: Final = 60.0
-"""How long a device is asked again when it cannot be waited for; then its copy has no end."""
+"""Seconds for which a failed wait for the device is repeated; then the device counts as lost."""
 _ASK_AGAIN_S: Final = 0.1
 STORE_S: Final = 60.0
-"""How long a store may take that is waited for in the call."""
+"""Timeout in seconds for stores that must end within the call."""
 
 _lost: Final[list["StreamCopy"]] = []
-"""Copies without an end: what they hold is never freed, since the device may use it still."""
+"""Copies whose end is unknown: their memory is never freed, because the device may still use it."""
 
 
 class StreamDevice:
-    """An accelerator; a `Device` whose copies run beside the compute.
+    """An accelerator; a `Device` whose copies run concurrently with the compute.
 
-    Stores run on one stream and loads on another, since most accelerators have a copy engine
-    for either direction. Each call records an event on the caller's current stream and lets our
+    Stores run on one stream and loads on another, because most accelerators have a copy engine for
+    each direction. Each call records an event on the caller's current stream and lets the copy
     stream wait for it, so that a store reads after the compute that wrote its blocks and a load
     writes after the compute that last used them.
 
-    Each direction has two threads. One plans copies and puts them on the stream, where the make
-    allows it, so that the engine's thread is not held. The other waits for the copies' own
-    events (asleep, not spinning); what is left to do on the host (checksums, the way between
-    staging memory and the arena) is done there, so that neither the engine's thread nor the
-    accelerator does it. A job ends in that thread only, behind everything that was put on the
-    stream for it.
+    Each direction has two threads. One plans copies and submits them to the stream, if the backend
+    allows it, so that the engine's thread is not held up. The other waits for the copies' events
+    (asleep, not spinning) and does the host's part (checksums, copies between staging memory and
+    the arena), so that neither the engine's thread nor the accelerator does it. A job ends in that
+    thread only, after all work that was submitted to the stream for it.
 
-    Copies in the paged format go straight to the arena where the make reaches it. Others go
-    through staging memory: whole blocks are copied between the device and there, and the host's
-    CPU brings them into the format and to the arena, or back.
+    Copies in the paged format go directly to the arena if the backend reaches it. Others go through
+    staging memory: whole blocks are copied between the device and staging memory, and the host's
+    CPU converts them to the format and copies them to the arena, or back.
 
-    `copy_threads` is how many threads do the host's part. Raises `IncompatibleEngineError` if
+    `copy_threads` is the number of threads for the host's part. Raises `IncompatibleEngineError` if
     there is no device `index` (default: the current one).
     """
 
@@ -68,24 +67,24 @@ class StreamDevice:
         self._stores = self._lane("store")
         self._loads = self._lane("load")
         self._jobs: dict[int, StreamCopy] = {}
-        """Those that have not ended, by `id`. Steps on it are atomic under the GIL."""
+        """Jobs that have not ended, by `id`. Operations on it are atomic under the GIL."""
         self._closing = threading.Event()
 
-    # --- what it is ---------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """The make's name."""
+        """The backend's name."""
         return self._make.name
 
     @property
     def collective_backend(self) -> str:
-        """The backend of torch.distributed that serves it."""
+        """The torch.distributed backend for this device."""
         return self._make.collective_backend
 
     @property
     def kernel_tag(self) -> str:
-        """What the inside of its pages depends on besides their shape."""
+        """Tag that distinguishes page layouts of equal shape."""
         return self._make.kernel_tag
 
     def count(self) -> int:
@@ -97,10 +96,10 @@ class StreamDevice:
         return self._index
 
     def set_current(self, index: int) -> None:
-        """Use another device, with new streams. No copy may be under way."""
+        """Use another device, with new streams. No copy may be running."""
         if not 0 <= index < self.count():
             raise IncompatibleEngineError(
-                f"there is no {self.name} device {index}: {self.count()} are visible, from 0 on"
+                f"device: no {self.name} device {index}; {self.count()} are visible, from 0 on"
             )
         self._index = index
         self._select()
@@ -119,7 +118,7 @@ class StreamDevice:
         self._api.synchronize()
 
     def register_host(self, address: int, size: int) -> None:
-        """Prepare a mapped segment for direct copies, where the make has them."""
+        """Prepare a mapped segment for direct copies, if the backend supports them."""
         self._select()
         self._make.register(address, size)
 
@@ -139,7 +138,7 @@ class StreamDevice:
             return FinishedCopy()
         job = self._begin(self._stores, layout, chunks)
         if self._make.stores_end_in_call and not job.wait(STORE_S):
-            # The engine goes on, and may overwrite the blocks before the copy reads them.
+            # The engine continues, and may overwrite the blocks before the copy reads them.
             job.fail(DeviceCopyError(f"a store did not end within {STORE_S:.0f} s"))
         return job
 
@@ -161,8 +160,8 @@ class StreamDevice:
             try:
                 self._select()
                 self._api.current_stream().wait_event(job.event)
-            except Exception as error:  # noqa: BLE001 - whatever it was, this thread can wait itself
-                logger.warning("waiting for a copy on the host: %s", error)
+            except Exception as error:  # noqa: BLE001 - after any error this thread can wait itself
+                logger.warning("the stream cannot wait for a copy, so the host waits: %s", error)
             else:
                 return
         job.wait_ended()
@@ -173,7 +172,7 @@ class StreamDevice:
             self.forward_waits(job)
 
     def close(self) -> None:
-        """Wait for all copies, end the threads, give up what was registered."""
+        """Wait for all copies, end the threads and unregister all host memory."""
         self._closing.set()
         for lane in (self._stores, self._loads):
             lane.close()
@@ -192,9 +191,9 @@ class StreamDevice:
         return _Lane(name, submits, thread(""))
 
     def _begin(self, lane: "_Lane", layout: Layout, chunks: Chunks) -> "StreamCopy":
-        """Have a copy put on its stream, behind all that the current stream has to do so far.
+        """Submit a copy to its stream, behind all work of the current stream so far.
 
-        From here on, whatever fails is the job's error.
+        From here on, every failure is the job's error.
         """
         job = StreamCopy()
         if self._closing.is_set():
@@ -218,7 +217,7 @@ class StreamDevice:
     def _submit(
         self, lane: "_Lane", job: "StreamCopy", before: Any, layout: Layout, chunks: Chunks
     ) -> None:
-        """Put a copy on the lane's stream, in as many parts as go through staging memory."""
+        """Put a copy on the lane's stream, in several parts if it goes through staging memory."""
         try:
             direct = isinstance(layout, PagedLayout) and self._make.reaches(layout, chunks)
             if not job.failed:
@@ -228,7 +227,7 @@ class StreamDevice:
                     break
                 piece = None if direct else Piece(layout, part, self._staging)
                 self._submit_part(lane, job, layout, part, piece)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the job must end
+        except Exception as error:  # noqa: BLE001 - the job must end after any error
             job.fail(error)
         finally:
             lane.finishes.put(functools.partial(self._end, job))
@@ -237,9 +236,9 @@ class StreamDevice:
     def _submit_part(
         self, lane: "_Lane", job: "StreamCopy", layout: Layout, part: Chunks, piece: Piece | None
     ) -> None:
-        """Put a part of a copy on the lane's stream, and have its end waited for.
+        """Put a part of a copy on the lane's stream, and queue the wait for its end.
 
-        After a failure, too: the stream may have begun with the part, so its memory is in use
+        A failed part is waited for, too: the stream may have begun it, so its memory is in use
         until the stream has passed.
         """
         chunks = part if piece is None else piece.chunks
@@ -258,7 +257,7 @@ class StreamDevice:
         )
 
     def _mark(self) -> Any:
-        """Return an event behind all that the current stream has to do so far."""
+        """Return an event behind all work of the current stream so far."""
         self._select()
         self._make.flush()
         event = self._make.event()
@@ -271,10 +270,10 @@ class StreamDevice:
         self._streams[lane.name].wait_event(event)
 
     def _record(self, lane: "_Lane", job: "StreamCopy") -> Any:
-        """Return an event behind all work of the lane's stream, or None if there can be none.
+        """Return an event behind all work of the lane's stream, or None if none can be recorded.
 
-        A failure is tried again once: without an event, the host has to wait for the whole
-        stream. If the work cannot even be flushed, the job is lost.
+        A failure is retried once: without an event, the host has to wait for the whole stream. If
+        the work cannot even be flushed, the job is lost.
         """
         flushed = False
         for _ in range(2):
@@ -309,14 +308,14 @@ class StreamDevice:
         part: Chunks,
         piece: Piece | None,
     ) -> None:
-        """Wait until the device is done with a part, and do the host's share of a store."""
+        """Wait until the device has finished a part, and do the host's part of a store."""
         if not self._passed(lane, job, event):
-            job.keep.append(piece)  # the device may use it still
+            job.keep.append(piece)  # the device may still use it
             return
         try:
             if lane.to_host and not job.failed:
                 job.arrived.extend(self._arrive(layout, part, piece))
-        except Exception as error:  # noqa: BLE001 - whatever it was, the job must end
+        except Exception as error:  # noqa: BLE001 - the job must end after any error
             job.fail(error)
         finally:
             if piece is not None:
@@ -325,9 +324,9 @@ class StreamDevice:
     def _passed(self, lane: "_Lane", job: "StreamCopy", event: Any) -> bool:
         """Wait until the lane's stream has passed a part; return False if the device is lost.
 
-        When waiting for the event fails, the job has failed, but its copies may still be under
-        way. The stream and the device are waited for then, repeatedly for `LOST_S`: ROCm until
-        2026 refuses every kind of waiting while the engine captures a graph.
+        If waiting for the event fails, the job has failed, but its copies may still be running.
+        Then the thread waits for the stream and the device instead, and repeats that for `LOST_S`:
+        ROCm until 2026 refuses every kind of wait while the engine captures a graph.
         """
         waits: list[Callable[[], None]] = [
             self._streams[lane.name].synchronize,
@@ -350,7 +349,7 @@ class StreamDevice:
         return False
 
     def _arrive(self, layout: Layout, part: Chunks, piece: Piece | None) -> Sequence[Checksum]:
-        """Bring a part that was stored to the arena, if it is not there; return its checksums."""
+        """Copy a stored part from staging memory to the arena if needed; return its checksums."""
         if piece is not None:
             copy = self._host.store(piece.layout, piece.places, part.hosts.tolist())
             _raise_error(copy)
@@ -365,12 +364,12 @@ class StreamDevice:
         return checksums
 
     def _end(self, job: "StreamCopy") -> None:
-        """End a job behind its last part, unless the device was lost meanwhile."""
+        """End a job after its last part, unless the device was lost meanwhile."""
         if job.lost.is_set():
             _lost.append(job)
             logger.error(
-                "%s: a copy has no end, since the device cannot be waited for (%s); its memory "
-                "stays in use until this process ends",
+                "%s: the end of a copy is unknown, because the device cannot be waited for (%s); "
+                "its memory stays in use until this process ends",
                 self.name,
                 job.error,
             )
@@ -381,9 +380,9 @@ class StreamDevice:
     # --- threads ------------------------------------------------------------------------------
 
     def _select(self) -> None:
-        """Make our device the current one of this thread.
+        """Make this object's device the current one of this thread.
 
-        The first call of a thread always tells the make: a runtime may report device 0 as
+        A thread's first call always selects it in the backend: a runtime may report device 0 as
         current although the thread has no context there.
         """
         known = getattr(self._selected, "index", None) == self._index
@@ -403,9 +402,9 @@ class _Lane:
         self.name = name
         self.to_host = name == "store"
         self.submits = submits
-        """Puts copies on the stream; None where only the engine's thread may."""
+        """Puts copies on the stream; None if only the engine's thread may do that."""
         self.finishes = finishes
-        """Waits for their ends."""
+        """Waits for the end of copies."""
 
     def close(self) -> None:
         """Wait for all copies and end the threads."""
@@ -415,28 +414,29 @@ class _Lane:
 
 
 class StreamCopy:
-    """The job of a copy on a stream: ended when its last event has passed and the host is done.
+    """The job of a copy on a stream; it ends after its last event and the host's part.
 
-    It is written by the thread that submits it and by the one that ends it.
+    Two threads write to it: the one that submits it and the one that ends it.
     """
 
     def __init__(self) -> None:
         self.event: Any = None
-        """What the forward has to wait for, once it was `submitted`. None: for the end."""
+        """Event that the forward pass waits for, set once `submitted`. None: wait for the job's
+        end."""
         self.submitted = threading.Event()
         self.error = ""
         self.keep: list[object] = []
-        """What must not be freed before it has ended."""
+        """Objects that must not be freed before the job has ended."""
         self.arrived: list[Checksum] = []
         """Checksums of the parts that have ended."""
         self.checksums: Sequence[Checksum] = ()
         self.lost = threading.Event()
-        """Whether its end cannot be found out any more."""
+        """Set once the end of the copy cannot be determined any more."""
         self._ended = threading.Event()
 
     @property
     def failed(self) -> bool:
-        """Whether something failed."""
+        """Whether an error was noted."""
         return bool(self.error)
 
     def done(self) -> bool:
@@ -448,18 +448,18 @@ class StreamCopy:
         return self._ended.wait(timeout_s)
 
     def wait_ended(self) -> None:
-        """Block until the copy has ended. Raises `DeviceCopyError` if that cannot be found out."""
+        """Block until the copy has ended. Raises `DeviceCopyError` if that cannot be determined."""
         while not self._ended.wait(_ASK_AGAIN_S):
             if self.lost.is_set():
                 raise DeviceCopyError(f"a copy cannot be waited for: {self.error}")
 
     def fail(self, error: Exception) -> None:
-        """Note that something failed; the first reason stays."""
+        """Note an error; the first one is kept."""
         if not self.error:
             self.error = f"{type(error).__name__}: {error}"
 
     def end(self) -> None:
-        """Note that nothing is left to do; called once."""
+        """Mark the job as ended; called once."""
         self.keep.clear()
         if self.error:
             logger.warning("a copy failed: %s", self.error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of a device: some that share the pieces of a job, and one that does all in order."""
+"""Threads of a device: a pool that shares the pieces of a job, and one that runs calls in order."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostThreads:
-    """Threads that share the pieces of a job; the caller's is one of them.
+    """Threads, including the caller's, that share the pieces of a job.
 
     The others run on `cores`. Thread-safe.
     """
@@ -24,17 +24,17 @@ class HostThreads:
         )
 
     def run(self, work: Callable[[int], None], count: int) -> None:
-        """Call `work` with 0 to `count - 1` on up to all threads, and wait until all calls ended.
+        """Call `work` with 0 to `count - 1` on up to all threads, and wait for all calls to end.
 
-        Threads take the next piece when they are free, since cores are not equally fast (the
-        engine's own threads run on some). After a call raised no further one begins; what the
-        first one raised is raised when none runs any more.
+        Each thread takes the next piece when it is free, because cores are not equally fast (the
+        engine's own threads run on some). After a call has raised, no further call begins; the
+        first exception is raised when no call runs any more.
         """
         left: Iterator[int] = iter(range(count))
         errors: list[BaseException] = []
 
         def take() -> None:
-            for index in left:  # `next` on a range iterator is one step under the GIL
+            for index in left:  # `next` on a range iterator is atomic under the GIL
                 if errors:
                     return
                 try:
@@ -46,13 +46,13 @@ class HostThreads:
         try:
             take()
         finally:
-            # One that has not begun is not waited for: it may be behind another caller's job.
+            # A helper that has not begun is cancelled: it may be queued behind another job.
             wait([helper for helper in helpers if not helper.cancel()])
         if errors:
             raise errors[0]
 
     def close(self) -> None:
-        """End the threads; later jobs run on the caller's alone."""
+        """End the threads; later jobs run on the caller's thread alone."""
         self._pool.shutdown()
 
     def _submit(self, call: Callable[[], None], times: int) -> list[Future[None]]:
@@ -60,7 +60,7 @@ class HostThreads:
         try:
             for _ in range(times):
                 found.append(self._pool.submit(call))  # noqa: PERF401 - the next one may raise
-        except RuntimeError as error:  # no thread can be started: do with those there are
+        except RuntimeError as error:  # no thread can be started: use the existing ones
             logger.debug("%d copy threads instead of %d: %s", len(found), times, error)
         return found
 
@@ -74,32 +74,34 @@ class SerialThread:
         self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """Have a call made. It must not raise."""
+        """Queue a call. It must not raise."""
         self._calls.put(call)
 
     def close(self) -> None:
-        """End the thread when it has made all calls that were put."""
+        """End the thread after all queued calls."""
         self._calls.put(None)
         self._thread.join()
 
     def _run(self, prepare: Callable[[], None]) -> None:
         try:
             prepare()
-        except Exception:  # a driver may raise anything; the calls say better what they lack
-            logger.exception("%s could not be prepared", self._thread.name)
+        except Exception:  # a driver may raise anything; later calls report the problem in detail
+            logger.exception("%s: the thread could not be prepared", self._thread.name)
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except Exception:  # the thread has to live for the calls after this one
+            except Exception:  # the thread must survive for later calls
                 logger.exception("%s: a call failed", self._thread.name)
-            del call  # and what it holds, while there is nothing to do
+            del call  # frees the objects that it holds while the thread waits
 
 
 def _run_on(cores: frozenset[int]) -> None:
-    """Let this thread run on `cores`, as far as the kernel allows it."""
+    """Restrict this thread to `cores`, as far as the kernel allows it."""
     try:
         os.sched_setaffinity(0, cores)
     except OSError as error:
         logger.warning(
-            "copy thread %s stays on its cores: %s", threading.current_thread().name, error
+            "copy thread %s: cannot be moved to other cores: %s",
+            threading.current_thread().name,
+            error,
         )

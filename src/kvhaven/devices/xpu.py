@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Intel GPUs, by `torch.xpu`: copies through pinned staging memory, blocks gathered by index.
 
-Proven on the simulated device of `tests/simulators`, which is stricter about order than a real
-one; never run on hardware by us.
+Tested on the simulated device in `tests/simulators`, which is stricter about order than a real one;
+untested on hardware.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ from kvhaven.layouts import PagedLayout
 
 
 class _Xpu:
-    """What `StreamDevice` has to know of Intel GPUs.
+    """The `AcceleratorBackend` of Intel GPUs.
 
-    The arena is not registered with the driver, for which torch has no call: staging memory
-    is pinned instead, and only that is copied from and to.
+    The arena is not registered with the driver, because torch has no call for that. Instead,
+    staging memory is pinned, and all copies use it.
     """
 
     name = "xpu"
@@ -68,12 +68,12 @@ class _Xpu:
 
 
 def open_xpu(copy_threads: int = 1, index: int | None = None) -> StreamDevice:
-    """Open an Intel GPU. Raises `IncompatibleEngineError` if there is none of that index."""
+    """Open an Intel GPU. Raises `IncompatibleEngineError` if there is no GPU of that index."""
     return StreamDevice(_Xpu(), copy_threads, index)
 
 
 def unavailable() -> str:
-    """Return why there is no Intel GPU to use, or an empty text if there is one."""
+    """Return why no Intel GPU can be used, or an empty string if one can."""
     if not torch.xpu.is_available():
         return (
             f"torch.xpu.is_available() is False (torch {torch.__version__}; no GPU visible, no "

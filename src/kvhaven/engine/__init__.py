@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine-neutral core: what an inference engine needs to keep its KV in KVHaven.
+"""Engine-neutral interface through which an inference engine keeps its KV in KVHaven.
 
-An engine has a scheduler side, which looks requests up and plans copies, and a worker side for
-each rank, which copies between the engine's KV tensors and the node service's memory. Both are
-made by the `connect_*` functions. `docs/integrating.md` shows a whole engine.
+An engine has a scheduler side, which looks up requests and plans copies, and a worker side for
+each rank, which copies between the engine's KV tensors and the node service's memory. The
+`connect_*` functions create both. `docs/integrating.md` shows a whole engine.
 """
 
 from kvhaven.engine.connect import EngineIdentity, connect_scheduler, connect_worker, paged_layout

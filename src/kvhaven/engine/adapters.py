@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of LoRA adapters on the scheduler side: the content that the ranks have loaded."""
+"""Identity of LoRA adapters on the scheduler side, from the content that the ranks loaded."""
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from kvhaven.protocol import AdapterVersion, ModelState
 
 CacheName = tuple[Any, ...]
-"""What the engine's own prefix cache knows an adapter by; empty for the model without one."""
+"""Name of an adapter in the engine's prefix cache; empty for the model without an adapter."""
 
 
 class AdapterUse(NamedTuple):
-    """What a request's KV is computed with: a loaded adapter.
+    """Loaded adapter that a request's KV is computed with.
 
-    `generation` is that of all ranks: a rank that has loaded something else under the number
-    since then neither loads nor saves for it.
+    `generation` is the same on all ranks: a rank that has since loaded other content under the
+    number `adapter` neither loads nor saves KV for it.
     """
 
     adapter: int
@@ -24,12 +24,12 @@ class AdapterUse(NamedTuple):
 
 
 class Adapters:
-    """Names adapters by what the ranks said that they loaded; what they did not say is unknown.
+    """Identifies adapters by the content that the ranks reported; others are unknown.
 
-    `models` returns what each rank's model holds; `changed` is called with what the
-    engine's own prefix cache knows an adapter by, when requests of it may have been computed with
-    another content than the one that is loaded now: blocks of that name may hold either. No file
-    is read: a file's content now need not be what was loaded.
+    `models` returns the state of each rank's model. `changed` is called with an adapter's name in
+    the engine's prefix cache when its requests may have been computed with other content than the
+    loaded one: blocks under that name may hold KV of either. Files are not read, since their
+    present content may differ from the loaded one.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Adapters:
         self._unknown: dict[CacheName, set[int]] = {}  # adapters that ran before being known
 
     def use_of(self, name: CacheName, adapter: int) -> AdapterUse | None:
-        """Return the content that adapter number `adapter` has now, None while it is not known.
+        """Return the present content of adapter number `adapter`, None while it is unknown.
 
-        `name` is the engine's own name for it. To be asked for every request, cached or not, when
-        it comes and whenever it starts to run: it may compute with it.
+        `name` is its name in the engine's prefix cache. Must be called for every request, cached
+        or not, when it arrives and whenever it starts to run, since it computes with the adapter.
         """
         self._follow()
         use = self._uses.get(adapter)
@@ -59,7 +59,7 @@ class Adapters:
             if adapter not in unknown:
                 unknown.add(adapter)
                 if self._computed.get(name, (adapter, 1))[0] != adapter:
-                    self._changed(name)  # what runs now will be of another content
+                    self._changed(name)  # requests that run now use other content
             return None
         now, unknown = (adapter, use.generation), self._unknown.pop(name, set())
         same = self._computed.get(name, (adapter, 1)) == now
@@ -69,7 +69,7 @@ class Adapters:
         return use
 
     def _follow(self) -> None:
-        """Take in what the ranks said since the last call."""
+        """Process the ranks' reports since the last call."""
         models = self._models()
         if models is self._seen:
             return
@@ -88,9 +88,10 @@ class Adapters:
 
 
 def _united(versions: "list[AdapterVersion | None]") -> AdapterUse | None:
-    """Return what all ranks have loaded under one number; None unless they all agree.
+    """Return the adapter that all ranks have loaded under one number; None unless all agree.
 
-    Ranks of one pipeline stage load the same tensors. Stages may load different parts.
+    Ranks of one pipeline stage load the same tensors. Stages may load different parts, so their
+    digests are combined.
     """
     known = [version for version in versions if version is not None]
     if len(known) < len(versions) or len({version.generation for version in known}) > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connecting the two sides of an engine to the node service."""
+"""Connection of an engine's two sides to the node service."""
 
 import logging
 import uuid
@@ -37,11 +37,11 @@ from kvhaven.types import Shard, ShardId
 logger = logging.getLogger(__name__)
 
 EMBEDDED_START_S = 60.0
-"""How long an embedded service may take to start."""
+"""Maximum duration of an embedded service's start."""
 ATTACH_S = 10.0
-"""How long a start waits for a service that is not embedded."""
+"""Maximum wait for a service that is not embedded, at the engine's start."""
 RANKS_WAIT_MS = 20_000
-"""How long the service waits for an engine's ranks before it answers the scheduler side."""
+"""Maximum wait of the service for an engine's ranks before it answers the scheduler side."""
 
 _COPY_THREADS_MOST = 4
 _NAMED = ("model", "weights")
@@ -51,11 +51,11 @@ _NAMED = ("model", "weights")
 class EngineIdentity:
     """Identity of one running engine; equal on its scheduler side and on all its ranks.
 
-    `engine_id` is a name that no other running engine of the node has. `namespace` names all that
-    determines KV besides tokens and extras, a text for each field: `model` (its name), `weights`
-    (a digest of their content), and whatever else the engine can be set to that changes KV, such
-    as dtype, attention implementation, rotary scaling, its own version. Engines with equal
-    namespaces share KV, so a field that is left out can mean wrong output.
+    `engine_id` is unique among the running engines of the node. `namespace` has a text for each
+    field that determines KV besides tokens and extras: `model` (its name), `weights` (a digest of
+    their content), and every other setting of the engine that changes KV, such as dtype,
+    attention implementation, rotary scaling, the engine's version. Engines with equal namespaces
+    share KV, so a missing field can cause wrong output.
 
     Raises `IncompatibleEngineError` if `model` or `weights` is missing or empty.
     """
@@ -69,7 +69,7 @@ class EngineIdentity:
             if not self.namespace.get(field):
                 raise IncompatibleEngineError(
                     f"namespace: field {field!r} is missing (got {sorted(self.namespace)}); "
-                    "expected a text that only engines with the same KV share. Add it."
+                    "expected a text that is equal only for engines with the same KV. Add it."
                 )
 
 
@@ -84,21 +84,22 @@ def connect_worker(
     shard: ShardId | None = None,
     model: LoadedModel | None = None,
 ) -> WorkerSide:
-    """Return the worker side of a rank, connected to the service; ranks connect first.
+    """Return the worker side of a rank, connected to the service.
 
-    `kv_caches` has a tensor of shape `[num_blocks, heads, block_size, content]` for each layer
-    (content: K and V of a head and token next to each other), or `[num_blocks, block_size,
-    content]`; the dimensions may lie in memory in any order in which a block's bytes are dense.
-    `block_size` is in tokens and divides the setting `chunk_size`. `shard` says which layers and
-    heads of the model the rank holds; by default all of them, which takes a `world_size` of 1.
+    All ranks must connect before the scheduler side. `kv_caches` has a tensor of shape
+    `[num_blocks, heads, block_size, content]` for each layer (content: K and V of a head and token
+    next to each other), or `[num_blocks, block_size, content]`; the dimensions may have any order
+    in memory that keeps a block's bytes dense. `block_size` is in tokens and divides the setting
+    `chunk_size`. `shard` names the layers and heads of the model that the rank holds. The default
+    is all of them, which requires a `world_size` of 1.
 
-    Raises `LayoutError` for tensors that are not understood, `IncompatibleEngineError` for other
-    refusals, `ConfigError` for settings that do not fit. A service that does not answer is no
-    error: the engine runs without a cache until it does.
+    Raises `LayoutError` if the layout of the tensors is not supported, `ConfigError` if settings
+    are invalid, `IncompatibleEngineError` if the engine is refused for another reason. If the
+    service does not answer, no error is raised: the engine runs without a cache until it does.
     """
     if settings.format == "portable":
         raise IncompatibleEngineError(
-            "format: the inside of this engine's pages is not described (got 'portable'); "
+            "format: the page layout of this engine is not described (got 'portable'); "
             "expected 'paged'. Set format: paged."
         )
     if shard is None and identity.world_size > 1:
@@ -140,7 +141,7 @@ def connect_worker(
 def paged_layout(
     kv_caches: Mapping[str, torch.Tensor], *, block_size: int, num_blocks: int, device: Device
 ) -> PagedLayout:
-    """Return the layout of KV tensors as `connect_worker` reads them, for `WorkerSide.move`."""
+    """Return the layout of KV tensors for `WorkerSide.move`; shapes as for `connect_worker`."""
     page_bytes = {
         layer: tensor.numel() * tensor.element_size() // num_blocks
         for layer, tensor in kv_caches.items()
@@ -166,11 +167,10 @@ def connect_scheduler(
 ) -> SchedulerSide:
     """Return the scheduler side of an engine, connected to the service.
 
-    `asynchronous` loads run between steps, others before the forward of the step that admits
-    their request. `prefix_cache` says that the engine keeps KV of finished requests; it then sets
-    `held_blocks` of the result. The other arguments are those of `SchedulerSide`.
-
-    Errors are those of `connect_worker`.
+    If `asynchronous`, loads run between steps, otherwise before the forward of the step that
+    admits their request. `prefix_cache` says that the engine keeps KV of finished requests; the
+    engine must then set `held_blocks` of the result. The other arguments are those of
+    `SchedulerSide`. Raises as `connect_worker` does.
     """
     require_chunk_size(settings.chunk_size, block_size)
     attach = AttachScheduler(
@@ -196,14 +196,14 @@ def connect_scheduler(
 
 
 def rank_client(settings: Settings, attach: AttachRank, device: Device) -> RankClient:
-    """Return a rank's client, not started, whose arena is registered with the device."""
+    """Return a rank's client, not started, that registers its arena with the device."""
     address, ensure = _service(settings, attach.session)
     memory = HostMemory(device.register_host, device.unregister_host)
     return RankClient(address, attach, memory=memory, ensure_service=ensure)
 
 
 def scheduler_client(settings: Settings, attach: AttachScheduler) -> SchedulerClient:
-    """Return a scheduler's client, not started, with the deadlines of the settings."""
+    """Return a scheduler side's client, not started, with the deadlines of the settings."""
     address, ensure = _service(settings, attach.session)
     return SchedulerClient(
         address,
@@ -215,23 +215,23 @@ def scheduler_client(settings: Settings, attach: AttachScheduler) -> SchedulerCl
 
 
 def start_or_warn(start: Callable[[float], None], settings: Settings) -> None:
-    """Start a client; if no service answers, log it: the client goes on trying."""
+    """Start a client; if no service answers, log it, and the client continues to retry."""
     with serving_without_a_cache():
         start(wait_seconds(settings))
 
 
 def wait_seconds(settings: Settings) -> float:
-    """Return how long a start waits for the service that the settings name."""
+    """Return the seconds that a start waits for the service that the settings name."""
     return EMBEDDED_START_S if settings.service_address is None else ATTACH_S
 
 
 @contextmanager
 def serving_without_a_cache() -> Iterator[None]:
-    """Log a missing service or missing ranks instead of raising: the engine serves without KV."""
+    """Log a missing service or missing ranks instead of raising; the engine serves uncached."""
     try:
         yield
     except IncompleteEngineError as error:
-        logger.error("serving without a cache: %s", error)  # noqa: TRY400 - it is no mistake of ours
+        logger.error("serving without a cache: %s", error)  # noqa: TRY400 - not a bug
     except ServiceUnavailableError as error:
         logger.warning("serving without a cache for now: %s", error)
 
@@ -239,7 +239,10 @@ def serving_without_a_cache() -> Iterator[None]:
 def device_of(
     settings: Settings, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 ) -> Device:
-    """Open the device that holds an engine's KV tensors. Raises `IncompatibleEngineError`."""
+    """Open the device that holds an engine's KV tensors.
+
+    Raises `IncompatibleEngineError` if the device is not supported.
+    """
     first = next(iter(tensors.values()))
     tensor = first if isinstance(first, torch.Tensor) else first[0]
     threads = settings.copy_threads or min(_COPY_THREADS_MOST, len(usable_cores()))
@@ -247,12 +250,12 @@ def device_of(
 
 
 def test_device(device: Device, layout: Layout) -> None:
-    """Write, read and compare bytes of the layout. Raises `LayoutError` where they differ."""
+    """Write, read and compare bytes of the layout. Raises `LayoutError` if they differ."""
     self_test(device, layout, memoryview(bytearray(layout.payload_bytes(2))))
 
 
 def require_chunk_size(chunk_size: int, block_size: int) -> None:
-    """Raise `IncompatibleEngineError` when a chunk is not a whole number of blocks."""
+    """Raise `IncompatibleEngineError` if a chunk is not a whole number of blocks."""
     if chunk_size % block_size:
         raise IncompatibleEngineError(
             f"chunk_size is {chunk_size} tokens and the engine's block {block_size}: a chunk "
@@ -262,7 +265,7 @@ def require_chunk_size(chunk_size: int, block_size: int) -> None:
 
 
 def _service(settings: Settings, engine_id: str) -> tuple[str, Callable[[], None]]:
-    """Return the service's socket, and what makes sure that a service listens there."""
+    """Return the service's socket, and a function that ensures that a service listens there."""
     if settings.service_address is not None:
         return settings.service_address, lambda: None
     address = embedded_address(settings, engine_id)

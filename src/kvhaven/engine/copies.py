@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for copies off the worker's thread."""
+"""Thread that waits for copies in place of the worker's thread."""
 
 import logging
 import queue
@@ -13,21 +13,21 @@ from kvhaven.devices.base import CopyJob
 logger = logging.getLogger(__name__)
 
 COPY_DEADLINE_S = 60.0
-"""A copy that runs longer is worth a warning; nothing of it is given back before it ended."""
+"""Duration after which a running copy is logged; its resources are held until it ends."""
 
 LOST_S = 2 * COPY_DEADLINE_S
-"""A copy that failed and has not ended by then never will: the device is lost."""
+"""Duration after which a failed copy that has not ended counts as lost, with its device."""
 
 _LOOK_AGAIN_S = 1.0
 
 
 def all_ended(copies: Iterable[CopyJob], deadline: float) -> bool:
-    """Wait for copies, all together until `deadline` (`time.monotonic`); return if all ended."""
+    """Wait for copies until `deadline` (`time.monotonic`); return whether all have ended."""
     return all(copy.wait(max(0.0, deadline - time.monotonic())) for copy in copies)
 
 
 class _Watched(NamedTuple):
-    """A copy, what to call when it ends, and since when it is watched (`time.monotonic`)."""
+    """Watched copy, its callback, and the start of the watch (`time.monotonic`)."""
 
     copy: CopyJob
     ended: Callable[[], None]
@@ -35,17 +35,16 @@ class _Watched(NamedTuple):
 
     @property
     def waited_s(self) -> float:
-        """How long it has been watched."""
+        """Seconds since the start of the watch."""
         return time.monotonic() - self.since
 
 
 class CopyWatch:
-    """Calls back when copies end. Nothing steps when the engine is idle, so a thread waits.
+    """Calls back when copies end. A thread waits, since an idle engine runs no steps.
 
-    Copies are waited for in the order of `watch`, but those that have failed or take too long
-    hold nobody up: they are put aside, and looked at now and then. A copy that is lost is never
-    called back: what it holds stays in use. On a synchronous device no thread is needed: `watch`
-    then calls back itself.
+    It waits for copies in the order of `watch`. Copies that have failed or take too long do not
+    delay others: they are set aside and polled. A lost copy is never called back: its resources
+    stay in use. A synchronous device needs no thread: `watch` calls back directly.
     """
 
     def __init__(self, *, synchronous: bool) -> None:
@@ -56,7 +55,7 @@ class CopyWatch:
             self._thread.start()
 
     def watch(self, copy: CopyJob, ended: Callable[[], None]) -> None:
-        """Have `ended` called, once, when the copy is done, well or not."""
+        """Register `ended`, to be called once when the copy has succeeded or failed."""
         watched = _Watched(copy, ended, time.monotonic())
         if self._thread is None:
             _call_back(watched)
@@ -64,7 +63,7 @@ class CopyWatch:
             self._copies.put(watched)
 
     def close(self) -> None:
-        """End the thread when it has called back for all copies that have ended."""
+        """End the thread after it has called back for all ended copies."""
         if self._thread is not None:
             self._copies.put(None)
             self._thread.join(timeout=COPY_DEADLINE_S)
@@ -85,7 +84,7 @@ class CopyWatch:
 
 
 def _followed_up(watched: _Watched) -> bool:
-    """Wait for a copy and call back; return False if it is to be put aside."""
+    """Wait for a copy and call back; return False if it must be set aside."""
     while not watched.copy.wait(_LOOK_AGAIN_S):
         if watched.waited_s > COPY_DEADLINE_S:
             logger.warning("a copy has run for over %d s", COPY_DEADLINE_S)
@@ -97,7 +96,7 @@ def _followed_up(watched: _Watched) -> bool:
 
 
 def _is_over(late: _Watched) -> bool:
-    """Call back if a copy that was put aside has ended; return whether to look no more."""
+    """Call back if a copy that was set aside has ended; return whether to stop polling it."""
     if late.copy.done():
         _call_back(late)
         return True
@@ -107,5 +106,5 @@ def _is_over(late: _Watched) -> bool:
 def _call_back(watched: _Watched) -> None:
     try:
         watched.ended()
-    except Exception:  # the copies after this one have to be followed up all the same
-        logger.exception("a copy ended, but could not be followed up")
+    except Exception:  # the callbacks of later copies must still run
+        logger.exception("a copy ended, but its callback failed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `reset_cache` means: from where keys start, and which of the engine's KV is older."""
+"""Epochs of an engine's cache: the root of its keys, and the KV from before the last reset."""
 
 import logging
 import os
@@ -14,15 +14,16 @@ from kvhaven.types import NamespaceDigest
 logger = logging.getLogger(__name__)
 
 HeldBlocks = Callable[[], Iterable[int]]
-"""Returns the blocks of group 0 whose KV the engine uses, or may use again for other requests."""
+"""Returns the blocks of group 0 whose KV the engine uses, or may reuse for other requests."""
 
 _LATE_STEPS: Final = 64
-"""A rank reports a failed load within so many steps of the first one that uses it: more than
-an engine has under way."""
+"""Maximum number of steps between the first use of a load and the report of its failure.
+
+It exceeds the number of steps that an engine has in flight."""
 
 
 class _Load:
-    """The last load of a request: since when blocks are written that may depend on it."""
+    """Last load of a request, and the first step whose written blocks may depend on it."""
 
     __slots__ = ("ended", "gone", "since")
 
@@ -33,35 +34,35 @@ class _Load:
 
 
 class Epoch:
-    """The time since this engine's last reset.
+    """Time since this engine's last reset.
 
-    After a reset nothing cached before is found by this engine any more. When the engine
-    could not drop its own KV (requests are running), it goes on handing out old blocks; what
-    is computed from them is of the old epoch too and must not be saved in the new one. The same
-    holds for one adapter whose content has changed: of requests and blocks it is known which
-    adapter they are of, and what is not known counts as any.
+    After a reset, this engine no longer finds KV that was cached before. If the engine could not
+    drop its own KV (requests are running), it continues to use old blocks; KV computed from them
+    belongs to the old epoch and must not be saved in the new one. The same holds for one adapter
+    whose content has changed: the adapter of each request and block is recorded, and an unknown
+    adapter matches any.
     """
 
     def __init__(self) -> None:
         self.known = True
-        """Whether it is known which KV is older: not after a reset or doubt that failed midway."""
+        """Whether old KV can be told apart; False after `reset` or `doubt` failed midway."""
         self._salt = b""
         self._old_blocks: set[int] = set()
         self._old_requests: set[str] = set()
         self._adapter_of_request: dict[str, CacheName] = {}
         self._adapter_of_block: dict[int, CacheName | None] = {}
         self._step = 1
-        self._written: dict[int, int] = {}  # the step from which on a block was written last
+        self._written: dict[int, int] = {}  # the step in which a block was last written
         self._loading: dict[str, _Load] = {}
-        self._loaded: deque[tuple[int, int]] = deque()  # when a load was over, and its `since`
+        self._loaded: deque[tuple[int, int]] = deque()  # the step of a load's end, and its `since`
 
     def root(self, namespace: bytes) -> bytes:
-        """Return what the key chains of this epoch start from."""
+        """Return the root of the key chains of this epoch."""
         digest = NamespaceDigest(namespace)
         return epoch_root(digest, self._salt) if self._salt else digest
 
     def reset(self, running: Iterable[str], held: HeldBlocks | None) -> None:
-        """Begin anew. `running` requests go on with old KV, and `held` blocks hold it."""
+        """Start a new epoch. `running` requests continue with old KV; `held` blocks hold it."""
         self.known = False
         self._salt = os.urandom(16)
         self.distrust(running, held)
@@ -75,11 +76,11 @@ class Epoch:
         *,
         since: int = 0,
     ) -> set[str]:
-        """Save nothing that the engine holds now: what it was computed from is not known.
+        """Exclude KV that the engine holds now from saves, as its origin is unknown.
 
-        Of one adapter, or of all and of none; of blocks those alone that were written from step
-        `since` on. Returns the requests that are concerned. `running` and `held` as in `reset`.
-        What is in the cache stays valid.
+        With `adapter`, only KV of this adapter is excluded, otherwise all. Of blocks, only those
+        written in step `since` or later are excluded. `running` and `held` are as in `reset`.
+        Chunks in the cache stay valid. Returns the affected requests.
         """
 
         def concerned(own: CacheName | None) -> bool:
@@ -97,18 +98,18 @@ class Epoch:
         return old
 
     def next_step(self) -> None:
-        """Note that the engine begins to plan another step."""
+        """Note that the engine starts to plan another step."""
         self._step += 1
         while self._loaded and self._loaded[0][0] < self._step - _LATE_STEPS:
             self._loaded.popleft()
 
     def load_planned(self, request_id: str, *, reported: bool) -> None:
-        """Note that a request is to be loaded; `reported`: the ranks will say when it has ended."""
+        """Note a planned load of a request; `reported` says that the ranks will report its end."""
         self._load_over(request_id)
         self._loading[request_id] = _Load(self._step, ended=not reported)
 
     def load_ended(self, request_id: str) -> None:
-        """Note that the ranks said that a request's load has ended, well or not."""
+        """Note that the ranks reported the end of a request's load, successful or failed."""
         load = self._loading.get(request_id)
         if load is not None:
             load.ended = True
@@ -116,10 +117,11 @@ class Epoch:
                 self._load_over(request_id)
 
     def distrust_loads(self, running: Iterable[str], held: HeldBlocks | None) -> set[str]:
-        """Distrust what may depend on a load that has failed just now, whichever it was; as above.
+        """Distrust KV that may depend on a load that has just failed; see `distrust`.
 
-        Blocks that were written before any such load was planned do not: a system prompt that
-        is hit all the time would else never be trusted again.
+        The failed load is not identified, so all recent loads count. Blocks that were written
+        before any of these was planned stay trusted; otherwise a system prompt with constant
+        hits would never be trusted again.
         """
         loads = [load.since for load in self._loading.values()]
         since = min([*loads, *(since for _, since in self._loaded)], default=0)
@@ -131,34 +133,38 @@ class Epoch:
             self._loaded.append((self._step, load.since))
 
     def began(self, request_id: str, adapter: CacheName) -> None:
-        """Note a request, and the adapter that it computes with."""
+        """Note a new request and its adapter."""
         self._adapter_of_request[request_id] = adapter
 
     def placed(self, request_id: str, blocks: Sequence[int]) -> None:
-        """Note the blocks that a request's KV is in, or will be.
+        """Note the blocks that hold a request's KV or will hold it.
 
-        Those that it shares are of its adapter too: the engine's prefix cache knows them by it.
+        Shared blocks have the same adapter, since the engine's prefix cache distinguishes them
+        by it.
         """
         adapter = self._adapter_of_request.get(request_id)
         self._adapter_of_block.update(dict.fromkeys(blocks, adapter))
 
     def doubt(self, running: Iterable[str], held: HeldBlocks | None) -> set[str]:
-        """Distrust all that the engine holds, as a step of it may not have been noted; as above.
+        """Distrust all KV that the engine holds, as a step may not have been noted; see `distrust`.
 
-        Never raises: where `held` does, nothing is known any more.
+        Never raises. If `held` raises, `known` stays False.
         """
         self.known = False
-        self._adapter_of_block.clear()  # the engine may have given some to others
+        self._adapter_of_block.clear()  # the engine may have reallocated some
         try:
             old = self.distrust(running, held)
-        except Exception:  # it ends what was begun with another error; requests go uncached
-            logger.exception("the engine's blocks cannot be told apart: nothing is cached any more")
+        except Exception:  # this handles another error already; requests go uncached
+            logger.exception("the engine's held blocks are unknown: nothing is cached any more")
             return {*running}
         self.known = True
         return old
 
     def admitted(self, request_id: str, blocks: Sequence[int], computed_blocks: int) -> bool:
-        """Note a request's blocks, `computed_blocks` of them with KV; False: its KV is old."""
+        """Note a request's blocks, of which the first `computed_blocks` have KV.
+
+        Returns False if that KV is old.
+        """
         self.placed(request_id, blocks)
         self._load_over(request_id)
         if self._old_blocks or self._old_requests:
@@ -169,7 +175,7 @@ class Epoch:
         return request_id not in self._old_requests
 
     def extended(self, request_id: str, blocks: Sequence[int]) -> None:
-        """Note blocks that a request is about to write."""
+        """Note additional blocks that a request is about to write."""
         self.placed(request_id, blocks)
         self._writes(request_id, blocks)
 
@@ -181,7 +187,7 @@ class Epoch:
             self._old_blocks.difference_update(blocks)
 
     def finished(self, request_id: str) -> None:
-        """Forget a request. Its load may still be under way, and its blocks with it."""
+        """Forget a request. Its load may still be running and write its blocks."""
         self._adapter_of_request.pop(request_id, None)
         self._old_requests.discard(request_id)
         load = self._loading.get(request_id)

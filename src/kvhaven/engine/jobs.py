@@ -12,11 +12,11 @@ from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 class LoadJob:
     """Chunks to copy from the arena into a request's blocks.
 
-    `blocks[group][i]` are the block ids of chunk `i`; `devices.SKIP` marks blocks that are
-    not to be written. `places[i]` is the `(segment, offset)` of chunk `i`'s extent in the
-    arena of `service`, `shard_offsets[rank]` where the first shard of a rank starts in it; the
-    rank's others follow. The KV is of `adapter`, if of any. A job without places could not be
-    planned: its blocks are reported as failed, so that the engine does not use them.
+    `blocks[group][i]` are the block ids of chunk `i`; `devices.SKIP` marks blocks that must not
+    be written. `places[i]` is the `(segment, offset)` of chunk `i`'s extent in the arena of
+    `service`. `shard_offsets[rank]` is the offset of a rank's first shard in the extent; its
+    other shards follow. The KV was computed with `adapter`, if any. A job without places could
+    not be planned: its blocks are reported as failed, so that the engine does not use them.
     """
 
     request_id: str
@@ -38,9 +38,9 @@ class LoadJob:
 class SaveJob:
     """Consecutive complete chunks to copy from a request's blocks into the arena.
 
-    `id` is used once by an engine: all shards of a chunk come from one job. `parent` is the key
-    before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`. They are `tenant`'s, and
-    were computed with `adapter`, if with any.
+    An engine uses each `id` once: all shards of a chunk come from one job. `parent` is the key
+    before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`. The chunks belong to
+    `tenant` and were computed with `adapter`, if any.
     """
 
     id: int
@@ -53,14 +53,14 @@ class SaveJob:
 
 @dataclass
 class StepPlan:
-    """The plan of one step. Workers must not change it: ranks of one process share it.
+    """Plan of one step. Workers must not change it: ranks of one process share it.
 
-    `fence` lists save jobs whose source blocks were given to somebody else: nothing may
-    write to these blocks before the copies ended. `services` are those in whose arenas a
-    present or later load may lie; arenas of others can be unmapped. `failed_loads` is how many
-    failed loads of each rank the scheduler knows of (see `StepReport`), `weights` how many
-    changes of each rank's weights. `first_steps` are loads that ended in earlier steps, of
-    requests that compute for the first time since: their adapter must still be the loaded one.
+    `fence` lists save jobs whose source blocks were reallocated to other requests: these blocks
+    must not be written before the copies end. `services` are those whose arenas the present or
+    later loads may read; arenas of other services can be unmapped. `failed_loads` is the number
+    of failed loads of each rank that the scheduler side knows (see `StepReport`), `weights` the
+    number of changes of each rank's weights. `first_steps` are loads that ended in earlier steps,
+    of requests that now compute for the first time since: their adapter must still be loaded.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -74,12 +74,12 @@ class StepPlan:
 
 @dataclass
 class StepReport:
-    """Save jobs that ended, and by how many ranks each was reported.
+    """Save jobs that ended, with the number of ranks that reported each (`saved`).
 
-    `unwritten` names the chunks of a job, by their index, that some rank did not write: no
-    space, here already, or a copy that failed. `failed_loads` counts a rank's failed loads
-    since it started. What was computed on their blocks is wrong, so the rank saves nothing
-    until a plan shows that the scheduler knows of them.
+    `unwritten` has, for each job, the indices of chunks that a rank did not write: no space,
+    already present, or a failed copy. `failed_loads` counts a rank's failed loads since it
+    started. KV that was computed from their blocks is wrong, so the rank saves nothing until a
+    plan shows that the scheduler side knows of them.
     """
 
     saved: dict[int, int] = field(default_factory=dict)

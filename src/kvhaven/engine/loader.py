@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's loads: from the arena into the engine's blocks."""
+"""Loads of one rank: copies from the arena into the engine's blocks."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Load:
-    """A load whose copy runs."""
+    """Load whose copy is running."""
 
     job: LoadJob
     copy: CopyJob
@@ -28,16 +28,16 @@ class _Load:
 
 
 class Loader:
-    """Starts loads, says which have ended, and acknowledges each so that its lease ends.
+    """Starts loads, reports which have ended, and acknowledges each, which ends its lease.
 
-    The engine counts on every load that it was promised. So each one ends in one of three ways:
-    its bytes are there before anything reads them, it is reported as failed in the step that
-    would read them, or `UnreportedLoadError` ends the engine: where the engine does not hear of
-    failures (not `heard`), and when a copy can neither be ordered nor waited for. Whatever else
-    goes wrong here ends in one of the three.
+    The engine relies on every load that it was promised. Each load therefore ends in one of
+    three ways, whatever error occurs: its bytes are in place before anything reads them, it is
+    reported as failed in the step that would read them, or `UnreportedLoadError` ends the engine.
+    The error is raised if the engine does not receive failures (not `heard`), and if a copy can
+    neither be ordered nor waited for.
 
-    Called from the worker's thread; acknowledgements go out when a copy has ended, also
-    while the engine is idle. `failed` counts the loads that failed.
+    Called from the worker's thread. Acknowledgements are sent when a copy has ended, also while
+    the engine is idle. `failed` counts the loads that failed.
     """
 
     def __init__(
@@ -66,30 +66,30 @@ class Loader:
         self._failed_blocks: set[int] = set()
         self.failed = 0
         self.weights_known = True
-        """Whether the scheduler planned with the weights that the model has now."""
+        """Whether the scheduler side planned for the model's current weights."""
 
     @property
     def idle(self) -> bool:
-        """Whether no load runs. One whose copy was lost may run for ever."""
+        """Whether no load is running. A lost copy may run forever."""
         return not (self._running or self._lost)
 
     @property
     def copies(self) -> list[CopyJob]:
-        """The copies under way."""
+        """The running copies."""
         return [load.copy for load in self._running]
 
     def runs(self, job: LoadJob) -> bool:
-        """Return whether a load's copy is under way."""
+        """Return whether a load's copy is running."""
         return any(load.job is job for load in self._running)
 
     def start(self, job: LoadJob) -> None:
-        """Start a load, or fail it. The forward waits for it unless it is asynchronous."""
+        """Start a load, or fail it. The forward waits for synchronous loads."""
         begun = time.perf_counter()
         try:
             sources = self._sources(job)
             copy = self._device.load(self.layout, job.blocks[0], sources)
         except Exception as error:  # noqa: BLE001 - a promised load is done, or reported
-            self._client.loaded([job.lease_id], job.service)  # nothing was begun
+            self._client.loaded([job.lease_id], job.service)  # no copy was started
             self.fail(job, repr(error))
             return
         load = _Load(job, copy, begun)
@@ -101,14 +101,15 @@ class Loader:
             self.poll()
 
     def fail(self, job: LoadJob, reason: str) -> None:
-        """Tell the engine that a load's blocks hold nothing; no copy into them is running.
+        """Report a load as failed: its blocks are undefined, and no copy into them is running.
 
-        An asynchronous load that failed has finished too: the engine waits for both.
+        A failed asynchronous load is also reported as finished, since the engine waits for that.
+        Raises `UnreportedLoadError` if the engine does not receive failures.
         """
         if not self._heard:
             raise UnreportedLoadError(
-                f"request {job.request_id}: a load failed ({reason}), and this engine cannot be "
-                "told; it would go on with KV that was never computed"
+                f"request {job.request_id}: a load failed ({reason}), and this engine does not "
+                "receive load failures; it would continue with KV that was never computed"
             )
         logger.error("request %s: a load failed: %s", job.request_id, reason)
         self._stats.add("failed_loads")
@@ -118,22 +119,22 @@ class Loader:
         self._failed_blocks |= job.written
 
     def poll(self) -> None:
-        """Note which loads have ended."""
+        """Process the loads whose copies have ended."""
         for load in tuple(self._running):
             if load.copy.done():
                 self._running.remove(load)
                 self._end(load)
             elif load.copy.error and time.perf_counter() - load.begun > LOST_S:
-                self._running.remove(load)  # its lease stays: the device may read it still
+                self._running.remove(load)  # keeps its lease: the device may still read there
                 self._lost.append(load.copy)
                 self.fail(load.job, load.copy.error)
 
     def end_step(self, first_steps: Iterable[LoadJob]) -> None:
-        """Fail what this step computed from in vain: the last moment to tell the engine of it.
+        """Fail loads whose undefined KV this step used; later reports would come too late.
 
-        Synchronous loads of this step are waited for, since a failure that is known in a later
-        step comes too late: the engine would have sampled from it. Of `first_steps`, loads of
-        earlier steps whose requests computed in this one, the adapter must not have changed.
+        Waits for synchronous loads of this step: if their failure became known in a later step,
+        the engine would have sampled from undefined KV. `first_steps` are loads of earlier steps
+        whose requests computed in this one; they fail if their adapter has changed.
         """
         for load in tuple(self._running):
             if not load.job.asynchronous:
@@ -141,11 +142,11 @@ class Loader:
         self.poll()
         for job in first_steps:
             if not self._is_current(job):
-                ended = replace(job, asynchronous=False)  # the engine heard of its end before
-                self.fail(ended, "its adapter was loaded anew with another content")
+                ended = replace(job, asynchronous=False)  # its end was reported before
+                self.fail(ended, "its adapter was reloaded with other content")
 
     def take_finished(self) -> set[str]:
-        """Return the requests whose asynchronous loads have ended, well or not."""
+        """Return the requests whose asynchronous loads have succeeded or failed."""
         finished, self._finished = self._finished, set()
         return finished
 
@@ -161,11 +162,14 @@ class Loader:
         return ended and all(copy.done() for copy in self._lost)
 
     def _order(self, load: _Load) -> None:
-        """Let the forward wait for a load's copy; if it cannot, wait here."""
+        """Make the forward wait for a load's copy; if the device cannot, wait here."""
         try:
             self._device.forward_waits(load.copy)
-        except Exception:  # a driver may raise anything; the forward must not come first
-            logger.exception("request %s: its load is waited for", load.job.request_id)
+        except Exception:  # a driver may raise anything; the forward must not start first
+            logger.exception(
+                "request %s: the forward cannot wait for its load, so the worker waits",
+                load.job.request_id,
+            )
             self._await_copy(load)
 
     @staticmethod
@@ -173,26 +177,28 @@ class Loader:
         if not load.copy.wait(COPY_DEADLINE_S):
             raise UnreportedLoadError(
                 f"request {load.job.request_id}: its load has not ended within "
-                f"{COPY_DEADLINE_S:g} s, and what was computed may rest on it"
+                f"{COPY_DEADLINE_S:g} s, and the step may have computed from its blocks"
             )
 
     def _is_current(self, job: LoadJob) -> bool:
-        """Whether the adapter that a load's KV is of is the one that is loaded."""
+        """Return whether the adapter of a load's KV is still the loaded one."""
         use = job.adapter
         return use is None or self._model.holds(use.adapter, use.generation)
 
     def _sources(self, job: LoadJob) -> list[int]:
         """Return the host address of this rank's first shard of each chunk.
 
-        The service leases only what this rank has said to be ready for, so its arena is mapped;
-        that of an earlier service is as long as a plan names it. Raises `KVHavenError`.
+        The service leases only chunks in arena memory that this rank reported as ready, so they
+        are mapped. The arena of an earlier service stays mapped while a plan names it. Raises
+        `KVHavenError` if the job was not planned, if weights or adapter changed since, or if the
+        arena is not mapped.
         """
         if not job.places:
-            raise KVHavenError("it could not be planned; the reason was logged before")
+            raise KVHavenError("it could not be planned; an earlier log line has the reason")
         if not self.weights_known:
             raise KVHavenError("the model's weights were changed after it was planned")
         if not self._is_current(job):
-            raise KVHavenError("its adapter was loaded anew with another content")
+            raise KVHavenError("its adapter was reloaded with other content")
         arena = self._client.arena(job.service)
         if arena is None:
             raise ArenaError(f"the arena of service {job.service[:8]} is not mapped")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's questions: which chunks of a request are leased for it to load."""
+"""Lookups of the scheduler side: leases on the chunks that a request can load."""
 
 import time
 from collections.abc import Callable
@@ -13,12 +13,12 @@ _ASK_AGAIN_S = 1.0
 
 
 class Lookups:
-    """Asks once for what a request lacks, and answers from the client's table.
+    """Sends one lookup for a request's missing chunks, and answers from the client's table.
 
-    All waiting together stays below `step_budget_ms` a step. With `asynchronous` loads and a
-    prefix cache of the engine's own (`shared`), a chunk that one request is loading is not
-    loaded by a second one too: that one waits, for `promote_deadline_ms` at most. The last
-    `spare_tokens` tokens of what is there are left to the engine.
+    The total wait in a step stays below `step_budget_ms`. If loads are `asynchronous` and the
+    engine has a prefix cache (`shared`), a chunk is not loaded by two requests concurrently: the
+    second one waits, for `promote_deadline_ms` at most. The last `spare_tokens` tokens of a hit
+    are left to the engine to compute.
     """
 
     def __init__(
@@ -43,23 +43,23 @@ class Lookups:
         self._keys_loading: dict[str, list[ChunkKey]] = {}
 
     def new_step(self) -> None:
-        """Begin with a fresh budget."""
+        """Reset the budget for waiting."""
         self._waited_s = 0.0
 
     def lease(self, state: RequestState) -> LeasedChunks | Outcome:
-        """Return the lease on what follows the computed tokens; ask for one if there is none."""
+        """Return the lease on the chunks after the computed tokens; request it if necessary."""
         keys, first = state.chain.keys, state.computed // state.chunk_size
         if self.gained_tokens(state, len(keys)) <= 0:
             return Outcome.MISS
         if self._another_loads(state, keys[first]):
             return Outcome.PENDING
-        if state.lease_id is not None and state.ticket_chunk > first:
+        if state.lease_id is not None and state.lease_start > first:
             self.drop(state)
         if state.lease_id is None:
             if self._clock() < state.ask_after:
                 return Outcome.MISS
             state.lease_id = self._client.ask(keys[first:], state.chain.tenant)
-            state.ticket_chunk = first
+            state.lease_start = first
         answer = Outcome.MISS if state.lease_id is None else self._look_up(state.lease_id)
         if answer is Outcome.MISS:
             state.lease_id = state.offer = None
@@ -67,9 +67,9 @@ class Lookups:
         return answer
 
     def gained_tokens(self, state: RequestState, chunks: int) -> int:
-        """Return the tokens that the first `chunks` chunks bring beyond those computed.
+        """Return the number of tokens that the first `chunks` chunks add to the computed ones.
 
-        A synchronous load leaves the last token to be computed: the engine needs its logits.
+        If loads are synchronous, the last token is not loaded: the engine needs its logits.
         """
         tokens = int(state.request.num_tokens)
         end = min(chunks * state.chunk_size, tokens)
@@ -79,7 +79,7 @@ class Lookups:
         return end - spare - state.computed
 
     def take(self, state: RequestState, offer: PendingLoad) -> None:
-        """The engine loads what it was offered: the ranks will end the lease."""
+        """Note that the engine loads an offer, so that the ranks will end the lease."""
         self._client.dispatched(offer.lease.lease_id)
         state.loaded, state.offer, state.lease_id = offer, None, None
         if self._shared:
@@ -89,23 +89,23 @@ class Lookups:
             self._loading.update(dict.fromkeys(keys, name))
 
     def drop(self, state: RequestState) -> None:
-        """Give back what the request leased, unless the ranks were told of it."""
+        """Release the request's lease, unless it was passed to the ranks."""
         if state.lease_id is not None:
             self._client.release([state.lease_id])
         state.lease_id = state.offer = None
 
     def load_ended(self, request_id: str) -> None:
-        """Nobody waits for this request's load any more: it has ended, or was aborted.
+        """Note that this request's load ended or was aborted: other requests stop waiting for it.
 
-        (After an abort the engine's own cache does not get the blocks. The lease stays until
-        all ranks have acknowledged it.)
+        After an abort the engine's prefix cache does not get the blocks. The lease stays until
+        all ranks have acknowledged it.
         """
         for key in self._keys_loading.pop(request_id, ()):
             if self._loading.get(key) == request_id:
                 del self._loading[key]
 
     def _another_loads(self, state: RequestState, key: ChunkKey) -> bool:
-        """Whether to wait for another request's load, after which the engine has the chunk."""
+        """Return whether to wait for another request's load, which gives the engine the chunk."""
         owner = self._loading.get(key)
         if owner is None or owner == state.request.request_id:
             state.waits_since = None
@@ -116,7 +116,7 @@ class Lookups:
         return now - state.waits_since < self._patience_s
 
     def _look_up(self, lease_id: int) -> LeasedChunks | Outcome:
-        """Look at the table; wait for the answer as far as this step's budget goes."""
+        """Look up the answer in the table; wait for it within this step's budget."""
         left = self._budget_s - self._waited_s
         if left <= 0:
             return self._client.look_up(lease_id)

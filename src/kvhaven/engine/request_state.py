@@ -13,14 +13,14 @@ from kvhaven.errors import KVHavenError
 from kvhaven.keys import KeyChain
 
 NO_TURN: Final = object()
-"""The turn of a request that was not keyed yet."""
+"""The turn of a request whose keys have not been computed yet."""
 
 
 @dataclass(frozen=True)
 class PendingLoad:
-    """A lease that the engine was told of: tokens `start` to `end` could be loaded.
+    """Load that was offered to the engine: a lease on chunks with tokens `start` to `end`.
 
-    `first_chunk` is the index in the request's chain of the lease's first chunk.
+    `first_chunk` is the index, in the request's key chain, of the lease's first chunk.
     """
 
     lease: LeasedChunks
@@ -36,12 +36,11 @@ class PendingLoad:
 
 
 class RequestState:
-    """One request: its keys, its blocks, what it leased, and what of it was saved.
+    """Keys, blocks, leases and planned saves of one request.
 
-    Nothing is permitted until `key` was called: without all extras its keys would name the KV of
-    another request. `blocks[group]` are its block ids in order, as of its last admission.
-    `planned_chunks` counts the chunks, from the first on, that a save was planned for, or need
-    none.
+    Nothing is permitted before `key` was called: keys without all extras could name the KV of
+    another request. `blocks[group]` are its block ids in order, since its last admission.
+    `planned_chunks` is the number of leading chunks that have a planned save or need none.
     """
 
     def __init__(self, request: EngineRequest, root: bytes, chunk_size: int) -> None:
@@ -52,47 +51,47 @@ class RequestState:
         self.adapter: AdapterUse | None = None
         self.media: Media | None = None
         self.pending: PendingExtras | None = None
-        """What is not known yet of its extras; then `wanted` is what it may have with them."""
+        """Its extras while they are unknown; `wanted` becomes `permissions` once they are known."""
         self.wanted = NOTHING
         self.pending_since: float | None = None
         self.turn: Hashable = NO_TURN
-        """The input that it was keyed for; a streaming session gets more."""
+        """The input that its keys were computed for; a streaming session gets further input."""
         self.blocks: list[list[int]] = []
         self.planned_chunks = 0
         self.counted = False
-        """Whether its look-up is in the statistics: one request counts once."""
+        """Whether its lookup is in the statistics; each request counts once."""
         self.computed = 0
-        """Tokens that the engine's own cache had when it asked last."""
+        """Number of tokens in the engine's prefix cache at the last lookup."""
         self.lease_id: int | None = None
-        self.ticket_chunk = 0
+        self.lease_start = 0
         self.ask_after = 0.0
-        """A miss is remembered until then, so that a request that waits does not ask each step."""
+        """Time until which a miss is cached, so that a waiting request does not ask each step."""
         self.waits_since: float | None = None
-        """Since when it waits for another request's load of the same chunk."""
+        """Time at which it began to wait for another request's load of the same chunk."""
         self.offer: PendingLoad | None = None
         self.loaded: PendingLoad | None = None
-        """The offer that was taken last; its tokens came from the cache."""
+        """The last offer that the engine took; its tokens came from the cache."""
         self.unproven: LoadJob | None = None
-        """Its asynchronous load, until it computes for the first time since."""
+        """Its asynchronous load, until the request computes for the first time after it."""
         self._chain: KeyChain | None = None
 
     @property
     def chain(self) -> KeyChain:
-        """The keys of its chunks. Raises `KVHavenError` before `key`."""
+        """The keys of its chunks. Raises `KVHavenError` if `key` was not called."""
         if self._chain is None:
             raise KVHavenError(f"request {self.request.request_id} has no keys yet")
         return self._chain
 
     def forbid(self) -> None:
-        """Permit nothing from now on, and wait for nothing."""
+        """Revoke all permissions, and stop waiting for extras."""
         self.permissions = self.wanted = NOTHING
         self.pending = None
 
     def key(self, known: KnownExtras) -> None:
-        """Begin with the keys of these extras, and permit what was wanted.
+        """Start a key chain with these extras, and grant the wanted permissions.
 
-        Of a streaming session that goes on, chunks that are the same as before need not be saved
-        again. Raises `KeyInputError`; nothing is permitted then.
+        If a streaming session continues, its unchanged chunks are not saved again. Raises
+        `KeyInputError` if the tokens cannot be hashed; nothing is permitted then.
         """
         before = self._chain.keys if self._chain is not None else []
         self._chain = KeyChain(self.root, self.chunk_size, known.extras)
@@ -106,30 +105,36 @@ class RequestState:
         self.permissions = self.wanted
 
     def extend_keys(self, tokens: int) -> None:
-        """Hash the full chunks of the first `tokens` tokens. Raises `KeyInputError`."""
+        """Hash the full chunks of the first `tokens` tokens.
+
+        Raises `KeyInputError` if the tokens cannot be hashed.
+        """
         if tokens // self.chunk_size > len(self.chain.keys):
             ids = self.request.tokens
             self.chain.extend(ids if tokens == len(ids) else ids[:tokens])
 
     def replace_blocks(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Take new block ids instead of the present ones: admitted, or resumed."""
+        """Replace the block ids, after the request was admitted or resumed."""
         self.blocks = [list(group) for group in blocks]
 
     def append_blocks(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Take further block ids."""
+        """Append block ids to each group."""
         for present, added in zip(self.blocks, blocks, strict=True):
             present.extend(added)
 
     def chunk_blocks(self, chunk: int, block_sizes: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the block ids of a chunk, for each group. Raises `KVHavenError` if unknown."""
+        """Return the block ids of a chunk for each group.
+
+        Raises `KVHavenError` if the engine did not report all of them.
+        """
         result = []
         for group, size in zip(self.blocks, block_sizes, strict=True):
             per_chunk = self.chunk_size // size
             blocks = tuple(group[chunk * per_chunk : (chunk + 1) * per_chunk])
             if len(blocks) < per_chunk:
                 raise KVHavenError(
-                    f"request {self.request.request_id}: chunk {chunk} is complete, but of its "
-                    f"{per_chunk} blocks {len(blocks)} are known"
+                    f"request {self.request.request_id}: block ids of chunk {chunk} are missing "
+                    f"(got {len(blocks)}); expected {per_chunk}, as the chunk is complete"
                 )
             result.append(blocks)
         return result

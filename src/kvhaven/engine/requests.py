@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine supplies about its requests, and what a request may do."""
+"""Interface for an engine's requests: their data, their permissions, their extras."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from kvhaven.engine.adapters import AdapterUse, CacheName
 from kvhaven.keys import Extras
 
 MOST_TAGS = 8
-"""Tags of a request that are counted; further ones are left out."""
+"""Maximum number of counted tags per request; further ones are ignored."""
 MOST_TAG_LENGTH = 64
-"""Characters of a tag; the rest is cut off."""
+"""Maximum length of a tag in characters; longer tags are truncated."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ EVERYTHING = Permissions(load=True, save=True)
 
 
 class EngineRequest(Protocol):
-    """One request, as the scheduler side reads it. Attributes are read, never written.
+    """One request, as the scheduler side reads it; it never writes attributes.
 
     An engine may pass a new object at each call: `request_id` identifies the request.
     """
 
     @property
     def request_id(self) -> str:
-        """A name that no other running request of the engine has."""
+        """The id of the request, unique among the engine's running requests."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +60,7 @@ class EngineRequest(Protocol):
 
     @property
     def permissions(self) -> Permissions:
-        """What this request asks for; settings and the engine's role may permit less."""
+        """The transfers that the request asks for; settings and engine role may forbid them."""
 
     @property
     def priority(self) -> int:
@@ -76,14 +76,14 @@ class EngineRequest(Protocol):
 
     @property
     def adapter_name(self) -> CacheName:
-        """The engine's own name for the request's adapter; empty for the base model."""
+        """The name of the request's adapter in the engine's prefix cache; empty without one."""
 
 
 @dataclass
 class Request:
-    """A request of an engine that has no class of its own for it; fits `EngineRequest`.
+    """Ready-made `EngineRequest` for engines without their own request class.
 
-    The engine appends to `tokens` as it samples, and counts `num_computed_tokens` up.
+    The engine appends sampled tokens to `tokens` and increases `num_computed_tokens`.
     """
 
     request_id: str
@@ -106,9 +106,9 @@ class Request:
 class ScheduledRequest(NamedTuple):
     """A request in the step that the engine has just scheduled.
 
-    `blocks[group]` are its further block ids, or all of them if it `starts` (or resumes after a
-    preemption) in this step; None: no further ones. `computed` tokens have KV already,
-    `scheduled` further ones are computed in this step.
+    `blocks[group]` are its additional block ids, or all of them if it `starts` (or resumes after
+    a preemption) in this step; None means no additional ones. `computed` tokens have KV already;
+    the step computes `scheduled` further tokens.
     """
 
     request_id: str
@@ -123,14 +123,14 @@ class Media(Protocol):
 
     @property
     def settled(self) -> bool:
-        """Whether no other media can lie in blocks that this request shares."""
+        """Whether blocks that this request shares cannot hold KV of other media."""
 
     def check(self) -> None:
-        """Raise unless the request's KV is of the media that its keys name."""
+        """Raise an exception unless the request's KV was computed with the media in its keys."""
 
 
 class KnownExtras(NamedTuple):
-    """The extras of a request, and the adapter and the media that its KV is computed with."""
+    """Extras of a request, and the adapter and media that its KV is computed with."""
 
     extras: Extras
     adapter: AdapterUse | None = None
@@ -138,36 +138,39 @@ class KnownExtras(NamedTuple):
 
 
 class PendingExtras(Protocol):
-    """The extras of one request, which may take a while to find out."""
+    """Extras of one request that may not be known yet."""
 
     @property
     def hashing(self) -> bool:
-        """Whether media are being hashed: the answer follows soon."""
+        """Whether media are being hashed, so that the extras will be known soon."""
 
     def poll(self) -> KnownExtras | None:
-        """Return the extras, or None while they are not known. Raises what keeps them unknown."""
+        """Return the extras, or None while they are not known.
+
+        Raises an exception if they cannot be determined.
+        """
 
 
 class ExtrasSource(Protocol):
-    """Finds out what determines requests' KV besides their tokens. Never blocks.
+    """Source of requests' extras: everything besides tokens that determines KV. Never blocks.
 
-    An exception from any method means that the request is not cached.
+    If a method raises, the request is not cached.
     """
 
     def note(self, request: Any, *, runs: bool = False) -> None:
-        """Note a request that arrived, or that `runs` in this step, cached or not."""
+        """Note a request that arrived, or that runs in this step (`runs`), cached or not."""
 
     def begin(self, request: Any) -> PendingExtras:
-        """Begin to find out a request's extras."""
+        """Start to determine a request's extras."""
 
     def weights_changed(self) -> None:
-        """Note that the model's weights are others now."""
+        """Note that the model's weights changed."""
 
     def adapter_changed(self) -> None:
-        """Note that an adapter's content is another now."""
+        """Note that an adapter's content changed."""
 
     def encodings_dropped(self) -> None:
-        """Note that the engine has dropped its encodings of media."""
+        """Note that the engine dropped its encodings of media."""
 
     def finished(self, request_id: str) -> None:
         """Forget a request."""
@@ -177,10 +180,10 @@ class ExtrasSource(Protocol):
 
 
 class NoExtras:
-    """The extras of engines without adapters and media: `extras` of the request, if it has any.
+    """Source of extras for engines without adapters and media.
 
-    For such an engine a request's `extras` attribute (a `kvhaven.keys.Extras`) says all that
-    determines its KV besides the tokens and the namespace.
+    Reads the request's attribute `extras` (a `kvhaven.keys.Extras`), if it has one. It must hold
+    everything that determines the request's KV besides tokens and namespace.
     """
 
     def note(self, request: Any, *, runs: bool = False) -> None:
@@ -216,7 +219,7 @@ class _GivenExtras:
 
 
 def permitted(request: EngineRequest, settings: Settings, role: Permissions) -> Permissions:
-    """Return what a request may do: what it asks for, within the settings and the engine's role."""
+    """Return a request's permissions, restricted by the settings and by the engine's role."""
     asked = request.permissions
     save = role.save and asked.save and not settings.force_skip_save
     if settings.priority_limit is not None and request.priority > settings.priority_limit:
@@ -226,5 +229,5 @@ def permitted(request: EngineRequest, settings: Settings, role: Permissions) -> 
 
 
 def printable(text: str) -> str:
-    r"""Return a text with what would end or colour a log line written as escapes (`\n`, `\x1b`)."""
+    r"""Return a text with unprintable characters escaped (`\n`, `\x1b`), for use in a log line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

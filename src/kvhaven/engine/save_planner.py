@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's plans of saves, and the fences that keep their source blocks as they are."""
+"""Plans of saves on the scheduler side, and the fences that protect their source blocks."""
 
 import itertools
 import time
@@ -12,7 +12,7 @@ from kvhaven.engine.request_state import RequestState
 from kvhaven.types import ChunkKey
 
 _REPORT_S = 120.0
-"""A job that no report ended by then is forgotten."""
+"""Duration after which a job without a final report is forgotten."""
 
 _Block = tuple[int, int]
 """KV group and block id."""
@@ -21,30 +21,30 @@ _NONE: frozenset[int] = frozenset()
 
 
 class SaveEvents(Protocol):
-    """Listener for chunks of this engine that become available to others."""
+    """Listener for chunks of this engine that become available to other engines."""
 
     def planned(self, job: SaveJob, request: Any, first_chunk: int) -> None:
-        """Note that the chunks of a job, from the request's `first_chunk` on, are to be saved."""
+        """Note a planned job; its chunks begin at the request's chunk `first_chunk`."""
 
     def saved(self, job: SaveJob, unwritten: set[int]) -> None:
-        """Note that all ranks have written a job's chunks, but for those `unwritten`."""
+        """Note that all ranks have written a job's chunks, except those in `unwritten`."""
 
     def forget(self, job: SaveJob) -> None:
-        """Note that a job is not reported any more."""
+        """Note that a job will not be reported any more."""
 
     def take(self) -> list[Any]:
         """Return the events since the last call, in the engine's own form."""
 
 
 class SavePlanner:
-    """Saves under way, until all `world_size` ranks have reported them.
+    """Plans saves, and tracks them until all `world_size` ranks have reported them.
 
-    A block that a save reads may be given to another request before the copy ended, by a
-    finish, an abort or a preemption. `note_new` sees every block that is about to be written,
-    and `take_fence` returns the saves that have to end first.
+    A block that a save reads may be reallocated to another request before the copy has ended,
+    after a finish, an abort or a preemption. `note_new` receives every block that is about to be
+    written, and `take_fence` returns the saves that must end first.
 
-    Where the ranks' reports do not come here (not `hears_workers`), saves end within their step
-    (`AcceleratorBackend.stores_end_in_call`): each is over when the next step is planned.
+    If the ranks' reports do not arrive here (not `hears_workers`), saves end within their step
+    (`AcceleratorBackend.stores_end_in_call`): each has ended when the next step is planned.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class SavePlanner:
         self._hears_workers = hears_workers
         self._clock = clock
         self._ids = itertools.count(1)
-        self._jobs: dict[int, tuple[SaveJob, float]] = {}  # and when it was planned
+        self._jobs: dict[int, tuple[SaveJob, float]] = {}  # job, time of its plan
         self._reports: dict[int, StepReport] = {}
         self._saving: dict[ChunkKey, int] = {}
         self._reading: dict[_Block, set[int]] = {}
         self._new_blocks: set[_Block] = set()
 
     def due(self, state: RequestState, end: int) -> bool:
-        """Whether `plan` could have anything to save; quick, since every step asks for all."""
+        """Return whether `plan` may return jobs; fast, as every step asks for all requests."""
         request = state.request
         wanted = (state.planned_chunks + 1) * state.chunk_size
         if end < wanted and not request.resumable:
@@ -81,8 +81,8 @@ class SavePlanner:
     def plan(self, state: RequestState, end: int) -> list[SaveJob]:
         """Plan the save of the chunks that are complete at the end of this step.
 
-        `end` tokens will have been computed then, some of them perhaps speculative. Raises
-        `KVHavenError` when the request's tokens cannot be keyed.
+        `end` is the number of tokens computed by then, some of them perhaps speculative. Raises
+        `KVHavenError` if the request's tokens cannot be hashed or its blocks are unknown.
         """
         request = state.request
         # Tokens beyond `num_tokens` are speculative or not sampled yet.
@@ -108,13 +108,13 @@ class SavePlanner:
         return jobs
 
     def note_new(self, blocks: Sequence[Sequence[int]], tokens: int = 0) -> None:
-        """Note the blocks that hold tokens from `tokens` on: they are about to be written."""
+        """Note the blocks of the tokens after the first `tokens`, which are about to be written."""
         if self._reading:
             for group, (ids, size) in enumerate(zip(blocks, self._block_sizes, strict=False)):
                 self._new_blocks.update((group, block) for block in ids[tokens // size :])
 
     def take_fence(self, jobs: Sequence[SaveJob]) -> list[int]:
-        """Return the saves of earlier steps whose blocks were given away; begin with `jobs`."""
+        """Return the earlier saves whose blocks were reallocated; start to track `jobs`."""
         if not self._hears_workers:
             self._end_all(jobs)
         fence: set[int] = set()
@@ -129,14 +129,14 @@ class SavePlanner:
         return sorted(fence)
 
     def fence_all(self) -> list[int]:
-        """Return every save under way: used when it is not known which blocks are new."""
+        """Return all running saves, for steps in which the new blocks are unknown."""
         fence = set().union(*self._reading.values())
         self._new_blocks.clear()
         self._reading.clear()
         return sorted(fence)
 
     def reported(self, report: StepReport) -> None:
-        """Take the ranks' report of a step."""
+        """Process the ranks' report of a step."""
         for job_id, ranks in report.saved.items():
             if job_id not in self._jobs:
                 continue
@@ -153,11 +153,11 @@ class SavePlanner:
 
     @property
     def under_way(self) -> int:
-        """How many saves have been planned and not reported by all ranks."""
+        """Number of saves that were planned and not yet reported by all ranks."""
         return len(self._jobs)
 
     def _runs(self, state: RequestState, complete: int) -> list[tuple[int, int]]:
-        """Return runs of chunks to save: not just loaded, and in no job that is under way."""
+        """Return runs of chunks to save: neither just loaded nor part of a running job."""
         loaded = state.loaded
         skipped = range(loaded.first_chunk, loaded.end_chunk) if loaded is not None else ()
         runs: list[tuple[int, int]] = []
@@ -171,7 +171,7 @@ class SavePlanner:
         return runs
 
     def _forget_blocks(self, jobs: set[int]) -> None:
-        """Forget what these saves read: their copies ended, or are fenced for good."""
+        """Forget the source blocks of these saves: their copies have ended or are fenced."""
         for job_id in jobs:
             known = self._jobs.get(job_id)
             for block in list(_blocks_of(known[0]) if known else self._reading):
@@ -181,13 +181,13 @@ class SavePlanner:
                     self._reading.pop(block, None)
 
     def _end_all(self, but: Sequence[SaveJob]) -> None:
-        """Take all saves of earlier steps for written: the ranks did them within the step."""
+        """Treat all saves of earlier steps as written, as the ranks end them within their step."""
         planned = {job.id for job in but}
         for job_id in [known for known in self._jobs if known not in planned]:
             self.reported(StepReport({job_id: self._world}))
 
     def _forget_old(self) -> None:
-        """Forget saves that nobody reports. Their blocks stay fenced: that is never dropped."""
+        """Forget saves that no rank reports. Their blocks are never removed from the fence."""
         before = self._clock() - _REPORT_S
         while self._jobs:
             job, planned = next(iter(self._jobs.values()))

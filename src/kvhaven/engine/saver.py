@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's saves: from the engine's blocks into the arena."""
+"""Saves of one rank: copies from the engine's blocks into the arena."""
 
 import itertools
 import logging
@@ -18,16 +18,16 @@ from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
 
-_LATE = "a load before it has not ended yet"
+_LATE = "a load that its step waited for has not ended yet"
 
 
 @dataclass
 class _Save:
-    """A save whose copy runs.
+    """Save whose copy is running.
 
-    `chunks` are the indices in the job of the chunks that this rank has a part in, `grants`
-    these parts; the copy is of those that it writes. `loads` are the loads that the forward
-    before it waited for; `spoiled` says that its blocks may have been overwritten.
+    `chunks` are the indices, in the job, of the chunks that this rank holds grants for; `grants`
+    are these grants. The copy covers those that the rank writes. `loads` are the loads that the
+    preceding forward waited for. `spoiled` says that its blocks may have been overwritten.
     """
 
     job: SaveJob
@@ -42,16 +42,15 @@ class _Save:
 
     @property
     def copied(self) -> int:
-        """How many chunks are copied."""
+        """Number of copied chunks."""
         return sum(grant.writes for grant in self.grants)
 
 
 class Saver:
-    """Reserves space, starts saves after the forward, and commits what was written.
+    """Reserves space, starts saves after the forward, and commits written chunks.
 
-    Called from the worker's thread. Commits are sent when a copy has ended, also while the
-    engine is idle: from the watch's thread, which touches nothing of this object but the queue
-    of what has ended.
+    Called from the worker's thread. The watch's thread sends commits when a copy has ended, also
+    while the engine is idle; of this object it touches only the queue of ended saves.
     """
 
     def __init__(
@@ -79,14 +78,14 @@ class Saver:
 
     @property
     def idle(self) -> bool:
-        """Whether no save runs."""
+        """Whether no save is running or reserved."""
         return not (self._running or self._reserved)
 
     def fence(self, jobs: Iterable[int]) -> None:
-        """Make whatever follows on the device wait for these saves' copies.
+        """Make all later work on the device wait for these saves' copies.
 
-        Their blocks were given to other requests. If that cannot be ensured, what they copy
-        is dropped.
+        Their blocks were reallocated to other requests. If the device cannot ensure the order,
+        the saves are dropped.
         """
         running = [self._running[job] for job in jobs if job in self._running]
         saves = [save for save in running if save.copied]
@@ -94,20 +93,20 @@ class Saver:
             return
         try:
             self._device.fence([save.copy for save in saves])
-        except Exception:  # a driver may raise anything; without a fence the saves are void
+        except Exception:  # a driver may raise anything; saves without a fence are invalid
             self.spoil(saves)
-            logger.exception("%d saves are dropped: they could not be fenced", len(saves))
+            logger.exception("%d saves are dropped: the device could not fence them", len(saves))
 
     def spoil(self, saves: Iterable[_Save] | None = None) -> None:
-        """Drop saves whose copies run (all): their blocks may have been overwritten."""
+        """Drop running saves (default: all), as their blocks may have been overwritten."""
         for save in tuple(self._running.values()) if saves is None else saves:
             save.spoiled = True
 
     def reserve(self, jobs: Sequence[SaveJob], *, trusted: bool) -> None:
-        """Ask for the space of this step's saves. The answers come while the forward is launched.
+        """Request space for this step's saves. Answers arrive while the forward is launched.
 
-        Jobs of an earlier step whose `start` never came are given up. `trusted` again, what
-        was withheld is given up too: by now all ranks have done their part of it.
+        Jobs of an earlier step that `start` was not called for are dropped. If the step is
+        `trusted`, withheld grants are released too: all ranks have finished their parts by now.
         """
         self.give_up()
         if trusted and self._withheld:
@@ -120,10 +119,10 @@ class Saver:
     def start(self, deadline: float, *, trusted: bool, loads: Sequence[CopyJob]) -> None:
         """Copy the step's complete chunks, after its forward, which waited for `loads`.
 
-        `deadline` (`time.monotonic`) is when space that was not granted yet is done without.
-        Not `trusted`, nothing is copied, but the space is kept: if this rank gave it up at
-        once, another could reserve the chunk anew and commit its part, computed from the same
-        wrong KV, and some later computation of this rank would complete it.
+        Chunks whose space is not granted by `deadline` (`time.monotonic`) are skipped. If the
+        step is not `trusted`, nothing is copied but the space is kept: if this rank released it
+        immediately, another rank could reserve the chunk again and commit its part, computed
+        from the same wrong KV, and a later computation of this rank would complete the chunk.
         """
         while self._reserved:
             job, reservation = self._reserved.pop(0)
@@ -142,17 +141,17 @@ class Saver:
                 self._start(job, granted, loads)
 
     def give_up(self) -> None:
-        """Give back what was reserved for saves that will not be started."""
+        """Release the space that was reserved for saves that will not be started."""
         while self._reserved:
             job, reservation = self._reserved.pop(0)
             self._count_ended(job, range(len(job.keys)))
             if reservation is not None:
-                # An answer that has not come by now is given back by the client when it does.
+                # If an answer arrives later, the client releases its grants then.
                 granted = self._client.grants(reservation, time.monotonic())
                 self._client.abort([grant for grant in granted if grant is not None])
 
     def collect(self) -> None:
-        """Note the saves that have ended since the last call."""
+        """Count the saves that have ended since the last call."""
         while not self._ended.empty():
             save = self._ended.get()
             self._running.pop(save.job.id, None)
@@ -170,7 +169,7 @@ class Saver:
         return report
 
     def finish(self, deadline: float) -> bool:
-        """Give up what was not started, and wait for copies as `Loader.finish` does."""
+        """Drop saves that were not started, and wait for copies as `Loader.finish` does."""
         self.give_up()
         self._client.abort(self._withheld)
         self._withheld = []
@@ -185,8 +184,8 @@ class Saver:
             self._count_ended(job, range(len(job.keys)))
             return
         begun = time.perf_counter()
-        # The chunks whose shards another rank writes are committed with the others: when the
-        # loads before them have ended. Without a copy the watch sees to that by its order.
+        # Chunks whose shards another rank writes are committed with the others, after the loads
+        # before them have ended. If there is no copy, the order of the watch ensures that.
         copy: CopyJob = FinishedCopy()
         pairs = [(i, grant) for i, grant in zip(chunks, grants, strict=True) if grant.writes]
         try:
@@ -196,10 +195,10 @@ class Saver:
                     [job.blocks[0][index] for index, _ in pairs],
                     [grant.address for _, grant in pairs],
                 )
-        except Exception as error:  # noqa: BLE001 - what was reserved must not stay so
+        except Exception as error:  # noqa: BLE001 - reservations must be released
             logger.warning("a save failed: %r", error)
             self._count_ended(job, range(len(job.keys)))
-            self._client.abort(grants)  # nothing was begun
+            self._client.abort(grants)  # no copy was started
             return
         save = _Save(job, copy, grants, chunks, loads, begun)
         self._running[job.id] = save
@@ -208,16 +207,15 @@ class Saver:
             self.collect()
 
     def _finish(self, save: _Save) -> None:
-        """Commit what was written. Runs in the watch's thread."""
+        """Commit the written chunks. Runs in the watch's thread."""
         try:
-            # The watch passes over loads that take too long: nobody knows yet whether what was
-            # computed from them is right.
+            # The watch skips loads that take too long; KV computed from them may be wrong.
             loads = (load.error or ("" if load.done() else _LATE) for load in save.loads)
             error = save.copy.error or next(filter(None, loads), "")
             shards = len(self._client.shard_offsets)
             checksums = save.copy.checksums
             if not error and len(checksums) != shards * save.copied:
-                error = f"{len(checksums)} checksums of {save.copied} chunks of {shards} shards"
+                error = f"{len(checksums)} checksums for {save.copied} chunks of {shards} shards"
             if error or save.spoiled:
                 logger.error("a save is dropped: %s", error or "its blocks were overwritten")
                 self._client.abort(save.grants)
@@ -231,7 +229,7 @@ class Saver:
             self._ended.put(save)
 
     def _is_current(self, job: SaveJob) -> bool:
-        """Whether all of a chunk was computed with the adapter that its key names."""
+        """Return whether the job's whole KV was computed with the adapter in its keys."""
         use = job.adapter
         return use is None or self._model.holds(use.adapter, use.generation)
 

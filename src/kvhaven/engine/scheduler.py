@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler side of an engine: looks requests up, plans loads and saves, never waits for long."""
+"""Scheduler side of an engine: lookups of requests, plans of loads and saves, bounded waits."""
 
 import logging
 import time
@@ -39,13 +39,13 @@ class SchedulerSide:
     """Plans loads and saves for one engine's requests.
 
     `block_sizes` are the tokens per block of each KV group, `world_size` the number of ranks. Loads
-    are asynchronous (between steps) or synchronous (before the forward) as `asynchronous`
-    says. `shared` says that the engine has a prefix cache of its own, `hears_workers` that the
-    ranks' reports come here, `drops_last_block` that the engine computes the last block of a hit
-    again, `role` what the engine's role permits. `events` is told of chunks that were saved,
-    `extras` makes the source of requests' extras.
-    Everything here runs in the engine's loop. A method that raised leaves things in doubt: `doubt`
-    must follow.
+    are asynchronous (between steps) or synchronous (before the forward), by `asynchronous`.
+    `shared` says that the engine has its own prefix cache, `hears_workers` that the ranks' reports
+    arrive here, `drops_last_block` that the engine recomputes the last block of a hit. `role` is
+    the permissions of the engine's role. `events` receives saved chunks, `extras` creates the
+    source of requests' extras.
+
+    All methods run in the engine's loop. After a method raised, the engine must call `doubt`.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class SchedulerSide:
         """Set by engines that keep KV of finished requests (a prefix cache)."""
         self.stats = SchedulerStats()
 
-    # --- the engine's questions -------------------------------------------------------------
+    # --- calls of the engine ----------------------------------------------------------------
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """A request has come: have what it needs promoted while it waits for its turn."""
+        """Note a new request, and prefetch its chunks from the tiers while it is queued."""
         state = self._track(request)
         if state is not None and state.permissions.load:
             with self._keying(state):
@@ -107,9 +107,10 @@ class SchedulerSide:
                 self._client.prefetch(state.chain.keys, state.chain.tenant)
 
     def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens after the first `computed` can be loaded, None: ask again.
+        """Return the number of loadable tokens after the first `computed`; None means ask again.
 
-        Only chunks that are resident, verified and leased count.
+        Also returns whether the load would be asynchronous. Only chunks that are resident,
+        verified and leased count.
         """
         self._follow_weights()
         state = self._states.get(request.request_id) or self._track(request)
@@ -128,7 +129,7 @@ class SchedulerSide:
             return None, False
         tokens = 0
         if isinstance(lease, LeasedChunks):
-            tokens = self._lookups.gained_tokens(state, state.ticket_chunk + len(lease.extents))
+            tokens = self._lookups.gained_tokens(state, state.lease_start + len(lease.extents))
         if not state.counted:
             state.counted = True
             self.stats.looked_up(state, request.num_tokens - computed, max(tokens, 0))
@@ -136,22 +137,21 @@ class SchedulerSide:
             self._lookups.drop(state)
             return 0, False
         state.offer = PendingLoad(
-            lease, state.ticket_chunk, computed, computed + tokens, state.chunk_size
+            lease, state.lease_start, computed, computed + tokens, state.chunk_size
         )
         return tokens, self._asynchronous
 
     def allocated(
         self, request: EngineRequest, blocks: Sequence[Sequence[int]], tokens: int
     ) -> None:
-        """The engine made room; `tokens` of the offer are wanted (0: none).
+        """Note that the engine allocated blocks and takes `tokens` tokens of the offer, or none.
 
-        Raises `KVHavenError` when tokens are wanted that were never offered; `never_loaded` is
-        the way out then.
+        Raises `KVHavenError` if it takes tokens that were not offered; call `never_loaded` then.
         """
         state = self._states.get(request.request_id)
         self._epoch.placed(request.request_id, blocks[0])
         if tokens == 0:
-            # Another connector may write into these blocks at once.
+            # Another connector may write into these blocks immediately.
             own = state.computed if state is not None else 0
             self._saves.note_new(blocks, request.num_computed_tokens or own)
             if state is not None:
@@ -161,7 +161,7 @@ class SchedulerSide:
         offer = state.offer if state is not None else None
         if state is None or offer is None or offer.start + tokens > offer.end:
             raise KVHavenError(
-                f"request {request.request_id}: {tokens} tokens are to be loaded, "
+                f"request {request.request_id}: {tokens} tokens are to be loaded, but "
                 f"{offer.end - offer.start if offer is not None else 'none'} were offered"
             )
         state.replace_blocks(blocks)
@@ -170,7 +170,7 @@ class SchedulerSide:
         job = self._plan_load(state, offer, offer.start + tokens)
         self._epoch.load_planned(request.request_id, reported=self._asynchronous)
         state.ask_after = 0.0
-        # Last, and together: from here on the ranks end the lease.
+        # These come last and together: from here on the ranks end the lease.
         self._lookups.take(state, offer)
         self._loads.append(job)
         if self._asynchronous and job.adapter is not None:
@@ -179,9 +179,9 @@ class SchedulerSide:
     def never_loaded(
         self, request: EngineRequest, blocks: Sequence[Sequence[int]], tokens: int
     ) -> None:
-        """Have the engine told that a load of `tokens` tokens, which it counts on, failed.
+        """Report to the engine that a load of `tokens` tokens, which it relies on, failed.
 
-        Only the blocks of these tokens are named: those before them may be shared with other
+        Only the blocks of these tokens are reported: earlier blocks may be shared with other
         requests, which would fail too.
         """
         state = self._states.get(request.request_id)
@@ -198,7 +198,7 @@ class SchedulerSide:
         self._loads.append(LoadJob(request.request_id, 0, "", (), (), groups, self._asynchronous))
 
     def plan_step(self, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
-        """Return what the workers do in the step that was just scheduled."""
+        """Return the workers' plan for the step that was just scheduled."""
         self._lookups.new_step()
         self._epoch.next_step()
         self._follow_weights()
@@ -216,23 +216,22 @@ class SchedulerSide:
         return self._plan(saves, self._saves.take_fence(saves))
 
     def plan_in_doubt(self) -> StepPlan:
-        """Return a plan after an error: loads as promised, no saves, all running ones fenced."""
+        """Return a plan after an error: promised loads, no saves, all running saves fenced."""
         self.doubt()
         self._in_doubt = False
         return self._plan([], self._saves.fence_all())
 
     def doubt(self) -> None:
-        """Leave nothing half done after one of these methods raised.
+        """Restore a consistent state after one of these methods raised.
 
-        Requests whose blocks or keys may not be known rightly any more are neither loaded nor
-        saved, nor is what the engine's own cache has by now, and the next step waits for all
-        running saves.
+        Requests whose recorded blocks or keys may be wrong are neither loaded nor saved, nor are
+        the blocks in the engine's prefix cache. The next step waits for all running saves.
         """
         self._in_doubt = True
         self._leave_alone(self._epoch.doubt(self._states, self.held_blocks))
 
     def reported(self, report: StepReport | None, finished_loads: Iterable[str]) -> None:
-        """Take the sum of the ranks' reports of a step, and the loads that ended on all ranks."""
+        """Process the aggregated reports of a step, and the loads that ended on all ranks."""
         report = report or StepReport()
         self._saves.reported(report)
         finished_loads = list(finished_loads)
@@ -244,18 +243,18 @@ class SchedulerSide:
             if count > self._failed_loads.get(rank, 0)
         }
         if news:
-            # What runs now may have been computed from blocks that hold nothing, and what ran
-            # before may have left such blocks in the engine's cache; vLLM drops those of running
-            # requests only. Nor is a load offered again: vLLM keeps a request whose load failed
-            # ahead of those whose loads have ended, and a new load of it could wait for their
-            # blocks for good.
+            # Running requests may have computed from undefined blocks, and earlier requests may
+            # have left such blocks in the engine's cache; vLLM drops only those of running
+            # requests. Loads are not offered again either: vLLM schedules a request whose load
+            # failed before those whose loads have ended, and its new load could wait forever for
+            # their blocks.
             self._failed_loads |= news
             self._leave_alone(self._epoch.distrust_loads(self._states, self.held_blocks))
         for request_id in finished_loads:
             self._epoch.load_ended(request_id)
 
     def finished(self, request: EngineRequest) -> None:
-        """The request is over (or was aborted); its blocks are fenced, not kept."""
+        """Note that a request ended or was aborted; its blocks are fenced, not retained."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
             state.forbid()
@@ -267,10 +266,10 @@ class SchedulerSide:
         self._left_alone.discard(request.request_id)
 
     def reset(self) -> None:
-        """Start a new epoch: nothing cached before is found by this engine any more.
+        """Start a new epoch: this engine no longer finds KV that was cached before.
 
-        Running requests are not saved any further: part of their KV is of the old epoch.
-        Nobody else's data is touched.
+        Running requests are not saved any further, since part of their KV belongs to the old
+        epoch. Data of other engines is not affected.
         """
         trackers, self._states = self._states, {}
         for request_id, state in trackers.items():
@@ -280,31 +279,31 @@ class SchedulerSide:
         self._epoch.reset(trackers, self.held_blocks)
 
     def encodings_dropped(self) -> None:
-        """Note that the engine dropped its encodings of media; as a rule the weights changed."""
+        """Note that the engine dropped its encodings of media, usually after weights changed."""
         self._follow_weights()
         self._extras.encodings_dropped()
 
     def loaded_offer(self, request: EngineRequest) -> PendingLoad | None:
-        """Return what was loaded for a request last."""
+        """Return the last load of a request."""
         state = self._states.get(request.request_id)
         return state.loaded if state is not None else None
 
     def take_events(self) -> Iterable[Any]:
-        """Return what `events` has collected since the last call."""
+        """Return the events that `events` has collected since the last call."""
         return self._events.take() if self._events is not None else ()
 
     def close(self) -> None:
-        """Release every lease and disconnect."""
+        """Release all leases and disconnect."""
         self._extras.close()
         self._client.close()
 
     # --- helpers ----------------------------------------------------------------------------
 
     def _track(self, request: EngineRequest) -> RequestState | None:
-        """Begin to follow a request; None while there is no service.
+        """Start to track a request; return None while no service is connected.
 
-        Its permissions are given when its extras are known (`_follow`), and not before: whatever
-        is raised on the way, nothing is permitted.
+        `_follow` grants its permissions once its extras are known. If an error occurs before,
+        nothing is permitted.
         """
         self._requests[request.request_id] = request
         self._epoch.began(request.request_id, request.adapter_name)
@@ -320,9 +319,9 @@ class SchedulerSide:
         return state
 
     def _note(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Note the requests that a step starts or resumes, before any save of it is planned.
+        """Note the requests that a step starts or resumes, before its saves are planned.
 
-        Also those that are not cached, and sessions with new input, which are not looked up.
+        This includes uncached requests, and sessions with new input, which are not looked up.
         """
         for one in scheduled:
             request = self._requests.get(one.request_id) if one.starts else None
@@ -330,9 +329,9 @@ class SchedulerSide:
                 self._extras.note(request, runs=True)
 
     def _follow(self, state: RequestState) -> None:
-        """Key a request when its extras are known, and anew when its session got more input.
+        """Start a request's key chain once its extras are known, and again after new input.
 
-        Raises `KeyInputError`, and whatever else is wrong with a request.
+        Raises `KeyInputError` if the request cannot be hashed, or any error of its extras.
         """
         request = state.request
         turn = request.turn
@@ -353,7 +352,7 @@ class SchedulerSide:
             state.media.check()
 
     def _waits_for_media(self, state: RequestState) -> bool:
-        """Whether to ask again, as a request's media are being hashed; not for long."""
+        """Return whether to ask again because media are being hashed, up to a deadline."""
         if state.pending is None or not (state.wanted.load and state.pending.hashing):
             return False
         now = time.monotonic()
@@ -363,10 +362,10 @@ class SchedulerSide:
 
     @contextmanager
     def _keying(self, state: RequestState) -> Iterator[None]:
-        """Let a request go uncached when anything is wrong with its keys; say why, once a kind."""
+        """Leave a request uncached if its keys fail; log the first error of each type."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - what cannot be keyed is not cached, whatever it is
+        except Exception as error:  # noqa: BLE001 - any error leaves the request uncached
             state.forbid()
             reason = type(error).__name__
             if reason not in self._complaints:
@@ -375,7 +374,7 @@ class SchedulerSide:
                 logger.warning("request %s is not cached: %s (more are not logged)", name, error)
 
     def _follow_weights(self) -> None:
-        """Start a new epoch when a rank's weights were changed: its cached KV is of others."""
+        """Start a new epoch if a rank's weights changed: cached KV is of the old weights."""
         models = self._client.models
         if models is self._models:
             return
@@ -383,22 +382,22 @@ class SchedulerSide:
         weights = {rank: model.weights for rank, model in models.items() if model.weights}
         if weights != self._weights:
             logger.warning(
-                "the model's weights were changed while it runs: what was cached before is not "
-                "found by this engine any more"
+                "the model's weights were changed while it runs: this engine no longer finds KV "
+                "that was cached before"
             )
             self.reset()
             self._extras.weights_changed()
             self._weights = weights
-            # What was promised and not handed out yet is of the old weights: it has to fail.
+            # Promised loads that were not sent yet are of the old weights, so they must fail.
             self._loads = [replace(job, places=()) for job in self._loads]
 
     def _distrust(self, adapter: CacheName) -> None:
-        """Save nothing that the engine holds of an adapter: its content has changed."""
+        """Exclude KV of an adapter that the engine holds from saves: its content changed."""
         self._extras.adapter_changed()
         self._leave_alone(self._epoch.distrust(self._states, self.held_blocks, adapter))
 
     def _leave_alone(self, requests: Iterable[str]) -> None:
-        """Neither load nor save for requests as long as they live."""
+        """Stop loads and saves of requests until they end."""
         for request_id in requests:
             self._left_alone.add(request_id)
             state = self._states.get(request_id)
@@ -407,7 +406,7 @@ class SchedulerSide:
                 self._lookups.drop(state)
 
     def _admitted(self, request_id: str, blocks: Sequence[Sequence[int]], computed: int) -> None:
-        """A request starts or resumes, with `computed` tokens of its KV in its blocks."""
+        """Note that a request starts or resumes with `computed` tokens of KV in its blocks."""
         self._saves.note_new(blocks, computed)
         filled = -(-computed // self._block_sizes[0])
         current = self._epoch.admitted(request_id, blocks[0], filled)
@@ -421,7 +420,7 @@ class SchedulerSide:
                 state.unproven = None
 
     def _extended(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:
-        """A running request got further blocks."""
+        """Note additional blocks of a running request."""
         self._saves.note_new(blocks)
         self._epoch.extended(request_id, blocks[0])
         state = self._states.get(request_id)
@@ -436,8 +435,8 @@ class SchedulerSide:
             return []
         with self._keying(state):
             self._follow(state)
-            # Its blocks may be those of a request that came with other media under the same
-            # identifiers: until it is known that it did not, nothing is saved.
+            # Its blocks may be shared with a request that has other media under the same
+            # identifiers, so nothing is saved until that is ruled out.
             if state.permissions.save and (state.media is None or state.media.settled):
                 return self._saves.plan(state, end)
         return []
@@ -445,7 +444,7 @@ class SchedulerSide:
     def _plan(self, saves: list[SaveJob], fence: list[int]) -> StepPlan:
         loads, self._loads = self._loads, []
         first_steps, self._first_steps = self._first_steps, []
-        # The leases of these loads are the ranks' now; their service is still in use.
+        # The ranks own the leases of these loads now, so their service is still in use.
         services = self._client.services_in_use | {job.service for job in loads}
         failed, weights = dict(self._failed_loads), dict(self._weights)
         return StepPlan(loads, saves, fence, services, failed, weights, first_steps)
@@ -453,7 +452,8 @@ class SchedulerSide:
     def _plan_load(self, state: RequestState, offer: PendingLoad, end: int) -> LoadJob:
         """Plan the copy of tokens `offer.start` to `end` into the request's blocks.
 
-        Blocks before the start are the engine's own, possibly shared: never written.
+        Blocks before the start come from the engine's prefix cache and may be shared, so they
+        are never written.
         """
         size = state.chunk_size
         first, last = offer.start // size, -(-end // size)

@@ -4,22 +4,22 @@
 from kvhaven.engine.request_state import RequestState
 
 COUNTERS: dict[str, str] = {
-    "lookups": "Requests that were looked up in the cache.",
-    "looked_up_tokens": "Tokens that were looked up.",
-    "hit_tokens": "Tokens offered to the engine.",
+    "lookups": "Requests looked up in the cache.",
+    "looked_up_tokens": "Tokens looked up in the cache.",
+    "hit_tokens": "Tokens found in the cache and offered to the engine.",
     "loaded_bytes": "Bytes copied from the arena to the device, over all ranks.",
-    "loaded_seconds": "Time these copies took.",
+    "loaded_seconds": "Duration of the copies from the arena to the device.",
     "saved_bytes": "Bytes copied from the device to the arena, over all ranks.",
-    "saved_seconds": "Time these copies took, their checksums included.",
-    "saved_chunks": "Chunks that a rank has saved, over all ranks.",
-    "skipped_saves": "Chunks that a rank did not save: the service was away or slow.",
-    "failed_loads": "Loads that failed, which the engine was told of.",
-    "errors": "Errors that were caught; each is in the log once.",
+    "saved_seconds": "Duration of the copies from the device to the arena, with checksums.",
+    "saved_chunks": "Chunks saved by a rank, over all ranks.",
+    "skipped_saves": "Chunks a rank did not save because the service was unreachable or slow.",
+    "failed_loads": "Loads that failed and were reported to the engine.",
+    "errors": "Errors that were caught; each is logged once.",
 }
 
 
 _COUNTERS_MOST = 256
-"""Counters in one report; clients choose tags, so further ones are left out."""
+"""Maximum number of counters in one report. Clients choose tags, so further ones are ignored."""
 
 
 class Stats:
@@ -29,20 +29,20 @@ class Stats:
         self.data: dict[str, float] = {}
 
     def add(self, counter: str, amount: float = 1) -> None:
-        """Add to a counter of `COUNTERS` (or of a tag: `tag:<name>:<counter>`)."""
+        """Increase a counter of `COUNTERS`, or of a tag (`tag:<name>:<counter>`)."""
         self.data[counter] = self.data.get(counter, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """Return what has been counted since the last call."""
+        """Return the sums since the last call."""
         taken, self.data = self.data, {}
         return taken
 
 
 class SchedulerStats(Stats):
-    """The scheduler side's counters."""
+    """Counters of the scheduler side."""
 
     def looked_up(self, state: RequestState, tokens: int, hit: int) -> None:
-        """Count a look-up of `tokens` tokens of which `hit` were offered."""
+        """Count a lookup of `tokens` tokens of which `hit` were offered."""
         self.add("lookups")
         self.add("looked_up_tokens", tokens)
         self.add("hit_tokens", hit)

@@ -21,15 +21,15 @@ from kvhaven.layouts import Layout
 logger = logging.getLogger(__name__)
 
 _abandoned: list["WorkerSide"] = []
-"""Those that were closed while a copy ran: kept with their devices until the process ends."""
+"""Sides that were closed while a copy ran: kept with their devices until the process ends."""
 
 
 class WorkerSide:
-    """One rank's copies. Called by the model runner, in the order of the methods below.
+    """One rank's copies. The model runner calls the methods in the order below.
 
-    `layout` describes this rank's KV tensors, `rank` its place in the engine's world, `model`
-    what this process's model holds. `heard` says that the scheduler's side gets what the worker
-    reports. A method that raised leaves things in doubt: `doubt` must follow.
+    `layout` describes this rank's KV tensors, `rank` is its number in the engine's world, `model`
+    the state of this process's model. `heard` says that the scheduler side receives the worker's
+    reports. After a method raised, the engine must call `doubt`.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class WorkerSide:
         self._model_changed()
 
     def fence(self, plan: StepPlan) -> None:
-        """Protect blocks that a save still reads and that were given away.
+        """Protect blocks that a running save reads and that were reallocated to another request.
 
-        It is the first thing in a step: on some runners (V1) new blocks are zeroed and copied
-        to right after it. Runners that do not call it get it with `begin`.
+        It comes first in a step, because some runners (V1) zero new blocks and copy into them
+        right after it. For runners that do not call it, `begin` does.
         """
         if plan is self._fenced:
             return
@@ -79,7 +79,7 @@ class WorkerSide:
         self._fenced = plan
 
     def begin(self, plan: StepPlan) -> None:
-        """Take the step's plan, before the forward, and ask for the saves' space."""
+        """Accept the step's plan before the forward, and reserve space for its saves."""
         self._plan = plan
         self._loads_due += plan.loads
         self._first_steps = plan.first_steps
@@ -95,12 +95,13 @@ class WorkerSide:
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
-        """Do a whole step's copies around the forward, which is the body of the `with`.
+        """Run a whole step's copies around the forward, which is the body of the `with`.
 
-        For engines that need no finer control: `begin` and `start_loads` before it, `save` after
-        it. An error of KVHaven is logged, and what it left is reported as failed or dropped; it
-        does not reach the engine. One of the forward does, and then nothing of the step is saved.
-        Raises `UnreportedLoadError` if blocks may be read before they are loaded: end the engine.
+        For engines that need no finer control: `begin` and `start_loads` run before the forward,
+        `save` runs after it. An error of KVHaven is logged and does not reach the engine; loads
+        that it affects are reported as failed and saves are dropped. An error of the forward
+        propagates, and nothing of the step is saved. Raises `UnreportedLoadError` if blocks may
+        be read before they are loaded; the engine must end then.
         """
         with self._forgiving():
             self.begin(plan)
@@ -119,23 +120,23 @@ class WorkerSide:
             yield
         except UnreportedLoadError:
             raise
-        except Exception:  # a cache must not end the engine; `doubt` gives up what was half done
-            logger.exception("rank %d: the step's copies are given up", self._rank)
+        except Exception:  # a cache must not end the engine; `doubt` cancels unfinished work
+            logger.exception("rank %d: the step's copies failed and are dropped", self._rank)
             self.stats.add("errors")
             self.doubt()
 
     def end_forward(self) -> None:
-        """Note which loads the step computed from in vain, before the engine asks for them.
+        """Find failed loads that this step computed from, before the engine asks for them.
 
-        With speculation vLLM's V1 runner asks before it has drafted, and has the step's chunks
-        saved after that: a failure that comes to light then is too late.
+        With speculation, vLLM's V1 runner asks before it has drafted and saves the step's chunks
+        after drafting: a failure that is found only by the save comes too late.
         """
         self.start_loads()
         first_steps, self._first_steps = self._first_steps, []
         self._loads.end_step(first_steps)
 
     def save(self) -> None:
-        """Copy the step's complete chunks into the arena, after all that writes KV."""
+        """Copy the step's complete chunks into the arena, after all writes to KV."""
         self.end_forward()
         deadline = time.monotonic() + self._settings.save_deadline_ms / 1000
         self._saves.start(deadline, trusted=self._trusted, loads=self._loads.copies)
@@ -143,7 +144,7 @@ class WorkerSide:
             self._client.keep_arenas(self._plan.services)
 
     def forward_failed(self) -> None:
-        """Note that the step's forward raised: nothing that it should have computed is there."""
+        """Note that the step's forward raised, so that its KV is undefined and is not saved."""
         self._saves.give_up()
 
     def finished_loads(self) -> set[str]:
@@ -152,18 +153,18 @@ class WorkerSide:
         return self._loads.take_finished()
 
     def failed_blocks(self) -> set[int]:
-        """Return blocks that a failed load left undefined, since the last call."""
+        """Return blocks that failed loads left undefined since the last call."""
         return self._loads.take_failed_blocks()
 
     def report(self) -> StepReport | None:
-        """Return which saves have ended since the last call, and what went wrong."""
+        """Return the saves that ended since the last call, and counts of failed loads."""
         report = self._saves.take_report()
         if not self._trusted:
             report.failed_loads[self._rank] = self._loads.failed
         return None if report.empty else report
 
     def doubt(self) -> None:
-        """Leave nothing half done after one of these methods raised.
+        """Restore a consistent state after one of these methods raised.
 
         Running saves may lack their fence, so they are dropped. Loads of the step that were not
         started are reported as failed.
@@ -173,34 +174,34 @@ class WorkerSide:
         for job in due:
             if not self._loads.runs(job):
                 self._client.loaded([job.lease_id], job.service)
-                self._loads.fail(job, "an error before it was started")
+                self._loads.fail(job, "an error occurred before it was started")
 
     def move(self, layout: Layout) -> None:
-        """Go on with KV tensors that lie elsewhere now, of the same layout but for their places.
+        """Continue with KV tensors at other addresses; the layout is otherwise the same.
 
-        Copies from and to the old ones are waited for. The connection, the arena and all that is
-        known of this rank stay. Raises as `end_copies` does.
+        Waits for copies from and to the old tensors. The connection, the arena and the state of
+        this rank stay. Raises as `end_copies` does.
         """
         self.end_copies()
         self.layout = self._loads.layout = self._saves.layout = layout
 
     def end_copies(self) -> None:
-        """Wait until no copy touches the KV tensors any more: their memory is about to go.
+        """Wait until no copy touches the KV tensors, before their memory is unmapped.
 
-        Raises `DeviceCopyError` when that cannot be had: what the device does with memory that
-        is somebody else's by then would be wrong silently.
+        Raises `DeviceCopyError` if copies have not ended after `COPY_DEADLINE_S`: they could
+        silently corrupt memory that has another owner by then.
         """
         if not self._finish():
             raise DeviceCopyError(
                 f"rank {self._rank}: copies have not ended within {COPY_DEADLINE_S:g} s, so the "
-                "KV tensors' memory cannot be given back. Start the engine anew."
+                "KV tensors' memory cannot be unmapped. Restart the engine."
             )
 
     def close(self) -> None:
-        """Wait for running copies, report them, and let the service and the device go.
+        """Wait for running copies, report them, disconnect and close the device.
 
-        A copy that has no end may still touch the arena and staging memory: then both stay as
-        they are until the process ends.
+        If a copy does not end in time, it may still touch the arena and staging memory: both
+        stay mapped until the process ends.
         """
         if not self._finish():
             logger.warning(
@@ -215,27 +216,28 @@ class WorkerSide:
         self._client.close()
 
     def _finish(self) -> bool:
-        """Start no save any more, and return whether all copies have ended in time."""
+        """Start no further saves; return whether all copies ended before the deadline."""
         deadline = time.monotonic() + COPY_DEADLINE_S
         loads = self._loads.finish(deadline)
         return self._saves.finish(deadline) and loads
 
     def _model_changed(self) -> None:
-        """Tell the scheduler what the model holds. Runs in whichever thread changed it."""
+        """Send the model's state to the scheduler side. Runs in the thread that changed it."""
         self._client.model_changed(self._model.state(self._weights_before))
 
     @property
     def _weights_known(self) -> bool:
-        """Whether the plan was made for the weights that the model has now."""
+        """Whether the plan was made for the current weights."""
         changes = self._model.weights - self._weights_before
         return changes == self._plan.weights.get(self._rank, 0)
 
     @property
     def _trusted(self) -> bool:
-        """Whether what is computed may be saved: not while a failed load or weights are news.
+        """Whether computed KV may be saved.
 
-        What follows from a failed load's blocks in this step, and in those that were planned
-        before the scheduler heard of it, is wrong.
+        It may not while the plan does not account for a failed load or a change of weights. KV
+        that is computed from a failed load's blocks is wrong, in this step and in all steps that
+        were planned before the scheduler side learned of the failure.
         """
         known = self._plan.failed_loads.get(self._rank, 0)
         return self._loads.failed == known and self._weights_known

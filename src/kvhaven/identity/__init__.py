@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, by their content, for the files and values that determine KV."""
+"""Content-based identities of the files and values that determine KV."""

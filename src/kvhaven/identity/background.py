@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding out what the model's files contain, while the engine starts or already serves."""
+"""Identification of the model's files by content, while the engine starts or already serves."""
 
 import logging
 import os
@@ -19,35 +19,34 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _AT_ONCE_S = 10.0
-"""How long a start waits for files that are few: storage may hang."""
+"""Maximum wait of a start for files below `AT_ONCE_BYTES`, as storage may hang."""
 
 _PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before each further try where storage is in trouble."""
+"""Pauses before each retry after a storage error."""
 
 Content = Mapping[str, str]
 """The namespace's fields for the content of files."""
 Attach = Callable[[Content, float], None]
-"""Attaches one side of the connector, and waits so many seconds for the service."""
+"""Attaches one side of the connector; the number is the maximum wait for the service in seconds."""
 
 
 def digest_memory(runtime_path: Path) -> DigestMemory:
-    """Return the digests of files that this user's processes share, in the cache directory."""
+    """Return the memory of file digests in the cache directory, shared by this user's processes."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # noqa: PTH117 - may be empty; the specification has it so
-        cache = os.path.expanduser("~/.cache")  # noqa: PTH111 - "~" stays where no home is known
+    if not os.path.isabs(cache):  # noqa: PTH117 - may be empty, by the specification
+        cache = os.path.expanduser("~/.cache")  # noqa: PTH111 - keeps "~" without a home
     return DigestMemory.open(Path(cache) / "kvhaven" / "files", runtime_path / "files")
 
 
 def look_at_files(look: Callable[[], EngineFiles], stop: threading.Event) -> EngineFiles | None:
-    """Return what `look` returns; None where it cannot know, and the log says why.
+    """Return the result of `look`; None, with a log line, if it fails.
 
-    That is if storage does not let it look, or there are too many files. Raises what else it
-    raises.
+    It fails if storage returns errors or if there are too many files. Other exceptions propagate.
     """
     try:
         return _patiently(look, stop)
     except OSError as error:
-        logger.warning("nothing is cached: the model's files cannot be looked at: %s", error)
+        logger.warning("nothing is cached: the model's files cannot be listed: %s", error)
     except UnidentifiedError as error:
         logger.warning("nothing is cached: %s", error)
     return None
@@ -56,17 +55,18 @@ def look_at_files(look: Callable[[], EngineFiles], stop: threading.Event) -> Eng
 def attach_when_known(
     files: EngineFiles, stop: threading.Event, attach: Attach, wait_s: float
 ) -> None:
-    """Call `attach` with what the files contain: now if that is known soon, else when it is.
+    """Call `attach` with the identity of the files' content, once it is known.
 
-    Small or remembered files are known soon: then `attach` is called before this returns, told to
-    wait `wait_s` for the service, and what it raises is raised. Else a thread does so, until
-    `stop` is set, and the engine serves without a cache meanwhile. Where the content cannot be
-    known, the engine serves without a cache for good, and the log says why.
+    If the files are small or their digests are remembered, `attach` is called before this returns,
+    waits up to `wait_s` for the service, and its exceptions propagate. Otherwise a thread reads
+    the files until `stop` is set, then attaches, and the engine serves without a cache meanwhile.
+    If the content cannot be identified, the engine serves without a cache until it is restarted,
+    and the log has the reason.
     """
     if files.changed:
         logger.warning(
-            "nothing is cached: %s after the engine began to load, so it is not known what was "
-            "loaded. Start the engine again, or set `model_fingerprint`",
+            "nothing is cached: %s after the engine began to load, so the loaded content is not "
+            "known. Restart the engine, or set `model_fingerprint`",
             files.changed,
         )
         return
@@ -74,7 +74,7 @@ def attach_when_known(
     if unknown > AT_ONCE_BYTES:
         logger.warning(
             "nothing is cached yet: %.1f GB of the model's files are read in the background, to "
-            "know what was loaded",
+            "identify the loaded content",
             unknown / 1e9,
         )
     began = time.monotonic()
@@ -83,7 +83,7 @@ def attach_when_known(
     def read() -> None:
         try:
             content.set_result(_patiently(lambda: files.read(stop), stop))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must reach who waits
+        except Exception as error:  # noqa: BLE001 - any error must reach the waiter
             content.set_exception(error)
 
     threading.Thread(target=read, name="kvhaven-identity", daemon=True).start()
@@ -91,7 +91,7 @@ def attach_when_known(
         try:
             error = content.exception(_AT_ONCE_S)
         except TimeoutError:
-            logger.warning("nothing is cached yet: the model's files take long to read")
+            logger.warning("nothing is cached yet: reading the model's files takes long")
         else:
             if error is None:
                 attach(content.result(), wait_s)
@@ -100,19 +100,19 @@ def attach_when_known(
 
 
 def _patiently(work: Callable[[], T], stop: threading.Event) -> T:
-    """Return what `work` returns; where storage is in trouble, try again a few times."""
+    """Return the result of `work`; retry a few times after storage errors."""
     for pause_s in _PAUSES_S:
         try:
             return work()
         except OSError as error:
-            logger.warning("the model's files cannot be read for now: %s", error)
+            logger.warning("the model's files cannot be read, retrying: %s", error)
             if stop.wait(pause_s):
                 raise
     return work()
 
 
 def _attach_late(content: "Future[dict[str, str]]", attach: Attach, began: float) -> None:
-    """Attach without waiting: the link goes on trying, and says what keeps it."""
+    """Attach without waiting; the link retries and logs why it cannot connect."""
     try:
         attach(content.result(), 0.0)
     except ReadingStoppedError:
@@ -123,7 +123,7 @@ def _attach_late(content: "Future[dict[str, str]]", attach: Attach, began: float
         logger.warning("nothing is cached: the model's files cannot be identified: %s", error)
         return
     except KVHavenError as error:
-        logger.error("nothing is cached: %s", error)  # noqa: TRY400 - it is a refusal, no mistake
+        logger.error("nothing is cached: %s", error)  # noqa: TRY400 - a refusal, not a bug
         return
     logger.warning(
         "the model's files are identified after %.1f s; caching begins", time.monotonic() - began

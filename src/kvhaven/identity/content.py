@@ -25,26 +25,26 @@ T = TypeVar("T", bound=Hashable)
 PIECE_BYTES: Final = 64 << 20
 """A file is hashed in pieces of this size, so that several threads can read one file."""
 MOST_ENTRIES: Final = 4096
-"""Files that are remembered; beyond, those that were asked for longest ago are forgotten."""
+"""Maximum number of remembered files; beyond it, the least recently used are forgotten."""
 
 _BUFFER_BYTES: Final = 4 << 20
 _READERS_MOST: Final = 8
 _NICENESS: Final = 10
 _SETTLED_NS: Final = 2_000_000_000
-"""A file that changed so shortly before it was read may change again without another time."""
+"""A file that changed this shortly before it was read may change again with the same time."""
 _ENTRY: Final = re.compile(rb"1 ([0-9a-f]{32}) ([0-9a-f]{16})\n")
 
 
 class FileChangedError(KVHavenError):
-    """A file is another one than when it was looked at first."""
+    """A file is not the one that was found first, or has changed since."""
 
 
 class ReadingStoppedError(KVHavenError):
-    """The caller asked to stop."""
+    """The caller stopped the reading."""
 
 
 class Stamp(NamedTuple):
-    """What tells that a file is the same, without reading it."""
+    """Metadata that shows that a file is unchanged, without reading it."""
 
     device: int
     inode: int
@@ -54,22 +54,22 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> "Stamp":
-        """Return the stamp in a file's status."""
+        """Return the stamp of a file from its status."""
         return cls(
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         )
 
     @property
     def name(self) -> str:
-        """Return the name under which the file's digest is remembered."""
+        """The name of the entry that remembers the file's digest."""
         return "-".join(f"{part:x}" for part in self)
 
 
 class DigestMemory:
-    """Digests of files by their stamps, a small file each, in a directory of this user's own.
+    """Persistent digests of files, by stamp, in a directory that belongs to this user.
 
-    Without a directory nothing is remembered. Safe for use by several processes: an entry appears
-    whole, and one that is damaged is as good as none.
+    Each entry is a small file. Without a directory nothing is remembered. Several processes can
+    share it: entries appear atomically, and damaged entries are ignored.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -77,23 +77,23 @@ class DigestMemory:
 
     @classmethod
     def open(cls, *candidates: Path) -> "DigestMemory":
-        """Return a memory in the first of these directories that can be used."""
+        """Return a memory in the first usable directory of these."""
         for directory in candidates:
             try:
-                for made in (directory.parent, directory):  # `parents` would go by the umask
+                for made in (directory.parent, directory):  # `parents` would use the umask
                     made.mkdir(mode=0o700, parents=True, exist_ok=True)
                 shared = any(map(_shared, (directory, directory.parent)))
             except OSError as error:
-                logger.debug("%s cannot hold digests of files: %s", directory, error)
+                logger.debug("%s: cannot be used for digests of files: %s", directory, error)
                 continue
             if shared:
-                logger.warning("%s is not used for digests: others may write there", directory)
+                logger.warning("%s: not used for digests: other users may write there", directory)
             elif os.access(directory, os.W_OK):
                 return cls(directory)
         return cls(None)
 
     def get(self, stamp: Stamp) -> str | None:
-        """Return the digest of the file with that stamp, None if it is not known."""
+        """Return the digest of the file with this stamp, None if it is unknown."""
         if self._directory is None:
             return None
         path = self._directory / stamp.name
@@ -101,13 +101,13 @@ class DigestMemory:
             entry = _ENTRY.fullmatch(path.read_bytes())
             if entry is None or entry[2].decode() != _check(stamp, entry[1].decode()):
                 return None
-            os.utime(path)  # asked for: it is forgotten later than others
+            os.utime(path)  # marks the entry as recently used
         except OSError:
             return None
         return entry[1].decode()
 
     def put(self, stamp: Stamp, digest: str, read_at_ns: int) -> None:
-        """Remember a file's digest, if it had not changed shortly before it was read."""
+        """Remember a file's digest, unless the file changed shortly before it was read."""
         settled = max(stamp.mtime_ns, stamp.ctime_ns) < read_at_ns - _SETTLED_NS
         if self._directory is None or not settled:
             return
@@ -117,12 +117,12 @@ class DigestMemory:
             temporary.write_text(f"1 {digest} {_check(stamp, digest)}\n")
             temporary.rename(path)
         except OSError as error:  # a full disk: the file is read again next time
-            logger.debug("%s is not remembered: %s", path, error)
+            logger.debug("%s: digest not remembered: %s", path, error)
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
     def prune(self) -> None:
-        """Forget the files that were asked for longest ago, beyond `MOST_ENTRIES`."""
+        """Delete the least recently used entries beyond `MOST_ENTRIES`."""
         if self._directory is None:
             return
         with contextlib.suppress(OSError):
@@ -134,9 +134,10 @@ class DigestMemory:
 
     @contextlib.contextmanager
     def turn(self, name: str, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Wait until no other process reads what `name` stands for, then be the one that does.
+        """Hold the lock that lets one process at a time read the files that `name` stands for.
 
-        Returns as well when `stopped` says so, or where no lock can be had.
+        Waits for the lock; continues without it once `stopped` returns True, or if the file system
+        does not support locks.
         """
         with contextlib.ExitStack() as held:
             if self._directory is not None:
@@ -153,11 +154,12 @@ def digest_files(
     stop: threading.Event,
     on_read: Callable[[int], None] = lambda _: None,
 ) -> dict[Path, str]:
-    """Return the digest of each file: xxh3-128 (hex) over its size and those of its pieces.
+    """Return the digest of each file: xxh3-128 (hex) over its size and its pieces' digests.
 
-    What `memory` does not know is read, by threads of low priority; `on_read` is told the bytes
-    that were read since the last call. Raises `FileChangedError` when a file has not the stamp
-    that was given, or changes; `ReadingStoppedError` when `stop` is set; `OSError`.
+    Threads of low priority read the files that `memory` does not have; `on_read` receives the
+    number of bytes read since the last call. Raises `FileChangedError` if a file does not have
+    the given stamp or changes while it is read, `ReadingStoppedError` once `stop` is set, and
+    `OSError` if storage fails.
     """
     digests = {path: known for path, stamp in files.items() if (known := memory.get(stamp))}
     missing = {path: stamp for path, stamp in files.items() if path not in digests}
@@ -182,10 +184,10 @@ def digest_files(
 
 
 def _in_threads(items: Sequence[T], work: Callable[[T], bytes]) -> dict[T, bytes]:
-    """Return `work` of each item, done by several threads; the first error ends all.
+    """Return `work(item)` for each item, computed by several threads; the first error ends all.
 
-    They are daemons: an executor's threads would keep a process that ends in a hurry until all is
-    read.
+    The threads are daemons: an executor's threads would delay the end of the process until
+    everything is read.
     """
     found: dict[T, bytes] = {}
     failed: list[BaseException] = []
@@ -201,7 +203,7 @@ def _in_threads(items: Sequence[T], work: Callable[[T], bytes]) -> dict[T, bytes
                     return
             try:
                 found[item] = work(item)
-            except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
                 failed.append(error)
 
     count = min(len(items), _READERS_MOST, max(2, len(usable_cores())))
@@ -230,10 +232,10 @@ def _digest_piece(
             raise FileChangedError(f"{path} changed before it was read")
         while offset < end:
             if stop.is_set():
-                raise ReadingStoppedError(f"{path} is not read any further")
+                raise ReadingStoppedError(f"{path}: reading was stopped")
             count = os.preadv(file, [buffer[: end - offset]], offset)
             if count == 0:
-                raise FileChangedError(f"{path} was cut while it was read")
+                raise FileChangedError(f"{path} was truncated while it was read")
             digest.update(buffer[:count])
             offset += count
             on_read(count)
@@ -243,7 +245,7 @@ def _digest_piece(
 
 
 def _shared(directory: Path) -> bool:
-    """Whether others may put files, or another directory, in the place of what is there."""
+    """Return whether other users may replace the directory or files in it."""
     status = directory.stat()
     others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     return bool(others) or status.st_uid not in {0, os.geteuid()}
@@ -258,7 +260,7 @@ def _check(stamp: Stamp, digest: str) -> str:
 
 
 def _be_nice() -> None:
-    """Read behind everything else, on all cores: vLLM pins its CPU workers to one."""
+    """Lower this thread's priority, and allow all cores, as vLLM pins its CPU workers to one."""
     thread = threading.get_native_id()
     niceness = os.getpriority(os.PRIO_PROCESS, thread)
     os.setpriority(os.PRIO_PROCESS, thread, max(niceness, _NICENESS))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of values in memory: tensors, and what consists of them."""
+"""Digests of values in memory: tensors, and containers of tensors and plain values."""
 
 import struct
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,12 @@ _Buffer = bytes | memoryview
 
 
 def content_digest(value: object, *, objects_of: str = "") -> bytes:
-    """Return the SHA-256 of a value by its content: equal in every process for equal content.
+    """Return the SHA-256 of a value's content: equal in every process for equal content.
 
-    Understands None, booleans, numbers, texts, bytes, tensors and arrays (by dtype, shape and
-    elements), sequences and mappings; with `objects_of`, the beginning of module names, also
-    objects of these modules by their attributes. Raises `KeyInputError` for anything else: a
-    digest that left something out could name two contents.
+    Supports None, booleans, numbers, texts, bytes, tensors and arrays (by dtype, shape and
+    elements), sequences and mappings. With `objects_of`, a prefix of module names, it also
+    supports objects of these modules, by their attributes. Raises `KeyInputError` for any other
+    value: a digest that omits a part could be equal for two contents.
     """
     digest = sha256()
     for part in _parts(value, objects_of):
@@ -31,7 +31,7 @@ def content_digest(value: object, *, objects_of: str = "") -> bytes:
 
 
 def _parts(value: object, objects_of: str) -> Iterator[_Buffer]:
-    """Yield an encoding that can be decoded in one way only: a kind, a length, the content."""
+    """Yield an unambiguous encoding: a kind, a length, the content."""
     plain = _plain(value)
     if plain is not None:
         yield from plain
@@ -50,7 +50,7 @@ def _parts(value: object, objects_of: str) -> Iterator[_Buffer]:
         yield from _mapping(_OBJECT, vars(value), objects_of)
     else:
         raise KeyInputError(
-            f"content digest: a value cannot be named by its content (got {type(value)!r}); "
+            f"content digest: a value cannot be identified by its content (got {type(value)!r}); "
             "expected tensors, numbers, texts, and sequences or mappings of them"
         )
 
@@ -60,7 +60,7 @@ def _is_of(value: object, modules: str) -> bool:
 
 
 def _plain(value: object) -> tuple[_Buffer, ...] | None:
-    """Encode what is no container; None for anything else."""
+    """Return the encoding of a value that is not a container; None for other values."""
     parts: tuple[_Buffer, ...] | None = None
     if value is None:
         parts = (_head(_NONE, 0),)
@@ -79,7 +79,7 @@ def _plain(value: object) -> tuple[_Buffer, ...] | None:
 
 def _mapping(kind: int, value: Mapping[Any, object], objects_of: str) -> Iterator[_Buffer]:
     if not all(isinstance(name, str) for name in value):
-        raise KeyInputError("content digest: a mapping has names that are not texts")
+        raise KeyInputError("content digest: a mapping has keys that are not texts")
     yield _head(kind, len(value))
     for name in sorted(value, key=str):
         yield from _parts(name, objects_of)
@@ -88,7 +88,10 @@ def _mapping(kind: int, value: Mapping[Any, object], objects_of: str) -> Iterato
 
 def _tensor(tensor: torch.Tensor) -> Iterator[_Buffer]:
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise KeyInputError(f"content digest: cannot read a tensor (got layout {tensor.layout})")
+        raise KeyInputError(
+            f"content digest: a tensor cannot be read (got layout {tensor.layout}); expected "
+            "strided and not quantized"
+        )
     yield _head(_TENSOR, tensor.dim())
     yield from _parts(str(tensor.dtype), "")
     yield from _parts(list(tensor.shape), "")

@@ -2,8 +2,8 @@
 """Files that determine an engine's KV, and their identity, which covers every byte.
 
 Files in the hub's cache are identified by the names of their blobs, which are hashes of their
-content. Other files are read whole (see `content`). For large models that takes a while: it is
-done in the background, while the engine serves without a cache.
+content. Other files are read in full (see `content`). Files of large models are read in the
+background, while the engine serves without a cache.
 """
 
 import contextlib
@@ -26,103 +26,103 @@ from kvhaven.identity.content import DigestMemory, Stamp, digest_files
 logger = logging.getLogger(__name__)
 
 AT_ONCE_BYTES: Final = 256 << 20
-"""So much is read while the engine starts; more is read in the background."""
+"""Maximum number of bytes that a start reads itself; more is read in the background."""
 MOST_FILES: Final = 20_000
 
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
 
 IGNORED_FILES: Final[Mapping[str, str]] = {
-    "hidden: of git, of the hub's client, of a desktop": ".*",
-    "for people": """
+    "hidden files of git, the hub's client or a desktop": ".*",
+    "documentation": """
         README* LICENSE* NOTICE* USE_POLICY* *.md *.pdf *.bib *.png *.jpg *.jpeg *.gif *.svg *.webp
     """,
-    "a prompt is made of it, whose tokens are in the key": "chat_template.json *.jinja",
+    "it determines prompts, whose tokens are in the key": "chat_template.json *.jinja",
     "formats that engines on torch do not load": """
         *.onnx *.onnx_data *.h5 *.msgpack *.ot *.tflite *.mlmodel
     """,
-    "leftovers of training, which engines leave out": """
+    "training artifacts, which engines do not load": """
         training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt
         trainer_state.json trainer_log.jsonl
     """,
-    "logs and tables that somebody writes there, an engine's own output among them": """
+    "logs and tables that tools write there, such as an engine's own output": """
         *.log nohup.out events.out.tfevents.* *.csv *.tsv
     """,
     "compiled from files that count": "*.pyc",
-    "locks, and downloads that did not end": "*.lock *.incomplete *.tmp",
+    "locks and incomplete downloads": "*.lock *.incomplete *.tmp",
 }
-"""Patterns of files in a model's folder that do not count, by the reason. All others do.
+"""Patterns of files in a model's folder that do not count, by reason. All other files count.
 
 Tokenizers count: some models read them (Engram tables, times in videos).
 """
 IGNORED_FOLDERS: Final[Mapping[str, str]] = {
-    "hidden: of git, of the hub's client, of a desktop": ".*",
-    "Llama's own checkpoint beside the converted one, which LoadConfig leaves out": "original",
-    "prompts are made of it, whose tokens are in the key": "additional_chat_templates",
+    "hidden folders of git, the hub's client or a desktop": ".*",
+    "Llama's original checkpoint beside the converted one, which LoadConfig skips": "original",
+    "it determines prompts, whose tokens are in the key": "additional_chat_templates",
     "formats that engines on torch do not load": "onnx openvino coreml",
     "compiled from files that count": "__pycache__",
-    "leftovers of training: other states of the model, and its course": """
+    "training artifacts: checkpoints of other steps, and logs": """
         checkpoint-* global_step* runs logs wandb
     """,
 }
 
 _LINKS_MOST: Final = 40
-"""As many as the kernel follows."""
+"""Number of links that the kernel follows."""
 _BLOB: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _PROGRESS_S: Final = 10.0
 ADVICE: Final = (
-    "set `model_fingerprint` to a text of your own that names these weights, and change it "
-    "whenever they change"
+    "set `model_fingerprint` to a text that identifies these weights, and change it whenever "
+    "they change"
 )
 
 
 class UnidentifiedError(KVHavenError):
-    """It cannot be known what the model's files contain; the engine serves without a cache."""
+    """The content of the model's files cannot be identified; the engine serves uncached."""
 
 
 class Source(NamedTuple):
-    """A file, or the files of a folder, that decide the KV."""
+    """A file, or the files of a folder, that determine KV."""
 
     field: str
     """Name of the namespace's field."""
     place: Path
     only: tuple[str, ...] = ()
-    """Patterns of names of which one must match; none: all that are not ignored."""
+    """Patterns of file names, one of which must match; if empty, all that are not ignored."""
 
 
 class EngineFiles:
-    """The files of an engine's sources, and what their content is.
+    """Files of an engine's sources, and the identity of their content.
 
-    `since_ns` is a time before the engine began to load: a file that changed later may be another
-    one than was loaded, so its content tells nothing; `changed` names such a file then. Raises
-    `IncompatibleEngineError` when there are no weights, `UnidentifiedError` when there are more
-    than `MOST_FILES`, `OSError` when storage is in trouble.
+    `since_ns` is a time before the engine began to load. A file that changed later may differ from
+    the loaded one, so its content does not identify the KV; `changed` then names such a file.
+    Raises `IncompatibleEngineError` if there are no weights, `UnidentifiedError` if there are more
+    than `MOST_FILES` files, `OSError` if storage fails.
     """
 
     def __init__(self, sources: Sequence[Source], memory: DigestMemory, since_ns: int) -> None:
         self._memory = memory
         self.changed = ""
-        """A file that changed after the engine began to load, in words; empty: there is none."""
-        self._records: list[tuple[str, str, str | None]] = []  # field, name, blob or None: read it
+        """A file that changed after the engine began to load, for a log line; empty if none."""
+        self._records: list[tuple[str, str, str | None]] = []  # field, name, blob (None: read it)
         self._stamps: dict[tuple[str, str], Stamp] = {}
-        self._paths: dict[Stamp, Path] = {}  # one is enough of each file: links may lead there
+        self._paths: dict[Stamp, Path] = {}  # one path for each file, as links may lead there
         for source in sources:
             self._add(source, since_ns)
         if not any(name.endswith(WEIGHTS) for _, name, _ in self._records):
             places = ", ".join(str(source.place) for source in sources)
             raise IncompatibleEngineError(
-                f"{places}: no file of weights ({', '.join(WEIGHTS)}); {ADVICE}"
+                f"{places}: no file of weights (expected {', '.join(WEIGHTS)}); {ADVICE}"
             )
 
     @property
     def unknown_bytes(self) -> int:
-        """Bytes that must be read before the content is known."""
+        """Number of bytes that must be read before the content is known."""
         return sum(stamp.size for stamp in self._paths if self._memory.get(stamp) is None)
 
     def read(self, stop: threading.Event) -> dict[str, str]:
-        """Return the namespace's fields for the content; reads what is not remembered.
+        """Return the namespace's fields for the content; read files without remembered digests.
 
-        Of several processes one reads, the others wait for it. Raises `FileChangedError`,
-        `ReadingStoppedError` once `stop` is set, `OSError`.
+        One process at a time reads; the others wait for it. Raises `FileChangedError` if a file
+        changes, `ReadingStoppedError` once `stop` is set, `OSError` if storage fails.
         """
         with contextlib.ExitStack() as turn:
             if self.unknown_bytes:
@@ -141,7 +141,7 @@ class EngineFiles:
 
     @property
     def _name(self) -> str:
-        """A name that is the same in all processes that look at the same files."""
+        """The lock's name, equal in all processes with the same files."""
         return "files-" + _digest(sorted(stamp.name for stamp in self._paths))[:32]
 
     def _add(self, source: Source, since_ns: int) -> None:
@@ -157,10 +157,10 @@ class EngineFiles:
             if status.st_ctime_ns >= since_ns:
                 self.changed = self.changed or f"{path} changed"
         for place, status in _ways_to(source.place):
-            # What is put into a folder changes both of its times; moving it changes one.
+            # A new entry changes both times of a folder; moving the folder changes only ctime.
             into = stat.S_ISDIR(status.st_mode) and status.st_mtime_ns >= since_ns
             if status.st_ctime_ns >= since_ns and not into:
-                self.changed = self.changed or f"{place} was put there"
+                self.changed = self.changed or f"{place} was replaced"
 
 
 def process_began_ns() -> int:
@@ -171,7 +171,7 @@ def process_began_ns() -> int:
 
 
 class _Progress:
-    """Log lines while files are read."""
+    """Progress of the reading, logged at intervals."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -180,7 +180,7 @@ class _Progress:
         self._began = self._logged = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Note that so many further bytes were read."""
+        """Add bytes that were read, and log the progress if it is due."""
         with self._lock:
             self._done += count
             now = time.monotonic()
@@ -188,7 +188,7 @@ class _Progress:
                 return
             self._logged = now
         logger.warning(
-            "nothing is cached yet: %.1f of %.1f GB of the model's files are read (%d%%, %.0f s)",
+            "nothing is cached yet: %.1f of %.1f GB of the model's files were read (%d%%, %.0f s)",
             self._done / 1e9,
             self._total / 1e9,
             100 * self._done // max(1, self._total),
@@ -197,7 +197,7 @@ class _Progress:
 
 
 def _files(source: Source) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a source that count, with their names in it."""
+    """Yield the files of a source that count, with their names relative to it."""
     if source.place.is_file():
         yield source.place.name, source.place
         return
@@ -207,11 +207,11 @@ def _files(source: Source) -> Iterator[tuple[str, Path]]:
         folder = folders.pop()
         status = folder.stat()
         if (status.st_dev, status.st_ino) in seen:
-            continue  # a link that leads back
+            continue  # a link to a parent folder
         seen.add((status.st_dev, status.st_ino))
         for path in sorted(folder.iterdir()):
             if not _is_readable(path):
-                continue  # nor could the engine read it (`lost+found` of a volume, a broken link)
+                continue  # the engine cannot read it either (`lost+found`, a broken link)
             if path.is_dir():
                 if not source.only and not _matches(path.name, IGNORED_FOLDERS.values()):
                     folders.append(path)
@@ -220,16 +220,16 @@ def _files(source: Source) -> Iterator[tuple[str, Path]]:
                 if count > MOST_FILES:
                     raise UnidentifiedError(
                         f"{source.place}: more than {MOST_FILES} files; expected the folder of "
-                        f"one model. Move it to a folder of its own, or {ADVICE}"
+                        f"one model. Move the model to a separate folder, or {ADVICE}"
                     )
                 yield str(path.relative_to(source.place)), path
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether we may read what is there. Raises `OSError` when storage is in trouble."""
+    """Return whether a path can be read. Raises `OSError` if storage fails."""
     if os.access(path, os.R_OK):
         return True
-    return path.exists() and os.access(path, os.R_OK)  # `exists` tells trouble from absence
+    return path.exists() and os.access(path, os.R_OK)  # `exists` raises storage errors
 
 
 def _counts(name: str, only: Sequence[str]) -> bool:
@@ -243,7 +243,7 @@ def _matches(name: str, patterns: "Iterator[str] | Any") -> bool:
 
 
 def _blob(path: Path) -> str | None:
-    """Return the name of the blob in the hub's cache that a link leads to; it is a hash."""
+    """Return the name, a hash, of the blob in the hub's cache that a link leads to."""
     end = path
     for _ in range(_LINKS_MOST):
         text = _link_text(end)
@@ -256,7 +256,7 @@ def _blob(path: Path) -> str | None:
 
 
 def _ways_to(place: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield a folder and the links that lead to it: what was put in its place shows there."""
+    """Yield a folder and the links that lead to it; their times show whether it was replaced."""
     yield place, place.stat()
     pending = [place.absolute()]
     for _ in range(_LINKS_MOST):
@@ -271,11 +271,11 @@ def _ways_to(place: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _link_text(path: Path) -> str | None:
-    """Return where a link leads, by its text; None for what is none, or cannot be looked at.
+    """Return the target text of a link; None if the path is not a link or cannot be read.
 
-    None also for the links of `/proc` (such as `/proc/1/root`, by which KServe's model containers
-    are reached): the kernel does not go by their text, which may be a path in another container,
-    and their times say nothing. They show by a size that is not the text's.
+    Also None for links of `/proc` (such as `/proc/1/root`, which leads to KServe's model
+    containers): the kernel does not follow their text, which may be a path in another container,
+    and their times have no meaning. Their size differs from the length of the text.
     """
     try:
         text = os.readlink(path)  # noqa: PTH115 - a Path would write it differently

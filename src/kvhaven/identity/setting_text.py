@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings as text that is the same in every process: no addresses, no order of sets."""
+"""Texts of settings that are equal in every process: no addresses, no order of sets."""
 
 import dataclasses
 import enum
@@ -17,17 +17,17 @@ LONGEST: Final = 96
 _DEEPEST: Final = 32
 _LITERAL: Final = re.compile(r"None|True|False|[-+]?(\d.*|inf|nan)|[\[{\"].*|sha256:.*", re.DOTALL)
 _OWN_FORMS: Final = ("to_dict", "model_dump", "uuid", "compute_hash")
-"""Methods by which objects (configurations, passes of a compiler) give what they are."""
+"""Methods with which objects (configurations, compiler passes) return their content."""
 
 
 class UnnamedError(Exception):
-    """A value has no text that is the same in every process."""
+    """A value has no text that is equal in every process."""
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON can hold it; equal results mean equal values.
+    """Return the JSON form of a value; equal results mean equal values.
 
-    Raises `UnnamedError` for what has no such form, like most objects and all functions.
+    Raises `UnnamedError` for values without such a form, such as functions and most objects.
     """
     if depth > _DEEPEST:
         raise UnnamedError("it is nested too deeply")
@@ -43,7 +43,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def text(value: Any, *, digested: bool = False) -> str:
-    """Return the text of what `plain` returned; a digest where it is long, or asked for."""
+    """Return the text of a result of `plain`; a digest if it is long or `digested` is set."""
     whole = _json(value)
     if digested or len(whole) > LONGEST:
         return f"sha256:{sha256(whole.encode()).hexdigest()[:32]}"
@@ -84,7 +84,7 @@ def _plain_object(value: Any, depth: int) -> Any:
 def _own_form(value: Any, method: str) -> Any:
     try:
         return getattr(value, method)()
-    except Exception as error:  # it is not our code, and may raise anything
+    except Exception as error:  # third-party code may raise anything
         raise UnnamedError(f"{method} of a {type(value).__qualname__} failed: {error}") from error
 
 

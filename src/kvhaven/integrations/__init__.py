@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVHaven inside inference engines."""
+"""Integrations of KVHaven with inference engines."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the engine's KV tensors, and the formats their bytes are kept in."""
+"""Layouts: places of the engine's KV in its tensors, and the formats in which it is kept."""
 
 from kvhaven.layouts.attention_backends import head_geometry
 from kvhaven.layouts.base import Layout, Pieces

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each attention backend keeps inside of its pages, and where: the backends' own knowledge.
+"""Page layouts of attention backends: the planes in a page, and their places.
 
-Read in the sources of vLLM 0.32 and vllm-gaudi, how each backend splits K from V, and run where
-a machine was at hand (`tests/unit/test_layouts_cpu_kernel.py`). A backend that is not named here
-is refused.
+Taken from the sources of vLLM 0.32 and vllm-gaudi (how each backend splits K from V), and tested
+where a machine was available (`tests/unit/test_layouts_cpu_kernel.py`). A backend that is not
+listed here is refused.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ PLAIN = frozenset(
         "TritonAttentionDiffKVBackend",
     }
 )
-"""Backends that keep K and V of a head and token dense, where the tensor's shape says: next to
-each other in the content, or as planes. By class name, since names are shared: ROCm's AITER
-backend calls itself FLASH_ATTN."""
+"""Backends that keep K and V of a head and token dense, where the tensor's shape says: next to each
+other in the content, or as planes. By class name, because several backends share a name: ROCm's
+AITER backend calls itself FLASH_ATTN."""
 
 LATENT = frozenset(
     {
@@ -47,19 +47,19 @@ LATENT = frozenset(
         "XPUFlashAttnMLABackend",
     }
 )
-"""MLA backends, that keep one dense latent of a token."""
+"""MLA backends, which keep one dense latent per token."""
 
 PRIVATE = {
     "AiterFlashAttentionBackend": "AITER may shuffle K and V to the order of its kernels",
     "RocmAttentionBackend": "its kernels keep K in slices of 16 bytes of all tokens",
     "RocmSegmentedAttentionBackend": "it keeps the heads in the content",
     "B12xPagedAttentionBackend": "it keeps the heads in the content",
-    "HpcAttentionBackend": "what its kernels keep was not looked into",
+    "HpcAttentionBackend": "the page layout of its kernels was not examined",
     "TurboQuantAttentionBackend": "its pages are quantised and carry their scales",
     "UltraQuantAttentionBackend": "its pages are quantised and carry their scales",
     "FlashMLASparseBackend": "its pages may be quantised and carry their scales",
 }
-"""Backends whose pages are their own matter, and why."""
+"""Backends whose page layout is private, with the reason."""
 
 
 def head_geometry(
@@ -70,20 +70,20 @@ def head_geometry(
     heads: int,
     head_dims: Sequence[int],
 ) -> HeadGeometry:
-    """Say where every head and token of a layout lies.
+    """Return the place of every head and token of a layout.
 
     `backend` is the class name of the engine's attention backend, `kernel_tag` the device's.
-    `heads` and `head_dims` are this rank's KV heads and the elements of K and of V (of the
-    latent alone for MLA) by the engine's own specs; the tensors must agree.
+    `heads` and `head_dims` are this rank's KV heads and the elements of K and of V (of the latent
+    alone for MLA) by the engine's own specs; the tensors must agree.
 
-    Raises `LayoutError`, which says what to do, for pages whose inside is private to a kernel
-    or not known.
+    Raises `LayoutError`, which names the setting to change, if the page layout is private to a
+    kernel or unknown.
     """
     if backend in PRIVATE:
-        raise _refusal(f"{backend} is private inside of its pages ({PRIVATE[backend]})")
+        raise _refusal(f"{backend}: its page layout is private ({PRIVATE[backend]})")
     if backend not in PLAIN | LATENT | {_CPU}:
         known = ", ".join(sorted(PLAIN | LATENT | {_CPU}))
-        raise _refusal(f"what {backend} keeps in its pages is not known; known are {known}")
+        raise _refusal(f"{backend}: unknown page layout; expected one of {known}")
     if backend == _CPU:
         _require_plain_cpu(kernel_tag)
     names = ("latent",) if backend in LATENT else ("K", "V")
@@ -105,12 +105,12 @@ def head_geometry(
 
 
 def _require_plain_cpu(kernel_tag: str) -> None:
-    """Refuse CPUs whose K is not in plain columns."""
+    """Raise `LayoutError` for CPUs whose K is not in plain columns."""
     parts = kernel_tag.split("+")
     if parts[0] != "cpu-x86_64":
         raise _refusal(
-            f"{_CPU} on {kernel_tag}: its kernels were looked into on x86_64 only (ARM's pack K "
-            "for bfloat16)"
+            f"{_CPU} on {kernel_tag}: its page layout is known for x86_64 only (ARM's kernels pack "
+            "K for bfloat16)"
         )
     if "amx" in parts:
         raise _refusal(f"{_CPU} on {kernel_tag}: with AMX it packs K for the tile instructions")
@@ -119,12 +119,12 @@ def _require_plain_cpu(kernel_tag: str) -> None:
 def _planes(
     cache: LayerCache, backend: str, names: Sequence[str], heads: int, head_dims: Sequence[int]
 ) -> tuple[Plane, ...]:
-    """Return the planes of a layer. Raises `LayoutError` if its shape is another."""
+    """Return the planes of a layer. Raises `LayoutError` if its shape does not agree."""
     for tensor in cache.tensors:
         if tensor.element_size() == 1:
             raise _refusal(
-                f"{cache.found}: KV in fewer than 16 bits; its scales are not stored, and what "
-                "its bytes mean differs between platforms"
+                f"{cache.found}: KV in fewer than 16 bits; its scales are not stored, and the "
+                "meaning of its bytes differs between platforms"
             )
     views = [view for part in cache.parts() for view in _split(part, backend, cache, head_dims)]
     if len(views) != len(names):
@@ -132,8 +132,8 @@ def _planes(
     for view, head_dim in zip(views, head_dims, strict=True):
         if (view.shape[1], view.shape[3]) != (heads, head_dim):
             raise _refusal(
-                f"{cache.found}: {view.shape[1]} heads with {view.shape[3]} elements, the engine "
-                f"says {heads} with {' and '.join(map(str, head_dims))}"
+                f"{cache.found}: {view.shape[1]} heads of {view.shape[3]} elements; the engine's "
+                f"specs say {heads} of {' and '.join(map(str, head_dims))}"
             )
     return tuple(Plane(cache.layer, name, view) for name, view in zip(names, views, strict=True))
 
@@ -150,7 +150,7 @@ def _split(
         case "B2NHD":
             return [plane.transpose(1, 2) for plane in part.view.unbind(1)]
         case "BHND":
-            # The CPU to 0.22. The kernel that writes it keeps K in columns since there is one.
+            # vLLM's CPU backend to 0.22, whose kernel has always written K in columns.
             keys = backend == _CPU and part.name == "K"
             return [_columns(part.view, cache) if keys else part.view]
         case _:
@@ -160,20 +160,22 @@ def _split(
 def _split_content(
     part: torch.Tensor, backend: str, cache: LayerCache, head_dims: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Split the content of `BHNC`."""
+    """Return the planes in the content of `BHNC`."""
     content = part.shape[3]
     if content != sum(head_dims):
         raise _refusal(
-            f"{cache.found}: {content} elements of content, the engine says "
+            f"{cache.found}: {content} elements of content; the engine's specs say "
             f"{' and '.join(map(str, head_dims))}"
         )
     if backend != _CPU:
         return [part[..., : head_dims[0]], part[..., head_dims[0] :]][: len(head_dims)]
-    # In memory a head of a block is all its K in columns, then all its V in rows, although
-    # the tensor's shape says that they alternate.
+    # In memory, a head of a block is all its K in columns, then all its V in rows, although
+    # the tensor's shape has them alternate.
     tokens = part.shape[2]
     if part.stride()[2:] != (content, 1) or len(set(head_dims)) > 1:
-        raise _refusal(f"{cache.found}: a head of a block is not one piece of K and V alike")
+        raise _refusal(
+            f"{cache.found}: K and V of a head and block are not one piece of equal halves"
+        )
     halves = part.as_strided(
         (*part.shape[:2], 2, tokens, content // 2),
         (*part.stride()[:2], tokens * content // 2, content // 2, 1),
@@ -182,7 +184,7 @@ def _split_content(
 
 
 def _columns(rows: torch.Tensor, cache: LayerCache) -> torch.Tensor:
-    """View dense memory `[tokens, head_dim]` of a head as the `[head_dim, tokens]` that it is."""
+    """View dense memory `[tokens, head_dim]` of a head as its actual `[head_dim, tokens]`."""
     tokens, head_dim = rows.shape[2:]
     if rows.stride()[2:] != (head_dim, 1):
         raise _refusal(f"{cache.found}: K of a head and block is not one piece")
@@ -190,4 +192,4 @@ def _columns(rows: torch.Tensor, cache: LayerCache) -> torch.Tensor:
 
 
 def _refusal(why: str) -> LayoutError:
-    return LayoutError(f"{why}; the portable format needs that. Set format: paged")
+    return LayoutError(f"{why}; the portable format cannot read this. Set format: paged")

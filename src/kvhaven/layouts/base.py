@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device needs to know of a layout to copy chunks, whatever their format."""
+"""The layout contract: all that a device needs to copy chunks, in any format."""
 
 from typing import NamedTuple, Protocol
 
@@ -13,11 +13,11 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
-    """The dense pieces of memory that a block consists of, in `rows` of equal ones.
+    """The dense pieces of memory that make up a block, in rows of equal pieces.
 
-    All arrays have one entry a row. Row `r` has `per_block` pieces of `size[r]` bytes in each
-    kernel block `k`, at `device[r] + k * block_stride[r] + piece * piece_stride[r]`. On the host
-    a row's pieces follow each other without gaps, in the order `[block][piece]`.
+    All arrays have one entry per row. Row `r` has `per_block` pieces of `size[r]` bytes in each
+    kernel block `k`, at `device[r] + k * block_stride[r] + piece * piece_stride[r]`. On the host, a
+    row's pieces follow each other without gaps, in the order `[block][piece]`.
     """
 
     device: IntArray
@@ -28,25 +28,26 @@ class Pieces(NamedTuple):
     """Bytes from a piece to the next in the same block."""
     size: IntArray
     shard: IntArray
-    """The shard of the chunk in which the row's bytes are."""
+    """The shard of the chunk that holds the row's bytes."""
     before: IntArray
-    """Bytes of one engine block that come before this row in its shard."""
+    """Bytes of one engine block that precede this row in its shard."""
     per_block: int
     """Pieces of a row in each kernel block."""
     kernel_blocks: int
-    """Kernel blocks in one of the engine's: engine block `b` is those from `b * kernel_blocks`."""
+    """Kernel blocks in an engine block: engine block `b` begins with kernel block `b *
+    kernel_blocks`."""
 
 
 class Layout(Protocol):
     """The KV of one rank for the blocks of one KV group, in the paged or the portable format.
 
-    Copies of a chunk of `n` blocks take host memory of `payload_bytes(n)` bytes: `shards`
-    shards of `shard_bytes(n)` bytes each, that start `shard_stride(n)` bytes apart.
+    A chunk of `n` blocks takes `payload_bytes(n)` bytes of host memory: `shards` shards of
+    `shard_bytes(n)` bytes each, which start `shard_stride(n)` bytes apart.
     """
 
     @property
     def num_blocks(self) -> int:
-        """The engine's blocks: ids are 0 to `num_blocks - 1`."""
+        """The number of engine blocks: ids are 0 to `num_blocks - 1`."""
 
     @property
     def block_size(self) -> int:
@@ -62,22 +63,22 @@ class Layout(Protocol):
 
     @property
     def shards(self) -> int:
-        """How many shards of a chunk this rank holds."""
+        """The number of shards of a chunk that this rank holds."""
 
     def shard_bytes(self, blocks: int) -> int:
-        """Return the payload's size of each shard of a chunk of that many blocks."""
+        """Return the payload size in bytes of each shard of a chunk of `blocks` blocks."""
 
     def shard_stride(self, blocks: int) -> int:
-        """Return the distance from a shard of a chunk to the next: a multiple of 4096."""
+        """Return the bytes from one shard of a chunk to the next: a multiple of 4096."""
 
     def payload_bytes(self, blocks: int) -> int:
-        """Return the size of the host memory of a chunk, from its first shard to its last."""
+        """Return the bytes of host memory of a chunk, from its first shard to its last's end."""
 
     @property
     def pieces(self) -> Pieces:
-        """Where the bytes lie. Raises `LayoutError` if elements are not even next to each other."""
+        """The places of the bytes. Raises `LayoutError` if elements of a token are not adjacent."""
 
 
 def shard_stride(shard_bytes: int) -> int:
-    """Return the distance of shards of that size in a chunk's extent (`types.ShardTable`)."""
+    """Return the distance in bytes of shards of that size in an extent (`types.ShardTable`)."""
     return align_up(shard_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each KV head and token lies in the engine's tensors: what conversion builds on."""
+"""Head geometry: the place of each KV head and token in the engine's tensors."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Plane:
     name: str
     """`K`, `V` or `latent`."""
     view: torch.Tensor
-    """`[kernel blocks, KV heads, tokens, head_dim]`, whatever the order in memory."""
+    """`[kernel blocks, KV heads, tokens, head_dim]`, for any order in memory."""
 
     @property
     def pointer(self) -> int:
@@ -42,7 +42,7 @@ class Plane:
 
 @dataclass(frozen=True, eq=False)
 class HeadGeometry:
-    """The inside of all pages of one rank, understood.
+    """The page layout of one rank, down to heads and tokens.
 
     All layers are alike: the same heads, planes and head_dims.
     """
@@ -50,11 +50,12 @@ class HeadGeometry:
     layers: tuple[tuple[Plane, ...], ...]
     """K and V, or the latent, of each layer."""
     kernel_blocks: int
-    """Kernel blocks in one of the engine's: engine block `b` is those from `b * kernel_blocks`."""
+    """Kernel blocks in an engine block: engine block `b` begins with kernel block `b *
+    kernel_blocks`."""
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """The first layer's planes, which stand for those of all."""
+        """The first layer's planes, which represent those of all layers."""
         return self.layers[0]
 
     @property
@@ -79,7 +80,7 @@ class HeadGeometry:
 
     @property
     def dtype(self) -> str:
-        """The elements' type as torch names it: `bfloat16`."""
+        """The elements' type by torch's name: `bfloat16`."""
         return str(self.planes[0].view.dtype).removeprefix("torch.")
 
     @property

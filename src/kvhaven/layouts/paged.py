@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged layout: where the page of each layer and block lies in the engine's KV tensors."""
+"""The paged layout: the place of each layer's and block's page in the engine's KV tensors."""
 
 import itertools
 import math
@@ -18,13 +18,13 @@ from kvhaven.layouts.tensor_shapes import LayerCache, layer_cache
 
 @dataclass(frozen=True)
 class PageRun:
-    """Pages that lie one a block: page `b` has `page_bytes` at `pointer + b * stride`."""
+    """Pages, one per block: page `b` has `page_bytes` at `pointer + b * block_stride_bytes`."""
 
     layer: str
     """Name of the first layer that owns these bytes (others may alias them).
 
-    A layer has several runs where K and V, or its heads, lie apart outside of the blocks; the
-    name then says which: `layers.0 K`, `layers.0 head 3`.
+    A layer has several runs if K and V, or its heads, lie apart outside of the blocks; then the
+    name tells which: `layers.0 K`, `layers.0 head 3`.
     """
     pointer: int
     """Device address of block 0."""
@@ -33,12 +33,12 @@ class PageRun:
 
     @property
     def dense(self) -> bool:
-        """Whether neighbouring blocks touch, so that they can be copied as one piece."""
+        """Whether consecutive blocks are adjacent, so that they can be copied as one piece."""
         return self.block_stride_bytes == self.page_bytes
 
     @property
     def span_bytes(self) -> tuple[int, int]:
-        """Stride and page size: layers that agree on both share their copy plan."""
+        """Stride and page size: layers with equal values share their copy plan."""
         return self.block_stride_bytes, self.page_bytes
 
 
@@ -46,9 +46,9 @@ class PageRun:
 class PagedLayout:
     """All pages of one rank's KV caches, for the blocks of one KV group.
 
-    A shard's payload in the paged format is `[run][block][page]`: for each of `layers` in
-    order, the pages of the chunk's blocks in order, without gaps. A layer whose K and V lie
-    apart has two runs, K before V; one whose heads lie apart, a run for each head.
+    A shard's payload in the paged format is `[run][block][page]`: for each of `layers` in order,
+    the pages of the chunk's blocks in order, without gaps. A layer whose K and V lie apart has two
+    runs, K before V; a layer whose heads lie apart has a run for each head.
     """
 
     layers: tuple[PageRun, ...]
@@ -56,19 +56,20 @@ class PagedLayout:
     block_size: int
     """Tokens in a block."""
     fingerprint: str
-    """Hex SHA-256 of what pages look like; equal for ranks that hold other layers of one model.
+    """Hex SHA-256 of the form of pages; equal for ranks that hold other layers of the same model.
 
-    How many layers there are it leaves out: the shard table has the layers and their bytes.
+    It does not cover the number of layers: the shard table has the layers and their bytes.
     """
     description: str
     """The layout in words, with the number of layers."""
     tensors: tuple[torch.Tensor, ...]
-    """The engine's own tensors, one view for each of `layers`, the blocks its first dimension."""
+    """The engine's own tensors, one view for each of `layers`; the first dimension is the
+    blocks."""
     caches: tuple[LayerCache, ...]
-    """What the engine registered, a layer each, without layers that only alias others."""
+    """The registered tensors, one entry per layer, without layers that only alias others."""
 
     shards = 1
-    """All that this rank holds of a chunk is one shard."""
+    """This rank holds its whole part of a chunk in one shard."""
 
     @property
     def block_bytes(self) -> int:
@@ -76,20 +77,20 @@ class PagedLayout:
         return sum(run.page_bytes for run in self.layers)
 
     def shard_bytes(self, blocks: int) -> int:
-        """Return the size of a payload of that many blocks."""
+        """Return the size in bytes of a payload of `blocks` blocks."""
         return self.block_bytes * blocks
 
     def shard_stride(self, blocks: int) -> int:
-        """Return what the payload takes up in a chunk's extent."""
+        """Return the bytes that the payload takes up in a chunk's extent."""
         return shard_stride(self.shard_bytes(blocks))
 
     def payload_bytes(self, blocks: int) -> int:
-        """Return the size of a payload of that many blocks."""
+        """Return the size in bytes of a payload of `blocks` blocks."""
         return self.shard_bytes(blocks)
 
     @cached_property
     def pieces(self) -> Pieces:
-        """One piece a page."""
+        """One piece per page."""
         page = np.array([run.page_bytes for run in self.layers], dtype=np.int64)
         return Pieces(
             device=np.array([run.pointer for run in self.layers], dtype=np.int64),
@@ -111,18 +112,18 @@ def describe_kv_caches(
     kernel_tag: str,
     form: str | None = None,
 ) -> PagedLayout:
-    """Work out the paged layout of the tensors that an engine registers.
+    """Derive the paged layout of the tensors that an engine registers.
 
-    Each layer has one tensor, or a pair of K and V. What the dimensions are is the `form`, a word
-    of `forms.FORMS`, as known of the attention backend; without it the forms are taken that
-    the number of dimensions gives away: `BHNC` of vLLM 0.29 and newer, `BNC`, and pairs. The
-    dimension of the blocks is `num_blocks` long, or a multiple where the kernel's blocks are
-    smaller than the engine's. `layer_specs` gives each layer's `(page_size_bytes, block_size)`
-    by the engine's own specs, the block size in tokens; `kernel_tag` is what the inside of a
-    page depends on besides its shape (`Device.kernel_tag`, an attention backend).
+    Each layer has one tensor, or a pair of K and V. The `form`, a key of `tensor_shapes.FORMS`,
+    names the dimensions and is known from the attention backend; without it, only forms that the
+    number of dimensions determines are accepted: `BHNC` of vLLM 0.29 and newer, `BNC`, and pairs.
+    The dimension of the blocks is `num_blocks` long, or a multiple of it if the kernel's blocks are
+    smaller than the engine's. `layer_specs` gives each layer's `(page_size_bytes, block_size)` by
+    the engine's own specs, the block size in tokens; `kernel_tag` distinguishes page layouts of
+    equal shape (`Device.kernel_tag`, an attention backend).
 
-    Layers that alias the same bytes (cross-layer KV sharing) become one. Raises `LayoutError`,
-    with the numbers, for everything that does not add up; nothing is guessed.
+    Layers that alias the same bytes (cross-layer KV sharing) become one. Raises `LayoutError`, with
+    the numbers, for every inconsistency; nothing is guessed.
     """
     if not kv_caches:
         raise LayoutError("the engine registered no KV caches")
@@ -136,7 +137,9 @@ def describe_kv_caches(
         layer = _read_layer(layer_cache(name, registered, form, num_blocks), page_bytes)
         layers.setdefault(layer.place, layer)
     if len(block_sizes) > 1:
-        raise LayoutError(f"layers of unlike block sizes ({sorted(block_sizes)} tokens)")
+        raise LayoutError(
+            f"layers of different block sizes ({sorted(block_sizes)} tokens); expected one size"
+        )
     runs = tuple(run for layer in layers.values() for run in layer.runs)
     _refuse_overlaps(runs, num_blocks)
     forms = [layer.form for layer in layers.values()]
@@ -156,7 +159,7 @@ def describe_kv_caches(
 
 
 def page_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the tensor's dimensions in the order of memory, outermost first, without size 1."""
+    """Return the dimensions in the order of memory, outermost first, without those of size 1."""
     strides = tensor.stride()
     order = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
     return tuple(sorted(order, key=lambda dim: -strides[dim]))
@@ -164,23 +167,23 @@ def page_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """A layer that was read."""
+    """The runs of one layer."""
 
     cache: LayerCache
     runs: tuple[PageRun, ...]
     parts: tuple[torch.Tensor, ...]
-    """The tensor's part in each run, the blocks first."""
+    """The tensor's part in each run; the first dimension is the blocks."""
     form: str
-    """In words, what the inside of its pages looks like."""
+    """The form of its pages, in words."""
 
     @property
     def place(self) -> tuple[tuple[int, ...], ...]:
-        """Equal for layers that alias the same bytes."""
+        """The place in memory; equal for layers that alias the same bytes."""
         return tuple((run.pointer, *run.span_bytes) for run in self.runs)
 
 
 def _read_layer(cache: LayerCache, spec_page_bytes: int) -> _Layer:
-    """Find the runs of a layer: as few as there can be with dense pages."""
+    """Return the runs of a layer: as few as possible with dense pages."""
     found = f"{cache.found}, {spec_page_bytes} bytes a page by its spec"
     runs, parts, forms = [], [], []
     for plane, dimensions, view in cache.parts():
@@ -206,8 +209,8 @@ def _dense_parts(
 ) -> list[tuple[str, torch.Tensor]]:
     """Return the parts of a tensor whose pages are one piece of memory each, with their names.
 
-    The blocks are the tensor's first dimension. Where heads lie outside of the blocks, or layers
-    lie between heads (LHBNC, BHLNC), a page is a head's, and every head a part.
+    The blocks are the tensor's first dimension. If heads lie outside of the blocks, or layers lie
+    between heads (LHBNC, BHLNC), each head has its own page, and every head is a part.
     """
     dense = 1
     for dim in reversed([dim for dim in page_order(tensor) if dim]):
@@ -230,7 +233,7 @@ def _dense_parts(
 
 
 def _read_part(name: str, tensor: torch.Tensor, num_blocks: int, found: str) -> tuple[PageRun, str]:
-    """Return a run of dense pages, and in words what the inside of a page looks like."""
+    """Return a run of dense pages, and the form of a page in words."""
     item = tensor.element_size()
     ratio = tensor.shape[0] // num_blocks
     part_bytes, stride_bytes = math.prod(tensor.shape[1:]) * item, tensor.stride(0) * item
@@ -253,7 +256,7 @@ def _read_part(name: str, tensor: torch.Tensor, num_blocks: int, found: str) -> 
 
 
 def _refuse_overlaps(layers: Sequence[PageRun], num_blocks: int) -> None:
-    """Refuse two layers that share some bytes of a page; unlike strides may not interleave."""
+    """Raise `LayoutError` if two layers share bytes of a page, also with different strides."""
     for one, other in itertools.combinations(layers, 2):
         low, high = sorted((one, other), key=lambda run: run.pointer)
         distance = high.pointer - low.pointer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The portable format: one shard a KV head, that any understood layout can be read into."""
+"""The portable format: one shard per KV head, convertible from any known page layout."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +16,11 @@ from kvhaven.types import ShardId
 
 @dataclass(frozen=True, eq=False)
 class PortableLayout:
-    """One rank's KV as canonical shards, one a KV head, whatever the engine's own layout.
+    """One rank's KV as canonical shards, one per KV head, for any layout of the engine.
 
-    A shard's payload is `[layer][K, V][token][head_dim]` for the tokens of the chunk in order
-    (for MLA `[layer][token][latent]`), little-endian, in the engine's own element type. So it
-    depends neither on the block size nor on how many ranks share the heads.
+    A shard's payload is `[layer][K, V][token][head_dim]` for the tokens of the chunk in order (for
+    MLA `[layer][token][latent]`), little-endian, in the engine's own element type. So it depends
+    neither on the block size nor on the number of ranks that share the heads.
     """
 
     paged: PagedLayout
@@ -28,7 +28,7 @@ class PortableLayout:
 
     @property
     def num_blocks(self) -> int:
-        """The engine's blocks: ids are 0 to `num_blocks - 1`."""
+        """The number of engine blocks: ids are 0 to `num_blocks - 1`."""
         return self.paged.num_blocks
 
     @property
@@ -43,7 +43,7 @@ class PortableLayout:
 
     @property
     def shards(self) -> int:
-        """How many shards of a chunk this rank holds: one for each of its heads, in order."""
+        """The number of shards of a chunk that this rank holds: one per head, in order."""
         return self.heads
 
     @property
@@ -57,22 +57,22 @@ class PortableLayout:
         return f"portable, {self.heads} heads, read from {self.paged.description}"
 
     def shard_bytes(self, blocks: int) -> int:
-        """Return the payload's size of each head's shard of a chunk of that many blocks."""
+        """Return the payload size in bytes of each head's shard of a chunk of `blocks` blocks."""
         geometry = self.geometry
         return len(geometry.layers) * geometry.token_bytes * self.block_size * blocks
 
     def shard_stride(self, blocks: int) -> int:
-        """Return the distance from a head's shard to the next: a multiple of 4096."""
+        """Return the bytes from one head's shard to the next: a multiple of 4096."""
         return shard_stride(self.shard_bytes(blocks))
 
     def payload_bytes(self, blocks: int) -> int:
-        """Return the size of a chunk's memory, from the first head's shard to the last's end."""
+        """Return the bytes of a chunk's memory, from the first head's shard to the last's end."""
         return (self.heads - 1) * self.shard_stride(blocks) + self.shard_bytes(blocks)
 
     def geometry_fields(self, *, layers: int, heads: int) -> dict[str, str]:
-        """Return what the namespace must say: KV of other geometry can not be exchanged.
+        """Return the namespace's fields of the geometry.
 
-        `layers` and `heads` are the whole model's.
+        KV is interchangeable only if they are equal. `layers` and `heads` are the whole model's.
         """
         geometry = self.geometry
         return {
@@ -85,10 +85,9 @@ class PortableLayout:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """One piece for a head's tokens of a block where they are dense, else one a token.
+        """One piece for a head's tokens of a block if they are dense, else one per token.
 
-        Raises `LayoutError` where not even the elements of a token are next to each other (K on
-        the CPU).
+        Raises `LayoutError` if the elements of a token are not adjacent (K on the CPU).
         """
         geometry = self.geometry
         item, tokens = geometry.item_bytes, geometry.kernel_block_size
@@ -97,7 +96,7 @@ class PortableLayout:
         if scattered:
             raise LayoutError(
                 f"{scattered[0].name} of {scattered[0].layer} has its elements "
-                f"{scattered[0].strides[3]} bytes apart: only the CPU copies such, in its own way"
+                f"{scattered[0].strides[3]} bytes apart; only the CPU device can copy it"
             )
         row = np.array([plane.head_dim * item for plane in planes], dtype=np.int64)
         dense = all(plane.strides[2] == plane.head_dim * item for plane in planes)
@@ -128,16 +127,19 @@ def head_shards(
 ) -> list[ShardId]:
     """Return the shards that a tensor-parallel rank holds in the portable format, in order.
 
-    With fewer heads than ranks, a head is held by several ranks, and its shard is the same for
-    all of them: any may write it, all read it. MLA has one head. Raises `LayoutError` for
-    numbers that do not divide, and for a rank that is none.
+    With fewer heads than ranks, several ranks hold a head, and its shard is the same for all of
+    them: any may write it, all read it. MLA has one head. Raises `LayoutError` if heads and ranks
+    do not divide each other, or if there is no such rank.
     """
     if not 0 <= tp_rank < tp_size or total_heads < 1:
-        raise LayoutError(f"rank {tp_rank} of {tp_size} with {total_heads} KV heads cannot be")
+        raise LayoutError(
+            f"rank {tp_rank} of {tp_size} with {total_heads} KV heads is invalid; expected a rank "
+            "from 0 to below the number of ranks, and at least one head"
+        )
     if total_heads % tp_size and tp_size % total_heads:
         raise LayoutError(
-            f"{total_heads} KV heads cannot be split evenly over {tp_size} ranks, nor the other "
-            "way round; choose another tensor_parallel_size"
+            f"{total_heads} KV heads cannot be split evenly over {tp_size} ranks; expected one "
+            "number to divide the other. Choose another tensor_parallel_size"
         )
     first = tp_rank * total_heads // tp_size
     end = max(first + 1, (tp_rank + 1) * total_heads // tp_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms in which engines register the KV of a layer: which dimension is what."""
+"""The forms in which engines register the KV of a layer: the meaning of each tensor dimension."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ FORMS = {
     "2BHND": "one tensor, K and V apart outside the blocks: CPU to 0.22",
     "BNHD": "a pair of tensors, K and V: Gaudi",
 }
-"""By its dimensions: 2 (K and V), B (blocks), N (tokens), H (KV heads), D (head_dim), and C (K
-and V of a head and token next to each other, or MLA's latent). The dimensions' order in memory
-is read from strides, so that `BHNC` alone stands for the six physical orders of 0.29."""
+"""Named by the dimensions: 2 (K and V), B (blocks), N (tokens), H (KV heads), D (head_dim), and C
+(K and V of a head and token next to each other, or MLA's latent). The order of the dimensions in
+memory is read from strides, so that `BHNC` alone covers the six physical orders of 0.29."""
 
 _PAIR = "BNHD"
 _TOLD_BY_THEIR_DIMENSIONS = {4: "BHNC", 3: "BNC"}
@@ -37,15 +37,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """What the engine registered for one layer."""
+    """The tensors that the engine registered for one layer."""
 
     layer: str
     form: str
-    """A word of `FORMS`."""
+    """A key of `FORMS`."""
     tensors: tuple[torch.Tensor, ...]
-    """One tensor, or K and V."""
+    """One tensor, or a pair of K and V."""
     num_blocks: int
-    """The engine's blocks."""
+    """The number of engine blocks."""
 
     @property
     def found(self) -> str:
@@ -62,7 +62,7 @@ class LayerCache:
         return self.tensors[0].shape[self.form.index(dimension)]
 
     def parts(self) -> list[Part]:
-        """Split K from V where they are apart outside of the blocks.
+        """Split K from V if they lie apart outside of the blocks.
 
         Planes in a block (`B2NHD`) and in the content (`BHNC`) stay together.
         """
@@ -82,20 +82,23 @@ def layer_cache(
     form: str | None,
     num_blocks: int,
 ) -> LayerCache:
-    """Return what was registered for a layer, with its form.
+    """Return the tensors that were registered for a layer, with their form.
 
-    `form` is what is known of the attention backend; without it, only forms that the number of
-    dimensions gives away are taken. Raises `LayoutError` if the shapes do not agree with it.
+    `form` is the form known from the attention backend; without it, only forms that the number of
+    dimensions determines are accepted. Raises `LayoutError` if the shapes do not agree with the
+    form.
     """
     tensors = (registered,) if isinstance(registered, torch.Tensor) else tuple(registered)
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         kinds = " and ".join(type(tensor).__name__ for tensor in tensors)
-        raise LayoutError(f"{layer}: registered {kinds} instead of tensors; is a plane left out?")
+        raise LayoutError(
+            f"{layer}: registered {kinds}; expected tensors only. Check whether a plane is missing"
+        )
     word = form or _guess(tensors)
     cache = LayerCache(layer, word, tensors, num_blocks)
     if word not in FORMS:
         known = "; ".join(f"{name} ({what})" for name, what in FORMS.items())
-        raise LayoutError(f"{cache.found}: this is none of the forms that are read: {known}")
+        raise LayoutError(f"{cache.found}: unknown tensor form; expected one of {known}")
     wanted = 2 if word == _PAIR else 1
     if len(tensors) != wanted:
         raise LayoutError(
@@ -117,19 +120,21 @@ def _guess(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _check(cache: LayerCache, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose shape is not that of the form."""
+    """Raise `LayoutError` if a tensor's shape is not that of the form."""
     if tensor.dim() != len(cache.form) or tensor.numel() == 0:
         raise LayoutError(
             f"{cache.found}; expected {len(cache.form)} dimensions, none empty, as {cache.form} "
             f"has ({FORMS[cache.form]})"
         )
     if tensor.stride(-1) != 1:
-        raise LayoutError(f"{cache.found}; expected content dense, the last dimension")
+        raise LayoutError(f"{cache.found}; expected a dense last dimension (the content)")
     if "2" in cache.form and tensor.shape[cache.form.index("2")] != 2:  # noqa: PLR2004 - K and V
-        raise LayoutError(f"{cache.found}; K and V would be dimension {cache.form.index('2')}")
+        raise LayoutError(
+            f"{cache.found}; expected 2 (K and V) in dimension {cache.form.index('2')}"
+        )
     blocks = tensor.shape[cache.form.index("B")]
     if blocks % cache.num_blocks:
         raise LayoutError(
             f"{cache.found}; dimension {cache.form.index('B')} is not the engine's "
-            f"{cache.num_blocks} blocks, nor a multiple where the kernel's blocks are smaller"
+            f"{cache.num_blocks} blocks, nor a multiple of them (smaller kernel blocks)"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded node service; connectors start it."""
+"""Entry point of the embedded node service, which connectors start."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people ask: status, clear, limit, flush."""
+"""Administrative requests: clear, limit, flush."""
 
 import asyncio
 import contextlib
@@ -30,9 +30,9 @@ Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
 
 
 class Admin:
-    """Answers requests that need no session.
+    """Handler of requests that need no session.
 
-    What takes long is a task, one at a time for each connection, that ends with its connection.
+    A long request runs as a task: at most one per connection, cancelled when its connection closes.
     """
 
     def __init__(
@@ -53,30 +53,31 @@ class Admin:
         driver.observe(self._observe)
 
     def closed(self, connection: Connection) -> None:
-        """End what a connection that is gone has asked for."""
+        """Cancel the running request of a closed connection."""
         task = self._under_way.pop(connection, None)
         if task is not None:
             task.cancel()
 
     def _observe(self) -> None:
-        """Wake flushes when no write is left."""
+        """Wake waiting flushes when no write to a tier is left."""
         if not self._stored.is_set() and not self._driver.catalog.unwritten():
             self._stored.set()
 
     def clear(self, connection: Connection, message: Clear) -> None:
-        """Drop a namespace (or all), or a tenant, from a tier, or from memory and our own tiers.
+        """Drop a namespace (or all), or a tenant, from one tier, or from memory and local tiers.
 
-        A shared tier, which must be named, is cleared for everybody; that may take minutes.
+        A shared tier is cleared only if it is named. That deletes its chunks for all nodes, and may
+        take minutes.
         """
         if message.tier and message.tier not in self._places:
-            reason = f"no tier {message.tier!r} here; there are {', '.join(self._places)}"
+            reason = f"unknown tier {message.tier!r}; expected one of {', '.join(self._places)}"
             connection.send(Refused(message.id, reason))
             return
         namespace = NamespaceDigest(message.namespace) if message.namespace else None
         tier = TierName(message.tier) if message.tier else None
         try:
             tenant = tenant_of(message.tenant) or None
-            # First: so that nothing is written there, or believed to be there, that was before.
+            # The catalog first, so that it neither writes nor looks up the cleared chunks any more.
             with self._driver.event() as catalog:
                 chunks, bytes_ = catalog.clear(namespace, tier, tenant)
         except KVHavenError as error:
@@ -89,10 +90,10 @@ class Admin:
             connection.send(Cleared(message.id, chunks, bytes_))
 
     def limit(self, connection: Connection, message: Limit) -> None:
-        """Change a tenant's quotas until the service ends, and say what counts now."""
+        """Set a tenant's quotas until the service ends; answer with quotas and usage in bytes."""
         tenant = tenant_of(message.tenant)
         if tenant == NO_TENANT:
-            reason = "requests without a cache salt are no tenant's and have no quota; name one"
+            reason = "requests without a cache salt have no tenant and no quota; specify a tenant"
             connection.send(Refused(message.id, reason))
             return
         with self._driver.event() as catalog:
@@ -106,11 +107,11 @@ class Admin:
         connection.send(answer)
 
     def answer_flush(self, connection: Connection, message: Flush) -> None:
-        """Answer when everything is stored, or at the deadline."""
+        """Answer when all queued writes are done, or at the deadline."""
         self._begin(connection, message.id, self._answer_flush(connection, message))
 
     async def flush(self, deadline_s: float) -> int:
-        """Wait until nothing is queued for a tier; return what is left at the deadline."""
+        """Wait until no write to a tier is left; return the number left at the deadline."""
         if self._driver.catalog.unwritten():
             self._stored.clear()
             with contextlib.suppress(TimeoutError):
@@ -119,11 +120,11 @@ class Admin:
         return 0 if self._stored.is_set() else self._driver.catalog.unwritten()
 
     def _begin(self, connection: Connection, id_: int, work: Coroutine[None, None, None]) -> None:
-        """Begin what may take long, unless the connection has something under way."""
+        """Start a long request as a task; refuse it if the connection already has one running."""
         if connection in self._under_way:
             work.close()
-            reason = "this connection has a flush, or a clear of a shared tier, under way"
-            connection.send(Refused(id_, f"{reason}: ask again after its answer"))
+            reason = "this connection already runs a flush, or a clear of a shared tier"
+            connection.send(Refused(id_, f"{reason}: repeat the request after its answer"))
             return
         task = self._under_way[connection] = self._spawn(work)
         task.add_done_callback(lambda _: self._under_way.pop(connection, None))

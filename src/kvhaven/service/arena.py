@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service's side of the arena: its allocation in the background, and who maps it."""
+"""The service's side of the arena: allocation in the background, and members' mappings."""
 
 import asyncio
 import contextlib
@@ -20,24 +20,25 @@ from kvhaven.types import Extent
 logger = logging.getLogger(__name__)
 
 SEGMENT = 0
-"""The index of the only segment; places already name theirs."""
+"""Index of the only segment. The wire format allows several: every place names its segment."""
 
 _PIECE = 256 << 20
-"""Allocated in one go, a tenth of a second: as often it is looked at limits and at the end."""
+"""Bytes allocated in one step, about 0.1 s; limits and stop requests are checked in between."""
 _PROGRESS_S = 5.0
 _PREFAULT_POLL_S = 0.2
 
 
 class Arena:
-    """Owns the arena's memory, which is one segment, and allocates it gradually.
+    """Owner of the arena's memory, which is one segment, and is allocated gradually.
 
-    The constructor allocates the first `first_bytes`, a thread that `grow` starts the rest, in
-    steps of at least `step_bytes`. `usable` and `allocating` change on the service's loop only.
+    The constructor allocates the first `first_bytes`. `grow` starts a thread that allocates the
+    rest, in steps of at least `step_bytes`. `usable` and `allocating` change only on the service's
+    event loop.
 
-    Memory limits are checked at the start and before each piece. If they forbid the size at the
-    start, the arena is smaller, or with `strict` an ArenaError is raised. If they forbid more of
-    it later, it keeps its present size and logs a warning, or with `strict` an error: engines are
-    being served by then.
+    Memory limits are checked at the start and before each piece. If they do not allow
+    `wanted_bytes` at the start, the arena is smaller; with `strict`, `ArenaError` is raised. If
+    they do not allow a later piece, the arena keeps its present size and logs a warning, or an
+    error with `strict`, because it already serves engines.
     """
 
     def __init__(
@@ -55,37 +56,37 @@ class Arena:
         self._strict = strict
         self._step_bytes = step_bytes
         self.usable = self._segment.allocated
-        """Bytes at the front of the segment that may be handed out."""
+        """Bytes at the front of the segment that the catalog may allocate."""
         self.allocating = self.usable < self.size
-        """Whether more is to come."""
+        """Whether the allocation is not finished."""
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self._start(self._prefault, "prefault")
 
     @property
     def size(self) -> int:
-        """Bytes that it is to have altogether."""
+        """Planned size of the arena in bytes."""
         return self._segment.size
 
     @property
     def descriptors(self) -> list[int]:
-        """The segments' descriptors, in the order of `describe`."""
+        """File descriptors of the segments, in the order of `describe`."""
         return [self._segment.fd]
 
     def describe(self, lock_byte: int) -> tuple[SegmentInfo, ...]:
-        """Return what a member must know to map the arena."""
+        """Return the segments that a member maps; it locks `lock_byte` of each."""
         return (SegmentInfo(SEGMENT, self.size, lock_byte, self.usable),)
 
     def memory(self, extent: Extent) -> memoryview:
-        """Return the service's own view of an extent."""
+        """Return the service's view of an extent."""
         return self._segment.memory[extent.offset : extent.offset + extent.length]
 
     def is_mapped(self, lock_byte: int) -> bool:
-        """Whether the member with this lock byte may still touch the memory."""
+        """Return whether the member with this lock byte may still access the memory."""
         return self._segment.mapped_by_others(lock_byte)
 
     def grow(self, on_grown: Callable[[], None]) -> None:
-        """Allocate the rest in the background; called on the service's loop.
+        """Allocate the rest in the background. Call this on the service's event loop.
 
         `on_grown` is called on that loop after each step, and when the allocation has ended.
         """
@@ -94,15 +95,15 @@ class Arena:
             self._start(functools.partial(self._allocate, loop, on_grown), "arena")
 
     def stop_growing(self) -> None:
-        """Stop after the piece that is being allocated; do not wait for it."""
+        """Stop the allocation after the current piece, without waiting for it."""
         self._stop.set()
 
     def close(self) -> None:
-        """Give the memory back, as far as nobody else maps it."""
+        """Free the memory, except for the parts that other processes still map."""
         self.stop_growing()
         for thread in self._threads:
             thread.join()
-        # A tier that hangs may still hold a view: then the memory goes with the process.
+        # A tier that hangs may still hold a view: the memory is then freed with the process.
         with contextlib.suppress(BufferError):
             self._segment.close()
 
@@ -118,7 +119,7 @@ class Arena:
     # --- in threads -------------------------------------------------------------------------
 
     def _allocate(self, loop: asyncio.AbstractEventLoop, on_grown: Callable[[], None]) -> None:
-        """Allocate step by step; note each step on the loop."""
+        """Allocate step by step, and report each step to the event loop."""
         be_nice()
         segment, began = self._segment, time.monotonic()
         before = step_end = segment.allocated
@@ -145,13 +146,13 @@ class Arena:
         logger.info("arena: %s allocated, %.1f GiB/s in %.1f s", self._progress(), rate, took)
 
     def _allocate_piece(self, end: int) -> None:
-        """Allocate a piece of what is missing up to `end`. Raises ArenaError with the limit."""
+        """Allocate the next piece up to `end`. Raises `ArenaError` that names the binding limit."""
         segment = self._segment
         room = room_to_grow(segment.size - segment.allocated)
         if not room.bytes:
             raise ArenaError(
-                f"{room.reason}; free memory or raise that limit and start the service anew, or "
-                "set max_local_cpu_size lower"
+                f"{room.reason}; free memory or raise that limit and restart the service, or "
+                "lower max_local_cpu_size"
             )
         segment.extend(min(_PIECE, end - segment.allocated, room.bytes))
 
@@ -160,7 +161,7 @@ class Arena:
             logging.ERROR if self._strict else logging.WARNING,
             "the arena stays at %s%s: %s",
             self._progress(),
-            ", though arena_strict is set" if self._strict else "",
+            " despite arena_strict" if self._strict else "",
             error,
         )
 
@@ -168,7 +169,7 @@ class Arena:
         return f"{format_bytes(self._segment.allocated)} of {format_bytes(self._segment.size)}"
 
     def _prefault(self) -> None:
-        """Fill the service's page tables behind what is being allocated."""
+        """Fill the service's page tables for the memory that is already allocated."""
         be_nice()
         segment, done = self._segment, 0
         while done < segment.size and not self._stop.is_set():
@@ -183,5 +184,5 @@ class Arena:
 
 
 def be_nice() -> None:
-    """Let the event loop, and engines, have the processor before this thread."""
+    """Lower this thread's priority below the event loop's and the engines'."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client's socket on the event loop: frames in and out, and descriptors with them."""
+"""Client connections on the event loop: frames in and out, with file descriptors."""
 
 import asyncio
 import contextlib
@@ -19,28 +19,28 @@ from kvhaven.service.turns import Job, Turns
 logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 32 << 10
-"""Messages may be small: cutting a larger piece into frames would take milliseconds."""
+"""Small, because a larger piece may hold so many messages that framing takes milliseconds."""
 _LONG_BYTES = 128 << 10
-"""To decode a longer message is a piece of its own: 0.05 ms for 1 MB of keys, 3 ms of commits."""
+"""A longer message is decoded in its own piece: 1 MB of keys takes 0.05 ms, of commits 3 ms."""
 _UNSENT_LIMIT = 64 << 20
-"""A client that lets this much pile up is not reading; it is disconnected."""
+"""A client with more unsent bytes does not read its answers, and is disconnected."""
 _HELLO_S = 10.0
-"""Who has not said Hello by then is disconnected: descriptors are few."""
+"""A client without a Hello by then is disconnected, because descriptors are scarce."""
 _BACKLOG = 512
 _ACCEPT_PAUSE_S = 0.5
 
 
 class Connection:
-    """Reads messages and hands each to `on_message`; calls `on_closed` exactly once.
+    """One client's socket. It passes each message to `on_message`, and calls `on_closed` once.
 
-    What takes long to handle is a job (`on_message` returns it), and the next message waits until
-    it is done; nothing more is read meanwhile. Whatever handling raises closes this connection and
-    changes nothing else; when it is closed, what is left of a job is dropped. After the
-    messages of one readable event were handled, `on_batch` is called, so that
-    acknowledgements can be sent once for many. Who does not `greet` in time is disconnected.
+    If a message takes long to handle, `on_message` returns a job. The next message waits until the
+    job is done, and the socket is not read meanwhile. An exception in a handler closes this
+    connection and has no other effect. When the connection closes, the rest of a job is dropped.
+    After the messages of one readable event, `on_batch` is called, so that one acknowledgement
+    covers all of them. A connection that is not marked with `greet` in time is closed.
 
-    `send` never calls back: a connection that fails in it is closed by the loop a moment
-    later, so that nobody's tables change under their hands.
+    `send` calls no callback: if it fails, the event loop closes the connection a moment later, so
+    that a caller's tables do not change during the call.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed, or will be in a moment: nothing can be said any more."""
+        """Whether the connection is closed or about to close; nothing more can be sent."""
         return self._closed or self._failed
 
     def greet(self) -> None:
-        """Note that the client has said Hello."""
+        """Record that the client sent a valid Hello."""
         self.greeted = True
         self._silent.cancel()
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, now or when the socket takes it; descriptors go with its first byte."""
+        """Send a message as soon as the socket takes it; descriptors go with its first byte."""
         if self.closed:
             return
         frame = encode(message)
@@ -95,13 +95,13 @@ class Connection:
             self.close_soon()
 
     def close_soon(self) -> None:
-        """Send what the socket takes, say nothing more, and close from the loop."""
+        """Send nothing more, and let the event loop close the connection."""
         if not self.closed:
             self._failed = True
             self._loop.call_soon(self.close)
 
     def close(self) -> None:
-        """Close the socket and tell the owner. Safe to call again."""
+        """Close the socket and call `on_closed`. Safe to call again."""
         if self._closed:
             return
         self._closed = True
@@ -115,7 +115,7 @@ class Connection:
         self._on_closed(self)
 
     def _give_up(self) -> None:
-        self._fail(ProtocolError(f"no Hello came within {_HELLO_S:g} s"))
+        self._fail(ProtocolError(f"the client sent no Hello within {_HELLO_S:g} s"))
 
     def _readable(self) -> None:
         try:
@@ -137,7 +137,7 @@ class Connection:
             self._loop.remove_reader(self._socket)
 
     def _handle(self) -> Job:
-        """Handle what was read, and read on."""
+        """Handle the messages that were read, then resume reading."""
         try:
             while self._unhandled and not self.closed:
                 long = len(self._unhandled[0]) > _LONG_BYTES
@@ -153,18 +153,18 @@ class Connection:
                 yield
             if not self.closed:
                 self._on_batch(self)
-        except Exception as error:  # noqa: BLE001 - one client's message must not end all others
+        except Exception as error:  # noqa: BLE001 - one client must not end all others
             self._fail(error)
         if self._paused and not self.closed:
             self._paused = False
             self._loop.add_reader(self._socket, self._readable)
 
     def _fail(self, error: Exception) -> None:
-        """Close the connection, because of what its client said."""
+        """Log the error and close the connection."""
         if isinstance(error, ProtocolError):
             logger.warning("closed a connection: %s", error)
         else:
-            logger.error("closed a connection whose message could not be handled", exc_info=error)
+            logger.error("closed a connection: its message could not be handled", exc_info=error)
         self.close_soon()
 
     def _write(self) -> None:
@@ -197,10 +197,10 @@ class Connection:
 
 
 class Listener:
-    """A listening socket at `path`; hands every connection of our own user to `on_socket`.
+    """Listening socket at `path`; passes each connection of the service's user to `on_socket`.
 
-    A stale socket file (nobody listens on it) is replaced. Raises `KVHavenError` when
-    somebody does listen, or when the socket cannot be made there.
+    A stale socket file, on which no process listens, is replaced. Raises `KVHavenError` if a
+    process listens at `path`, or if the socket cannot be created there.
     """
 
     def __init__(self, path: str) -> None:
@@ -227,12 +227,12 @@ class Listener:
         asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
     def close(self) -> None:
-        """Accept no more, and remove the socket file. Safe to call again."""
+        """Stop accepting, and remove the socket file. Safe to call again."""
         if self._socket.fileno() < 0:
             return
         if self._resume is not None:
             self._resume.cancel()
-        with contextlib.suppress(RuntimeError):  # no loop runs: none was told of the socket
+        with contextlib.suppress(RuntimeError):  # no loop runs: `start` was not called
             asyncio.get_running_loop().remove_reader(self._socket)
         Path(self._path).unlink(missing_ok=True)
         self._socket.close()
@@ -249,13 +249,13 @@ class Listener:
             return
         uid = peer_uid(sock)
         if uid != os.geteuid():
-            logger.warning("refused a connection of user %d", uid)
+            logger.warning("refused a connection of another user (uid %d)", uid)
             sock.close()
             return
         self._on_socket(sock)
 
     def _pause(self) -> None:
-        """Leave the queue alone for a while: the loop would only spin."""
+        """Stop accepting for a while: without free descriptors the loop would only spin."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket)
         self._resume = loop.call_later(_ACCEPT_PAUSE_S, self.start, self._on_socket)

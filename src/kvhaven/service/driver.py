@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Driver of the catalog: events go in, and the actions that come out are carried out."""
+"""Driver of the catalog: passes events in, and executes the resulting actions."""
 
 import asyncio
 import logging
@@ -15,16 +15,16 @@ from kvhaven.service.turns import Job, Turns
 logger = logging.getLogger(__name__)
 
 _MOST_ACTIONS: Final = 1024
-"""Actions that may wait before the catalog's own work waits for them."""
+"""With this many unexecuted actions, the catalog's jobs pause."""
 
 
 class Driver:
-    """The only way from the service to its catalog. Used on the event loop only.
+    """The service's only access to its catalog; used on the event loop only.
 
     Every change of the catalog happens inside `event`, or in a piece of a job of `turns`. After
-    each of them the driver collects the catalog's actions, carries them out in `turns`, and lets
-    the catalog go on with its own work (`Catalog.work`). Questions, which change nothing, may be
-    put to `catalog` directly.
+    each change, the driver collects the catalog's actions, executes them in `turns`, and lets the
+    catalog continue its own jobs (`Catalog.work`). Queries, which change nothing, may call
+    `catalog` directly.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -36,7 +36,7 @@ class Driver:
         self._acting = self._working = False
 
     def start(self, perform: Callable[[Action], None]) -> None:
-        """Have every action carried out by `perform`, which does not wait for its result."""
+        """Execute every action with `perform`, which must not wait for the action's result."""
         self._perform = perform
         self._drain()
 
@@ -46,9 +46,10 @@ class Driver:
 
     @contextmanager
     def event(self) -> Iterator[Catalog]:
-        """Yield the catalog, its clock set, for one event; then carry out what follows from it.
+        """Set the catalog's clock and yield it for one event; then collect the actions.
 
-        Also after an exception: what the event did before it is done. Events may nest.
+        Actions are also collected after an exception, because the event may have changed the
+        catalog before it. Events may nest.
         """
         self.catalog.tick(asyncio.get_running_loop().time())
         try:
@@ -58,11 +59,11 @@ class Driver:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing left to do, except what tiers are doing."""
+        """Whether no job or action is left, except for operations that run in tiers."""
         return self.turns.idle and not self.catalog.busy
 
     def _drain(self) -> None:
-        """Collect the catalog's actions, and give them and its work their turns."""
+        """Collect the catalog's actions, and schedule them and the catalog's jobs."""
         self._actions += self.catalog.take_actions()
         if self._actions and not self._acting and self._perform is not None:
             self._acting = True
@@ -78,7 +79,7 @@ class Driver:
             while self._actions:
                 try:
                     perform(self._actions.popleft())
-                except Exception:  # the other actions are carried out all the same
+                except Exception:  # the other actions must still be executed
                     logger.exception("an action of the catalog failed")
                 yield
         finally:
@@ -90,7 +91,7 @@ class Driver:
                 try:
                     if len(self._actions) < _MOST_ACTIONS:
                         self.catalog.work()
-                except Exception:  # the catalog has dropped that job: the others go on
+                except Exception:  # the catalog has dropped that job; the others continue
                     logger.exception("a job of the catalog failed")
                 yield
         finally:

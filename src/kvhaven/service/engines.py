@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is attached: engines (sessions), their processes (members), and when these are gone."""
+"""Registry of attached engines (sessions) and their processes (members)."""
 
 import itertools
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ from kvhaven.tiers.base import Namespace
 from kvhaven.types import ChunkKey, NamespaceDigest, Shard, ShardTable
 
 _MOST_TEXT: Final = 1 << 19
-"""Characters of a namespace's fields, which are remembered for as long as the service runs."""
+"""Most characters of a namespace's fields, which are kept until the service ends."""
 
 
 class AttachedProcess:
-    """One process of an engine. It outlives its connection: it may come back on another.
+    """One process of an engine. It outlives its connection, and may attach again on another one.
 
-    `lock_byte` is the byte of the arena's segments that it locks while it maps them.
-    `ready` is how much of the arena it can copy to and from, if it is a rank.
-    `handled` is the last reliable message that was handled, so that a repeated one is not;
-    `granted` are its reservations that are neither committed nor aborted, by generation.
+    `lock_byte` is the byte of the arena's segments that the process locks while it maps them.
+    `ready` is the number of bytes of the arena that a rank can copy to and from; 0 for a scheduler.
+    `handled` is the number of the last reliable message that was handled, so that repeated ones are
+    dropped. `granted` has the reservations that are neither committed nor aborted, by generation.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class AttachedProcess:
 
     @property
     def role(self) -> str:
-        """What people call it."""
+        """Name of its role for logs and status."""
         return "scheduler" if self.rank is None else f"rank {self.rank}"
 
 
 class AttachedEngine:
-    """One engine: ready once every rank has said who it is and they all agree.
+    """One engine (a session). It is complete when all its ranks have attached and agree.
 
-    `holders` remembers which process was which rank (None: the scheduler), also after it is
-    gone: only that process can take the place again.
+    `holders` maps each rank (None: the scheduler) to its process, also after the process is gone:
+    only the same process can attach in that role again.
     """
 
     def __init__(self, id_: SessionId, first: AttachRank) -> None:
@@ -69,27 +69,27 @@ class AttachedEngine:
 
     @property
     def holdings(self) -> Holdings:
-        """Who holds which shards, in a session that is ready."""
-        assert self._holdings is not None, "asked before all ranks attached"
+        """The shards of each rank, in a complete session."""
+        assert self._holdings is not None, "not all ranks have attached"
         return self._holdings
 
     @property
     def table(self) -> ShardTable:
-        """The shard table of a session that is ready."""
+        """The shard table of a complete session."""
         return self.holdings.table
 
     def bitmap(self, member: "AttachedProcess") -> int:
-        """Return the shards that a member holds, as bits of the table."""
+        """Return the shards of a member as bits of the table; 0 for a scheduler."""
         return 0 if member.rank is None else self.holdings.bitmaps[member.rank]
 
     def complete(self, table: ShardTable) -> None:
-        """Note that every rank has said what it holds, `table` altogether."""
+        """Record that all ranks have attached; `table` has the shards of all of them."""
         self._holdings = holdings(self.shards, table)
         self.namespace = Namespace(self.digest, self.fields, table)
 
     @property
     def members(self) -> Iterator[AttachedProcess]:
-        """Everybody of this session who is not proven gone."""
+        """The members that are not proven gone."""
         yield from self.ranks.values()
         if self.scheduler is not None:
             yield self.scheduler
@@ -101,10 +101,10 @@ class AttachedEngine:
 
 
 class AttachedEngines:
-    """The registry. Members are matched to sessions by the engine's id.
+    """Registry of sessions and members. Members belong to sessions by the engine's id.
 
-    An engine that restarts under its old id gets a new session while the old one's members
-    are lost but not yet proven gone.
+    An engine that restarts under its old id gets a new session, even while members of the old
+    session are lost but not yet proven gone.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class AttachedEngines:
         self._members: dict[MemberId, AttachedProcess] = {}
         self._lock_bytes = itertools.count(1)
         self.ever = 0
-        """Sessions that were begun since the start."""
+        """Number of sessions since the service started."""
 
     def __iter__(self) -> Iterator[AttachedEngine]:
         return iter(tuple(self._sessions.values()))
@@ -122,26 +122,29 @@ class AttachedEngines:
         return len(self._sessions)
 
     def get(self, id_: SessionId) -> AttachedEngine | None:
-        """Return a session that has members."""
+        """Return a session, or None if it has no members left."""
         return self._sessions.get(id_)
 
     def lost_members(self) -> list[AttachedProcess]:
-        """Members without a connection that may still map the arena."""
+        """Return the members without a connection, which may still map the arena."""
         return [member for member in self._members.values() if member.connection is None]
 
     def known(self, member: str, rank: int | None) -> AttachedProcess | None:
-        """Return a member that is not proven gone. Raises `KVHavenError` if its rank differs."""
+        """Return a member that is not proven gone. Raises `KVHavenError` if it has another rank."""
         known = self._members.get(MemberId(member))
         if known is not None and known.rank != rank:
-            raise KVHavenError(f"process {member} is {known.role} already, and stays it")
+            raise KVHavenError(
+                f"process {member} is attached as {known.role} and cannot attach in another role"
+            )
         return known
 
     def add_rank(self, message: AttachRank) -> AttachedProcess:
-        """Register a rank that is not known.
+        """Register a rank that is not known yet.
 
-        Raises `KVHavenError` when it disagrees with the session's other ranks
-        (`IncompleteEngineError`: only in what files contain), when somebody else is that rank
-        already, or when it says too much.
+        Raises `KVHavenError` if it disagrees with the session's other ranks
+        (`IncompleteEngineError` if they differ only in the content of files), if its rank or its
+        shards are not valid, if another process is attached as that rank, or if its namespace's
+        fields are too long.
         """
         if not 0 <= message.rank < message.world_size:
             raise KVHavenError(f"rank {message.rank} is not in 0..{message.world_size - 1}")
@@ -150,7 +153,7 @@ class AttachedEngines:
         if text > _MOST_TEXT:
             raise KVHavenError(
                 f"the fields of rank {message.rank}'s namespace have {text} characters; "
-                f"{_MOST_TEXT} are allowed"
+                f"at most {_MOST_TEXT} are allowed"
             )
         session = self._session_for(message)
         if message.rank in session.ranks:
@@ -170,9 +173,9 @@ class AttachedEngines:
         return member
 
     def add_scheduler(self, message: AttachScheduler) -> AttachedProcess | None:
-        """Register a scheduler that is not known; None while its ranks have not come.
+        """Register a scheduler that is not known yet; return None if ranks are still missing.
 
-        Raises `KVHavenError` when the world's size differs or another scheduler is there.
+        Raises `KVHavenError` if its number of ranks differs or another scheduler is attached.
         """
         session = self._latest.get(message.session)
         if session is None or session.namespace is None:
@@ -180,21 +183,21 @@ class AttachedEngines:
         holder = session.holders.get(None)
         if holder not in {None, message.member}:
             if session.scheduler is None or session.scheduler.connection is None:
-                return None  # its engine is over, the ranks of the new one are still to come
+                return None  # that engine has ended; the ranks of the new one are still missing
             raise KVHavenError(
                 f"engine {message.session} has a scheduler already; several independent "
-                "schedulers over one set of ranks are not served"
+                "schedulers over one set of ranks are not supported"
             )
         if session.world_size != message.world_size:
             raise KVHavenError(
                 f"the scheduler of engine {message.session} expects {message.world_size} ranks, "
-                f"they say they are {session.world_size}"
+                f"but its ranks attached with world_size {session.world_size}"
             )
         session.scheduler = self._add(message.member, session, None)
         return session.scheduler
 
     def withdraw(self, member: AttachedProcess) -> None:
-        """Forget a rank that was just added and cannot be served."""
+        """Remove a rank that was just added and cannot be served."""
         session = member.session
         assert member.rank is not None
         del session.shards[member.rank], session.holders[member.rank]
@@ -202,7 +205,7 @@ class AttachedEngines:
         self.remove(member)
 
     def remove(self, member: AttachedProcess) -> None:
-        """Forget a member that is proven gone, and its session with the last one."""
+        """Remove a member that is proven gone; the last one removes its session."""
         session = member.session
         self._members.pop(member.id, None)
         if member.rank is None:
@@ -232,7 +235,7 @@ class AttachedEngines:
 
 
 def _is_over(session: AttachedEngine, message: AttachRank) -> bool:
-    """Whether `message` comes from a new engine under the old engine's id."""
+    """Return whether `message` comes from a new engine under the old engine's id."""
     if not session.connected:
         return True
     was = session.holders.get(message.rank)
@@ -245,26 +248,26 @@ def _is_over(session: AttachedEngine, message: AttachRank) -> bool:
 def _require_agreement(session: AttachedEngine, message: AttachRank) -> None:
     if message.world_size != session.world_size:
         raise KVHavenError(
-            f"rank {message.rank} says the engine has {message.world_size} ranks, "
-            f"the others say {session.world_size}"
+            f"rank {message.rank} attached with world_size {message.world_size}, "
+            f"the other ranks with {session.world_size}; all ranks need the same"
         )
     if message.namespace != session.digest:
         differing = difference(session.fields, message.fields)
         names = differing_fields(session.fields, message.fields)
-        # Where ranks read unlike files, storage is at fault, or slow to show what was written.
+        # If only files differ, storage is faulty, or slow to show recent writes: a retry may help.
         files_only = bool(names) and all(map(of_content, names))
         raise (IncompleteEngineError if files_only else KVHavenError)(
-            f"rank {message.rank} computes another KV than the other ranks: "
-            f"they differ in {differing or 'the namespace'}"
+            f"the namespace of rank {message.rank} differs from that of the other ranks in "
+            f"{differing or 'its digest'}"
         )
     if message.shared != session.shared:
         raise KVHavenError(
-            f"rank {message.rank} says that shared is {message.shared}, the others say "
-            f"{session.shared}"
+            f"rank {message.rank} attached with shared={message.shared}, the other ranks with "
+            f"shared={session.shared}; all ranks need the same"
         )
     known = session.shards.get(message.rank, message.shards)
     if message.shards != known:
         raise KVHavenError(
-            f"rank {message.rank} held {ShardTable(known)} before; it cannot come back with "
+            f"rank {message.rank} held {ShardTable(known)} before; it cannot attach again with "
             f"{ShardTable(message.shards)}"
         )

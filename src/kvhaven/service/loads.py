@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads: leases from the scheduler's question to the last rank's acknowledgement."""
+"""Loads: leases, from the scheduler's request to the last rank's acknowledgement."""
 
 import asyncio
 import logging
@@ -17,11 +17,11 @@ from kvhaven.service.verify import Verifier
 logger = logging.getLogger(__name__)
 
 _PIECE: Final = 2048
-"""Places of an answer that are made in one go: 0.2 ms."""
+"""Places of an answer that one piece of a job collects; takes 0.2 ms."""
 
 
 class Loads:
-    """Turns messages about leases into the catalog's events, and its updates into answers.
+    """Handler of messages about leases: catalog events in, and the catalog's updates out.
 
     `spawn` runs a coroutine as a task of the service.
     """
@@ -40,14 +40,18 @@ class Loads:
         self._deadlines: dict[tuple[SessionId, LeaseId], asyncio.TimerHandle] = {}
 
     def prefetch(self, member: AttachedProcess, message: Prefetch) -> None:
-        """Promote and touch, for no ticket."""
+        """Touch and promote chunks, without a lease. Raises `ProtocolError` for a rank."""
         _require_scheduler(member)
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         session = member.session
         self._driver.catalog.prefetch(session.digest, keys, tenant, session.id)
 
     def acquire(self, member: AttachedProcess, message: Acquire) -> None:
-        """Lease what is resident; answer now, or when what is promoted has come."""
+        """Lease resident chunks; answer now, or when the promotions have ended.
+
+        With promotions, a first answer that is not final is sent now, and the final one after
+        `wait_ms` at the latest. Raises `ProtocolError` for a rank.
+        """
         _require_scheduler(member)
         session, lease_id = member.session, LeaseId(message.lease_id)
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
@@ -64,14 +68,14 @@ class Loads:
         self._send(member, Acquired(lease_id, False, [], b""))
 
     def updated(self, update: Update) -> None:
-        """A lease that waited for promotions is final now."""
+        """Send the final answer of a lease that waited for promotions."""
         self._cancel_deadline(update.session, update.acquisition.lease_id)
         session = self._sessions.get(update.session)
         if session is not None and session.scheduler is not None:
             self._answer(session.scheduler, update.acquisition)
 
     def release(self, member: AttachedProcess, message: Release) -> Job:
-        """End leases that no rank was told of."""
+        """End leases that no rank has received. Raises `ProtocolError` for a rank."""
         _require_scheduler(member)
         for lease_id in message.lease_ids:
             self._cancel_deadline(member.session.id, LeaseId(lease_id))
@@ -79,17 +83,17 @@ class Loads:
             yield
 
     def loaded(self, member: AttachedProcess, message: Loaded) -> Job:
-        """Note that a rank's copies have ended."""
+        """Record that a rank's copies have ended. Raises `ProtocolError` for a scheduler."""
         if member.rank is None:
-            raise ProtocolError("a scheduler loads no chunks")
+            raise ProtocolError("a scheduler sent Loaded; only ranks load chunks")
         if member.session.namespace is None:
-            return  # a ticket of before the service was started anew
+            return  # leases from before a restart of the service
         for lease_id in message.lease_ids:
             self._driver.catalog.loaded(member.session.id, LeaseId(lease_id), member.id)
             yield
 
     def _finalize(self, session: SessionId, lease_id: LeaseId) -> None:
-        """The deadline has passed: what is ready is the answer."""
+        """Answer at the deadline with the chunks that are ready."""
         self._deadlines.pop((session, lease_id), None)
         with self._driver.event() as catalog:
             acquisition = catalog.finalize(session, lease_id)
@@ -103,7 +107,7 @@ class Loads:
             timer.cancel()
 
     def _answer(self, scheduler: AttachedProcess, acquisition: Acquisition) -> None:
-        """Send a final answer, after the check of resident shards that the settings ask for."""
+        """Send a final answer, after verifying the shards if `verify_memory` is `always`."""
         if self._verifier.blocks_answers and acquisition.chunks:
             self._spawn(self._answer_verified(scheduler, acquisition))
             return
@@ -116,7 +120,7 @@ class Loads:
             self._driver.turns.start(self._offer(scheduler, acquisition, good))
 
     def _offer(self, scheduler: AttachedProcess, acquisition: Acquisition, good: int) -> Job:
-        """Offer the first `good` chunks; a lease without any is none."""
+        """Offer the first `good` chunks; a lease without chunks is released."""
         lease_id, chunks = acquisition.lease_id, acquisition.chunks
         if not good:
             self._driver.catalog.release(scheduler.session.id, lease_id)
@@ -129,11 +133,11 @@ class Loads:
 
     @staticmethod
     def _send(scheduler: AttachedProcess, answer: Acquired) -> None:
-        """Answer on the connection that the scheduler has now; without one nobody waits."""
+        """Answer on the scheduler's present connection; without one, no client waits for it."""
         if scheduler.connection is not None:
             scheduler.connection.send(answer)
 
 
 def _require_scheduler(member: AttachedProcess) -> None:
     if member.rank is not None:
-        raise ProtocolError("only a scheduler asks for leases")
+        raise ProtocolError("a rank sent a message about leases that only schedulers send")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting, running and ending a node service; `python -m kvhaven.service` is the embedded one."""
+"""Life cycle of a node service; `python -m kvhaven.service` runs the embedded one."""
 
 import asyncio
 import contextlib
@@ -30,20 +30,20 @@ _IDLE_POLL_S = 0.1
 _LOCK_WAIT_S = 2.0
 _COLLECT_S = 0.1
 _BUSY = 50
-"""Pieces of work in that time that leave too much to look at."""
+"""Pieces of jobs in that time, above which a collection would take too long."""
 
 
 class EmbeddedOrder(msgspec.Struct, frozen=True):
-    """What a connector tells the service it starts, as JSON on standard input."""
+    """The connector's order to the service that it starts, as JSON on standard input."""
 
     socket: str
     settings: Settings
 
 
 class EmbeddedReply(msgspec.Struct, frozen=True):
-    """What the service answers on standard output: it listens, or why it does not (empty: not).
+    """The service's answer on standard output. `error` is empty if it listens, else the reason.
 
-    `passing` says that trying again later makes sense.
+    `passing` means that a retry may succeed.
     """
 
     error: str = ""
@@ -51,7 +51,7 @@ class EmbeddedReply(msgspec.Struct, frozen=True):
 
 
 class AlreadyRunningError(KVHavenError):
-    """Another service holds the socket's lock."""
+    """Refusal to start because another service holds the lock of the socket."""
 
 
 def serve(
@@ -61,13 +61,14 @@ def serve(
     embedded: bool = False,
     on_listening: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a service at `socket_path` until SIGTERM or SIGINT; embedded: or no session is left.
+    """Run a service at `socket_path` until SIGTERM or SIGINT; embedded: or until it is idle.
 
-    Raises `KVHavenError` when it cannot: another service is there, or there is no memory.
+    Raises `KVHavenError` if it cannot start: another service runs there (`AlreadyRunningError`),
+    the arena cannot be created, or a setting is not valid.
     """
     prepare_directory(socket_path)
     allow_descriptors()
-    # One that is being stopped still stores what it has, and holds the disk tier.
+    # A service that is stopping still writes to its tiers and holds the lock of the disk tier.
     wait_s = _LOCK_WAIT_S + (settings.stop_deadline_s if embedded else 0)
     with lock_file(f"{socket_path}.lock", wait_s) as held:
         if not held:
@@ -86,7 +87,7 @@ async def _run(
         arena = Arena(settings.max_local_cpu_size, strict=settings.arena_strict)
         undo.callback(arena.close)
         service = Service(settings, arena, make_tiers(settings))
-        # Whoever connects from now on waits until the service takes it.
+        # From now on, clients can connect, and wait until the service accepts them.
         listener = Listener(socket_path)
         undo.callback(listener.close)
         tame_collector()
@@ -110,9 +111,9 @@ async def _run(
 
 
 def allow_descriptors() -> None:
-    """Take as many file descriptors as we may have.
+    """Raise the limit of open files from the soft to the hard limit.
 
-    The usual 1024 are for programs that call `select`, which can take no others.
+    The usual soft limit of 1024 exists for programs that use `select`, which supports no more.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):  # some containers forbid it
@@ -120,26 +121,27 @@ def allow_descriptors() -> None:
 
 
 def favour_the_loop() -> None:
-    """Let the event loop have the interpreter soon when a thread of low priority holds it.
+    """Shorten the time until a thread of low priority must pass the interpreter to the event loop.
 
-    With Python's default of 5 ms, such a thread that is preempted on a busy machine kept
-    look-ups waiting for 60 ms and more; with 0.5 ms for 3.
+    With Python's default of 5 ms, such a thread, preempted on a busy machine, delayed lookups by
+    60 ms and more; with 0.5 ms, by 3 ms.
     """
     sys.setswitchinterval(_SWITCH_S)
 
 
 def tame_collector() -> None:
-    """Never walk over the catalog: a full collection of a million entries stops us for 0.2 s."""
+    """Disable full collections: with a million catalog entries, one stops the service for 0.2 s."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 async def collect_young(service: Service) -> None:
-    """Collect what was made in the last tenth of a second or two: failures leave cycles behind.
+    """Collect the objects of the last 0.1 to 0.2 s forever, because failures leave cycles behind.
 
-    Unless that was so much that to look at it takes milliseconds: a service that is that busy never
-    looks at it. What survives is not looked at again either, so the cost never grows.
+    If so many objects are new that a collection would take milliseconds, they are excluded from all
+    collections instead. Objects that survive are not examined again either, so the cost does not
+    grow.
     """
     before = 0
     while True:
@@ -152,7 +154,7 @@ async def collect_young(service: Service) -> None:
 
 
 async def _stop_when_idle(service: Service, settings: Settings, stop: asyncio.Event) -> None:
-    """Set `stop` once sessions were there and none is left, or none came at all."""
+    """Set `stop` a while after the last session ended, or if none began within 120 s."""
     loop = asyncio.get_running_loop()
     busy = loop.time()
     while not stop.is_set():
@@ -165,14 +167,15 @@ async def _stop_when_idle(service: Service, settings: Settings, stop: asyncio.Ev
 
 
 def embedded_main() -> int:
-    """Read an `EmbeddedOrder` from standard input, serve, and say on standard output how it went.
+    """Read an `EmbeddedOrder` from standard input, serve, and write an `EmbeddedReply`.
 
-    Whoever starts us may run pinned to a core, with signals blocked.
+    Returns the exit status. The signal mask and CPU affinity are reset, because the starting
+    process may run pinned to a core, with signals blocked.
     """
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=EmbeddedOrder)
     if os.fork():
-        # vLLM kills its whole process tree when it ends in a hurry. By leaving the tree, the
-        # service gets to flush and clean up.
+        # vLLM may kill its whole process tree at its end. A service outside of that tree can
+        # still flush and clean up.
         os._exit(0)
     logging.basicConfig(
         level=order.settings.log_level, format="%(levelname)s kvhaven-service: %(message)s"
@@ -196,8 +199,8 @@ def embedded_main() -> int:
 
 
 def _reply(reply: EmbeddedReply) -> None:
-    """Say it, and close standard output, so that nobody waits for us there."""
-    with contextlib.suppress(OSError):  # whoever started us is gone
+    """Write the reply, and close standard output, so that no reader waits for its end."""
+    with contextlib.suppress(OSError):  # the starting process has ended
         os.write(1, msgspec.json.encode(reply) + b"\n")
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
@@ -205,7 +208,7 @@ def _reply(reply: EmbeddedReply) -> None:
 
 
 def _sweep(own: Path) -> None:
-    """Remove what embedded services of other engines left when they were killed."""
+    """Remove the files of embedded services of other engines that were killed."""
     left = {file.with_suffix("").with_suffix(".sock") for file in own.parent.glob("engine-*.*")}
     for socket_path in left - {own}:
         with contextlib.suppress(OSError, KVHavenError), lock_file(f"{socket_path}.lock") as unused:

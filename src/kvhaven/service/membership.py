@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How processes come and go: the first messages of a connection, its loss, and its end."""
+"""Membership: handshakes of connections, their loss, and members that are proven gone."""
 
 import asyncio
 import logging
@@ -36,24 +36,24 @@ from kvhaven.tiers.base import Namespace
 
 FEATURES: Final = TENANTS
 _COMPARED: Final = 8
-"""Namespaces of a model that a new one is compared with."""
+"""Most namespaces of a model that a new one is compared with."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Waiting(NamedTuple):
-    """A scheduler whose ranks have not come yet."""
+    """A scheduler whose ranks have not all attached yet."""
 
     message: AttachScheduler
     timer: asyncio.TimerHandle
 
 
 class Membership:
-    """Knows which connection is whose.
+    """Assignment of connections to members.
 
-    A member has one connection at a time. When it comes back on a new one, the old one is
-    closed first, and what may still lie in its buffers is never read: what a client said
-    there it says again, or has given up.
+    A member has one connection at a time. If it attaches on a new one, the old one is closed
+    first, and messages in its buffers are never read: the client sends them again, or has given
+    them up.
     """
 
     def __init__(
@@ -73,13 +73,17 @@ class Membership:
         self._waiting: dict[Connection, _Waiting] = {}
 
     def member(self, connection: Connection) -> AttachedProcess | None:
-        """Return who is on a connection; None before it has attached."""
+        """Return the member of a connection; None before it has attached."""
         return self._members.get(connection)
 
     def greet(self, connection: Connection, message: ClientMessage) -> None:
-        """Answer the first message, or close the connection and say why."""
+        """Answer the first message of a connection.
+
+        Raises `ProtocolError`, which closes the connection, if it is not a Hello, or if its wire
+        version differs; in that case a refusal is sent first.
+        """
         if not isinstance(message, Hello):
-            raise ProtocolError(f"the first message is Hello, not {type(message).__name__}")
+            raise ProtocolError(f"the first message was {type(message).__name__}; expected Hello")
         if message.version != VERSION:
             reason = f"wire version {message.version} was offered; this service speaks {VERSION}"
             connection.send(Refused(0, f"{reason}: install the same KVHaven on both sides"))
@@ -88,9 +92,9 @@ class Membership:
         connection.send(Welcome(self._service, os.getpid(), features=FEATURES))
 
     def attach(self, connection: Connection, message: AttachRank | AttachScheduler) -> None:
-        """Take a process in, or refuse it with the reason."""
+        """Attach a process, or refuse it with the reason."""
         if connection in self._members or connection in self._waiting:
-            raise ProtocolError("a connection attaches once")
+            raise ProtocolError("a second attach message on a connection; expected one")
         try:
             if isinstance(message, AttachRank):
                 self._attach_rank(connection, message)
@@ -102,34 +106,38 @@ class Membership:
             connection.send(Refused(message.id, str(error), passing))
 
     def announce_growth(self) -> None:
-        """Tell all ranks how much of the arena there is by now."""
+        """Send the allocated size of the arena to all ranks."""
         grown = Grown(SEGMENT, self._arena.usable)
         for connection, member in tuple(self._members.items()):
             if member.rank is not None:
                 connection.send(grown)
 
     def ready(self, member: AttachedProcess, message: Ready) -> None:
-        """Note how much of the arena a rank can copy to and from, by the mapping that we know of.
+        """Record the part of the arena that a rank can copy to and from.
 
-        It may speak of an older one: it had been taken for gone, and is mapping the arena anew.
+        A message about an older mapping is ignored: the service considered that rank gone, and the
+        rank is mapping the arena again. Raises `ProtocolError` for a scheduler.
         """
         if member.rank is None:
-            raise ProtocolError("a scheduler copies nothing")
+            raise ProtocolError("a scheduler sent Ready; only ranks copy chunks")
         if message.lock_byte == member.lock_byte and message.segment == SEGMENT:
             member.ready = max(member.ready, message.usable)
             self._driver.catalog.ready(member.id, SEGMENT, member.ready)
 
     def model_changed(self, member: AttachedProcess, model: ModelState) -> None:
-        """Tell an engine's scheduler what a rank's model holds from now on."""
+        """Record the state of a rank's model and send it to the engine's scheduler.
+
+        Raises `ProtocolError` for a scheduler.
+        """
         if member.rank is None:
-            raise ProtocolError("a scheduler has no model")
+            raise ProtocolError("a scheduler sent ModelChanged; only ranks have a model")
         member.model = model
         scheduler = member.session.scheduler
         if scheduler is not None and scheduler.connection is not None:
             scheduler.connection.send(RankModel(member.rank, model))
 
     def closed(self, connection: Connection) -> None:
-        """Note that a connection is gone, which proves nothing about its process."""
+        """Record that a connection closed, which proves nothing about its process."""
         waiting = self._waiting.pop(connection, None)
         if waiting is not None:
             waiting.timer.cancel()
@@ -141,9 +149,9 @@ class Membership:
             logger.info("%s of %s disconnected", member.role, member.session.id)
 
     def end_quarantines(self) -> Job:
-        """Let go of lost members whose mappings are proven gone, one after the other."""
+        """Remove lost members whose mappings are proven gone, one per piece of the job."""
         for member in self._sessions.lost_members():
-            lost = member.connection is None  # it may have come back since the job began
+            lost = member.connection is None  # it may have attached again since the job began
             if lost and not self._arena.is_mapped(member.lock_byte):
                 with self._driver.event() as catalog:
                     catalog.gone(member.id)
@@ -174,7 +182,10 @@ class Membership:
                 self.attach(scheduler, waiting.message)
 
     def _admit_session(self, newcomer: AttachedProcess) -> None:
-        """Make the ranks of a complete session known to the catalog, or withdraw the last one."""
+        """Attach the ranks of a complete session to the catalog.
+
+        Raises `KVHavenError` if the catalog refuses the namespace; the last rank is then withdrawn.
+        """
         session = newcomer.session
         assert session.namespace is not None
         self._tell_difference(session.id, session.namespace)
@@ -189,10 +200,7 @@ class Membership:
                 self._driver.catalog.lost(rank.id)
 
     def _tell_difference(self, engine: SessionId, new: Namespace) -> None:
-        """Log in what a namespace that was not here yet differs from the newest ones of its model.
-
-        From the one among these that is most like it.
-        """
+        """Log how a new namespace differs from the most similar recent one of the same model."""
         known = self._driver.catalog.namespaces()
         if any(found.digest == new.digest for found in known):
             return
@@ -239,8 +247,8 @@ class Membership:
         message = self._waiting.pop(connection).message
         reason = (
             f"not all {message.world_size} ranks of engine {message.session} attached to this "
-            f"service within {message.wait_ms / 1000:g} s; ranks on another node need a service "
-            "of their own there"
+            f"service within {message.wait_ms / 1000:g} s; ranks on another node need their own "
+            "service there"
         )
         logger.warning("refused a scheduler: %s", reason)
         connection.send(Refused(message.id, reason, passing=True))
@@ -248,10 +256,10 @@ class Membership:
     # --- both -------------------------------------------------------------------------------
 
     def _take(self, connection: Connection, member: AttachedProcess) -> None:
-        """Make a connection the member's only one."""
+        """Make this connection the member's only one."""
         session = member.session
         if member.connection is not None:
-            logger.warning("%s of %s came back before it was lost", member.role, session.id)
+            logger.warning("%s of %s attached again before it was lost", member.role, session.id)
             member.connection.close()
         if session.namespace is not None:
             self._attach_to_catalog(member)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves: what ranks ask for and say while they write chunks into the arena."""
+"""Saves: ranks' requests and reports while they write chunks into the arena."""
 
 from collections.abc import Collection
 from typing import Final
@@ -13,21 +13,25 @@ from kvhaven.service.turns import Job
 from kvhaven.types import KEY_BYTES, Checksum, ChunkKey
 
 _PIECE: Final = 32
-"""Chunks that are reserved or committed in one go: 0.3 ms."""
+"""Chunks that one piece of a job reserves or commits; takes 0.3 ms."""
 
 
 class Saves:
-    """Turns ranks' messages about saves into the catalog's events, a few chunks at a time."""
+    """Handler of messages about saves: passes them to the catalog, a few chunks at a time."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
     def reserve(self, connection: Connection, member: AttachedProcess, message: Reserve) -> Job:
-        """Grant space for chunks that are absent, where there is space."""
+        """Grant space for chunks that are absent, as far as there is space.
+
+        Without a complete session nothing is granted. Raises `ProtocolError` for a scheduler, or a
+        parent key of another length.
+        """
         if member.rank is None:
-            raise ProtocolError("a scheduler writes no chunks")
+            raise ProtocolError("a scheduler sent Reserve; only ranks save chunks")
         if message.parent and len(message.parent) != KEY_BYTES:
-            raise ProtocolError(f"a parent of {len(message.parent)} bytes is no key")
+            raise ProtocolError(f"a parent of {len(message.parent)} bytes is not a key")
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         session = member.session
         if session.namespace is None:
@@ -53,7 +57,7 @@ class Saves:
         connection.send(Granted(message.id, grants))
 
     def commit(self, member: AttachedProcess, message: Commit) -> Job:
-        """Note that a rank has done its part of chunks."""
+        """Record that a rank has written its part of these chunks."""
         for part in batches(message.chunks, _PIECE):
             for key, generation, sums in part:
                 member.granted.pop(generation, None)
@@ -62,7 +66,7 @@ class Saves:
             yield
 
     def abort(self, member: AttachedProcess, message: Abort) -> Job:
-        """Note chunks that a rank has given up."""
+        """Record that a rank has given up these chunks."""
         for part in batches(message.chunks, _PIECE):
             for key, generation in part:
                 member.granted.pop(generation, None)
@@ -70,7 +74,7 @@ class Saves:
             yield
 
     def returned(self, member: AttachedProcess, holding: Collection[int]) -> None:
-        """A rank is back and holds these grants: those that never reached it end."""
+        """Abort the grants that never reached a rank, which attached again with `holding`."""
         lost = member.granted.keys() - set(holding)
         self._driver.turns.start(
             self._abort_all(member, [(g, member.granted.pop(g)) for g in lost])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node service: puts its parts together, hands each message to the one it is for."""
+"""The node service: connects its parts, and dispatches each message."""
 
 import asyncio
 import logging
@@ -57,10 +57,10 @@ _DRAIN_POLL_S = 0.005
 
 
 class Service:
-    """One node's service. Everything runs on one event loop; only tiers have threads.
+    """The service of one node. It runs on one event loop.
 
-    Whatever may take long has its turns (see `Turns`): messages, what the catalog wants done, and
-    the catalog's own work.
+    Only tiers, checksum verification and the allocation of the arena use threads. Work that may
+    take long runs in turns (see `Turns`): messages, the catalog's actions, and its own jobs.
     """
 
     def __init__(self, settings: Settings, arena: Arena, tiers: dict[TierName, Tier]) -> None:
@@ -83,7 +83,7 @@ class Service:
         self.driver.start(self._perform)
 
     async def run(self, listener: Listener, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set; then let everybody go, and store what is not stored yet."""
+        """Serve until `stop` is set; then close all connections and finish writes to tiers."""
         self.arena.grow(self._grown)
         await asyncio.gather(*(tier.start() for tier in self.tiers.values()))
         self._runner.check_health()
@@ -93,25 +93,27 @@ class Service:
         await stop.wait()
         listener.close()
         self.arena.stop_growing()
-        # Closed first: engines would go on bringing more to store.
+        # First, because connected engines would continue to save chunks.
         for connection in tuple(self._connections):
             connection.close()
         await self._end()
 
     @property
     def catalog(self) -> Catalog:
-        """The catalog, for questions; events go through `driver`."""
+        """The catalog, for queries only; events go through `driver`."""
         return self.driver.catalog
 
     async def _end(self) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._stop_deadline_s
-        # What was cleared is not to be there again after a restart.
-        while not self.driver.idle and loop.time() < end:  # noqa: ASYNC110  whatever makes it idle
+        # Finish clears, so that cleared chunks do not return after a restart.
+        while not self.driver.idle and loop.time() < end:  # noqa: ASYNC110  no event signals idle
             await asyncio.sleep(_DRAIN_POLL_S)
         left = await self._admin.flush(max(0.0, end - loop.time()))
         if left:
-            logger.warning("stopped with %d writes to tiers undone; they are later misses", left)
+            logger.warning(
+                "stopped with %d unfinished writes to tiers, which are later misses", left
+            )
         for task in self._tasks:
             task.cancel()
         await self._runner.close(max(0.1, end - loop.time()))
@@ -160,7 +162,7 @@ class Service:
         elif isinstance(message, Flush):
             self._admin.answer_flush(connection, message)
         elif member is None:
-            raise ProtocolError(f"{type(message).__name__} before attaching")
+            raise ProtocolError(f"the client sent {type(message).__name__} before it attached")
         else:
             return self._on_member_message(connection, member, message)
         return None
@@ -177,11 +179,11 @@ class Service:
         elif isinstance(message, Reliable):
             return self._on_reliable(member, message)
         else:
-            raise ProtocolError(f"{type(message).__name__} was not expected")
+            raise ProtocolError(f"unexpected message {type(message).__name__} from a member")
         return None
 
     def _on_reliable(self, member: AttachedProcess, message: Reliable) -> Job:
-        """Handle what must not get lost; it counts as handled when that is done, not before."""
+        """Handle a reliable message once. It counts as handled when its job is done, not before."""
         if message.seq > member.handled:
             if isinstance(message, Commit):
                 yield from self._saves.commit(member, message)
@@ -204,10 +206,10 @@ class Service:
         )
         connection.send(StatusReply(message.id, status))
 
-    # --- in the background ------------------------------------------------------------------
+    # --- background -------------------------------------------------------------------------
 
     def _grown(self) -> None:
-        """Tell the catalog and the ranks that the arena has grown, or will not grow any more."""
+        """Inform the catalog and the ranks that the arena has grown, or has its final size."""
         with self.driver.event() as catalog:
             catalog.grew(SEGMENT, self.arena.usable, last=not self.arena.allocating)
         self._membership.announce_growth()
@@ -219,14 +221,14 @@ class Service:
             self._runner.run(action)
 
     async def _every(self, seconds: float, look: Callable[[], Job | None]) -> None:
-        """Look after something again and again; a failure of it ends nothing."""
+        """Call `look` periodically, and finish the job that it returns; log its failures."""
         while True:
             await asyncio.sleep(seconds)
             try:
                 for _ in look() or ():
                     await asyncio.sleep(0)
-            except Exception:  # nobody else would look after the service any more
-                logger.exception("looking after the service failed")
+            except Exception:  # the periodic call must continue
+                logger.exception("a periodic check of the service failed")
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank of an engine holds which shards, and whether that makes whole chunks."""
+"""Validation of the shards that ranks hold, and their union, the shard table."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -9,49 +9,49 @@ from kvhaven.errors import KVHavenError
 from kvhaven.types import Shard, ShardId, ShardTable
 
 _MOST: Final = 1 << 12
-"""Shards of a chunk: each is a file, and a bit wherever it is counted."""
+"""Most shards of a chunk: each is a file in a tier, and a bit in every bitmap."""
 
 
 class Holdings(NamedTuple):
-    """The shards of a complete session; the two last are by rank."""
+    """The shards of a complete session; `bitmaps` and `offsets` are by rank."""
 
     table: ShardTable
     bitmaps: tuple[int, ...]
-    """The shards that a rank holds, as bits of the table."""
+    """The shards of a rank, as bits of the table."""
     offsets: tuple[int, ...]
-    """Where the first of them starts in an extent, in bytes."""
+    """Byte offset of the rank's first shard in an extent."""
 
 
 def require_shards(rank: int, shards: Sequence[Shard]) -> None:
-    """Raise `KVHavenError` unless these can be one rank's shards."""
+    """Raise `KVHavenError` unless these shards are valid for one rank."""
     if not shards:
-        raise KVHavenError(f"rank {rank} holds no shards; it must hold one at least")
+        raise KVHavenError(f"rank {rank} holds no shards; it must hold at least one")
     for shard in shards:
         if shard.payload_bytes <= 0:
             raise KVHavenError(
                 f"rank {rank} holds {shard.payload_bytes} bytes of shard {shard.id}; "
-                "that must be more than none"
+                "expected more than 0"
             )
         if not all(0 <= first < end for first, end in (shard.id.layers, shard.id.heads)):
             raise KVHavenError(
-                f"rank {rank} holds {shard.id}; its layers and heads must be ranges that begin "
-                "at 0 or later and are not empty"
+                f"rank {rank} holds {shard.id}; its layers and heads must be non-empty ranges "
+                "that begin at 0 or later"
             )
     ids = [shard.id for shard in shards]
     if ids != sorted(set(ids)):
         raise KVHavenError(
             f"rank {rank} holds {', '.join(map(str, ids))}; they must be in ascending order, "
-            "each once"
+            "without repetition"
         )
 
 
 def united(held: Mapping[int, Sequence[Shard]], *, shared: bool) -> ShardTable:
     """Return the table of all shards of these ranks, in the order of their ids.
 
-    `held` are valid (`require_shards`) shards by rank, perhaps not of all ranks yet; `shared`
-    says whether ranks may hold the same ones. Raises `KVHavenError` when there are too many, when
-    sizes of a shard disagree, when shards overlap without being equal, when two ranks hold some
-    shards together and others not, or when a rank's shards do not follow each other in the table.
+    `held` has valid shards (`require_shards`) by rank, possibly not of all ranks yet. `shared` is
+    whether ranks may hold the same shards. Raises `KVHavenError` if there are too many shards, if
+    ranks disagree about the size of a shard, if shards overlap without being equal, if two ranks
+    have some but not all shards in common, or if a rank's shards are not consecutive in the table.
     """
     holders: dict[ShardId, tuple[int, Shard]] = {}
     for rank, shards in held.items():
@@ -60,7 +60,7 @@ def united(held: Mapping[int, Sequence[Shard]], *, shared: bool) -> ShardTable:
             if other != rank:
                 _require_same(shard, rank, shards, same, other, held[other], shared=shared)
     if len(holders) > _MOST:
-        raise KVHavenError(f"the ranks hold {len(holders)} shards; a chunk has {_MOST} at most")
+        raise KVHavenError(f"the ranks hold {len(holders)} shards; a chunk has at most {_MOST}")
     ids = sorted(holders)
     _refuse_overlaps(ids)
     bits = {id_: bit for bit, id_ in enumerate(ids)}
@@ -71,13 +71,13 @@ def united(held: Mapping[int, Sequence[Shard]], *, shared: bool) -> ShardTable:
             between = next(id_ for id_ in ids[first:last] if id_ not in own)
             raise KVHavenError(
                 f"rank {rank} holds {shards[0].id} to {shards[-1].id}, but {between} lies between "
-                "them and is another rank's; a rank's shards must follow each other"
+                "them and belongs to another rank; a rank's shards must be consecutive"
             )
     return ShardTable(tuple(holders[id_][1] for id_ in ids))
 
 
 def holdings(held: Mapping[int, Sequence[Shard]], table: ShardTable) -> Holdings:
-    """Return what ranks 0, 1, ... hold of the table that `united` made of all of them."""
+    """Return the shards of ranks 0, 1, ... in the `table` that `united` returned for all ranks."""
     bits = {shard.id: bit for bit, shard in enumerate(table.shards)}
     by_rank = [held[rank] for rank in range(len(held))]
     bitmaps = tuple(sum(1 << bits[shard.id] for shard in shards) for shards in by_rank)
@@ -95,11 +95,11 @@ def _require_same(
     *,
     shared: bool,
 ) -> None:
-    """Refuse that two ranks hold a shard unless they may, and hold all of theirs together."""
+    """Raise `KVHavenError` unless two ranks may share a shard, and share all their shards."""
     if not shared:
         raise KVHavenError(
-            f"ranks {other} and {rank} both hold {shard.id}, and do not say that their bytes are "
-            "equal; give replicas their replica number, or attach all ranks with `shared`"
+            f"ranks {other} and {rank} both hold {shard.id}, but do not declare that their bytes "
+            "are equal; give replicas their replica number, or attach all ranks with `shared`"
         )
     if shard != same:
         raise KVHavenError(
@@ -114,7 +114,7 @@ def _require_same(
 
 
 def _refuse_overlaps(ids: Sequence[ShardId]) -> None:
-    """Refuse ranges that overlap and are not equal; `ids` are sorted, so neighbours tell."""
+    """Raise `KVHavenError` if unequal ranges overlap. `ids` are sorted: neighbours suffice."""
     for one, two in pairwise(ids):
         if one.group != two.group:
             continue
@@ -124,6 +124,6 @@ def _refuse_overlaps(ids: Sequence[ShardId]) -> None:
             apart = one.heads == two.heads or one.heads[1] <= two.heads[0]
         if not apart:
             raise KVHavenError(
-                f"shards {one} and {two} overlap in part; layers and heads must be the same "
-                "ranges or ranges apart, on all ranks"
+                f"shards {one} and {two} overlap in part; layers and heads must be equal or "
+                "disjoint ranges on all ranks"
             )

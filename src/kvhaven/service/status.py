@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvhaven status` shows: everything the service knows about itself, typed."""
+"""Typed status of a service, as shown by `kvhaven status`."""
 
 import os
 from collections.abc import Generator, Mapping
@@ -18,15 +18,15 @@ from kvhaven.tiers.base import Tier, TierHealth
 from kvhaven.types import NamespaceDigest, TenantId
 
 _PIECE: Final = 16
-"""Namespaces, or tenants, that are described in one go."""
+"""Namespaces, or tenants, that one piece of a job describes."""
 _FIELDS_BYTES: Final = 1 << 19
-"""JSON of namespaces with their fields, of a few KB each: a status is one frame."""
+"""Most JSON of namespaces with fields (a few KB each), because a status is one frame."""
 
 
 class NamespaceStatus(msgspec.Struct, frozen=True):
     """A namespace's chunks and bytes in memory and in each tier.
 
-    `fields` are those of the newest namespaces alone; of others there is none.
+    `fields` is empty except for the newest namespaces.
     """
 
     digest: str
@@ -37,10 +37,10 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
-    """A tenant's chunks and bytes in memory and in each tier of the node's own.
+    """A tenant's chunks and bytes in memory and in each local tier.
 
-    `quotas` are in bytes, for memory and for such a tier, where there are any. `tenant` is 16 hex
-    digits that stand for its cache salt.
+    `quotas` are in bytes, for memory and each local tier; a place without a quota is left out.
+    `tenant` has 16 hex digits, which stand for the cache salt.
     """
 
     tenant: str
@@ -50,10 +50,11 @@ class TenantStatus(msgspec.Struct, frozen=True):
 
 
 class MemberStatus(msgspec.Struct, frozen=True):
-    """A process of an engine. `quarantined_bytes`: it is lost and may still touch these.
+    """A process of an engine.
 
-    `ready_bytes`: of a rank, how much of the arena it can copy to and from; its engine is offered
-    no other. 0 for a scheduler.
+    `quarantined_bytes`: memory that the process may still access although it is lost.
+    `ready_bytes`: the part of the arena that a rank can copy to and from; its engine is offered no
+    other memory. 0 for a scheduler.
     """
 
     session: str
@@ -64,7 +65,7 @@ class MemberStatus(msgspec.Struct, frozen=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True):
-    """One moment of a node service. Sizes are bytes; counters run since it started."""
+    """Status of a node service. Sizes are in bytes; counters start with the service."""
 
     version: str
     service: str
@@ -72,7 +73,7 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     arena_bytes: int
     arena_used_bytes: int
     hit_rate: float
-    """Chunks that were resident or promoted, of those asked for."""
+    """Chunks that were resident or promoted, divided by the chunks requested."""
     verified_chunks: int
     damaged_chunks: int
     namespaces: list[NamespaceStatus]
@@ -81,10 +82,10 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     catalog: CatalogStats
     arena_allocated_bytes: int = 0
     arena_planned_bytes: int = 0
-    """More than what is allocated while `arena_allocating`, or if memory ran out meanwhile."""
+    """Exceeds `arena_allocated_bytes` while `arena_allocating`, or if memory ran out meanwhile."""
     arena_allocating: bool = False
     tenants: list[TenantStatus] = []
-    """Those that have most; `catalog.more_tenants` says how many others there are."""
+    """The tenants with the most bytes; `catalog.more_tenants` is the number of the others."""
 
 
 def describe(
@@ -95,7 +96,7 @@ def describe(
     sessions: AttachedEngines,
     tiers: Mapping[TierName, Tier],
 ) -> Generator[None, None, bytes]:
-    """Return a service's status as JSON of `ServiceStatus`, in pieces of a millisecond."""
+    """Return a service's `ServiceStatus` as JSON, in pieces of about a millisecond."""
     stats = yield from catalog.survey()
     yield
     tenants = []
@@ -142,7 +143,7 @@ def describe(
 def _namespaces(
     namespaces: dict[NamespaceDigest, NamespaceStats],
 ) -> Generator[None, None, list[NamespaceStatus]]:
-    """Describe namespaces, the oldest first. They are JSON already: all at once would take long."""
+    """Describe namespaces, oldest first, encoded one by one because all together take long."""
     described: list[msgspec.Raw] = []
     left = _FIELDS_BYTES
     for digest, known in reversed(namespaces.items()):

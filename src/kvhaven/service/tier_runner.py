@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does what the catalog asks of tiers, and tells it how that went."""
+"""Executor of the catalog's tier actions; it reports the results to the catalog."""
 
 import asyncio
 import contextlib
@@ -21,19 +21,19 @@ T = TypeVar("T")
 A = TypeVar("A", TierRead, TierWrite)
 
 _PATIENCE_S: Final = 0.25
-"""How long a write lets reads of its tier go first."""
+"""Longest time that a write to a shared tier waits for the tier's reads."""
 _AT_ONCE: Final = 64
-"""Chunks that are read from a tier at the same time, or written; others wait for their turn."""
+"""Most chunks that are read from a tier, or written to it, concurrently; others wait."""
 _DELETED_AT_ONCE: Final = 128
-"""Shards that a tier deletes in one batch, or those of a chunk if they are more."""
+"""Most shards that a tier deletes in one batch; one chunk with more shards is a batch, too."""
 _FOUND_AT_ONCE: Final = 64
-"""Shards that the catalog is told of in one go."""
+"""Shards found by a scan that are reported in one event."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Lane(Generic[A]):
-    """Reads of a tier, or writes: so many are under way at a time, the others wait."""
+    """Queue of the reads, or of the writes, of one tier, with bounded concurrency."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class _Lane(Generic[A]):
         self._under_way = 0
 
     def add(self, action: A) -> None:
-        """Have an action done when its turn comes."""
+        """Queue an action."""
         self.waiting.append(action)
         self.idle.clear()
         self._begin()
@@ -69,7 +69,7 @@ class _Lane(Generic[A]):
 
 
 class _Deletes:
-    """What a tier is to delete, and what it deletes now, by name: a batch at a time."""
+    """Pending deletes of a tier, and the batch being deleted, by name."""
 
     def __init__(self) -> None:
         self.waiting = OrderedMap[bytes, TierDelete]()
@@ -77,16 +77,16 @@ class _Deletes:
         self.deleting = asyncio.Lock()
 
     def has(self, name: bytes) -> bool:
-        """Whether a chunk is still to be deleted, or being deleted."""
+        """Return whether the delete of a chunk is pending or running."""
         return name in self.waiting or name in self.batch
 
 
 class TierRunner:
-    """Runs tier actions as tasks of the event loop, a bounded number of reads at a time.
+    """Executor of tier actions, as tasks of the event loop.
 
-    `memory_of` gives the service's own view of an extent. A lookup is
-    answered within `lookup_s`, whatever the tier does; while a tier owes the answer to one that
-    came too late, nobody waits for the tier again.
+    Reads, writes and deletes are bounded in number, per tier. `memory_of` returns the service's
+    view of an extent. A lookup is answered within `lookup_s` seconds, regardless of the tier. While
+    a tier has not answered a late lookup, no request waits for lookups in that tier.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TierRunner:
         self._clearing = {name: asyncio.Lock() for name in tiers}
 
     def run(self, action: TierLookup | TierRead | TierWrite | TierDelete) -> None:
-        """Start an action; its result goes to the catalog."""
+        """Start an action; its result is reported to the catalog."""
         if isinstance(action, TierLookup):
             self._spawn(self._look_up(action))
         elif isinstance(action, TierRead):
@@ -125,12 +125,12 @@ class TierRunner:
             deletes.waiting[_name(action)] = action
 
     def check_health(self) -> None:
-        """Tell the catalog which tiers are in use; scan those that have come into use."""
+        """Report to the catalog which tiers are online; scan local tiers that were opened."""
         with self._driver.event() as catalog:
             for name, tier in self._tiers.items():
                 health = tier.health()
                 if not health.online:
-                    self._late.pop(name, None)  # it finds out itself when it works again
+                    self._late.pop(name, None)  # the tier itself detects its recovery
                 elif not tier.shared:
                     if health.capacity_bytes is not None:
                         catalog.tier_capacity(name, health.capacity_bytes)
@@ -143,10 +143,11 @@ class TierRunner:
     async def clear(
         self, name: TierName, namespace: NamespaceDigest | None, tenant: TenantId | None
     ) -> tuple[int, int]:
-        """Delete a namespace's chunks (all, for None) from a shared tier's store, for everybody.
+        """Delete a namespace's chunks (None: of all) from a shared tier's store, for all nodes.
 
-        With `tenant`, only that tenant's. One clear of a tier at a time: others wait for it.
-        Returns chunks and bytes found. Raises `TierError`; what was deleted then stays deleted.
+        With `tenant`, only that tenant's. Clears of one tier run one after another. Returns the
+        number of chunks found and their bytes. Raises `TierError` if the store fails; the deletes
+        until then are permanent.
         """
         tier = self._tiers[name]
         chunks = bytes_ = 0
@@ -161,8 +162,8 @@ class TierRunner:
         return chunks, bytes_
 
     async def close(self, deadline_s: float) -> None:
-        """Wait for running tasks, `deadline_s` at most, then close the tiers."""
-        for name in self._tiers:  # what has not begun is not begun any more
+        """Wait up to `deadline_s` seconds for running tasks, then close the tiers."""
+        for name in self._tiers:  # queued actions are dropped
             self._reads[name].waiting.clear()
             self._writes[name].waiting.clear()
         if self._tasks:
@@ -170,9 +171,9 @@ class TierRunner:
         await asyncio.gather(*(tier.close(deadline_s) for tier in self._tiers.values()))
 
     async def _scan(self, name: TierName, tier: Tier, epoch: int) -> None:
-        """Tell the catalog what a tier holds from earlier lives, in the background.
+        """Report the shards that a tier holds from before it was opened, in the background.
 
-        `epoch` is the tier's when this scan began; a newer one may end before it.
+        `epoch` is the tier's epoch when this scan began; a newer scan may end before it.
         """
         found, complete = 0, False
         try:
@@ -188,7 +189,7 @@ class TierRunner:
         finally:
             with self._driver.event() as catalog:
                 catalog.tier_scanned(name, ended=True, complete=complete)
-        logger.info("tier %s: found %d shards from before", name, found)
+        logger.info("tier %s: the scan found %d shards of earlier runs", name, found)
 
     def _found(
         self, name: TierName, namespace: Namespace, shards: Sequence[tuple[StoredShard, int]]
@@ -227,7 +228,7 @@ class TierRunner:
     def _shards(
         self, action: TierLookup | TierRead | TierWrite | TierDelete, key: ChunkKey
     ) -> list[StoredShard]:
-        """Return the names of all shards of a chunk that an action is about."""
+        """Return the names of all shards of a chunk of an action."""
         namespace, tenant = action.namespace, action.tenant
         return [
             StoredShard(namespace.digest, key, shard.id, shard.payload_bytes, tenant)
@@ -235,7 +236,7 @@ class TierRunner:
         ]
 
     async def _look_up(self, action: TierLookup) -> None:
-        """Ask for all shards of all chunks at once; answer in time, also if the tier does not."""
+        """Look up all shards of all chunks in one batch, and report the result in time."""
         shards = [shard for key in action.keys for shard in self._shards(action, key)]
         found: dict[ChunkKey, int] | None = None
         there = await self._in_time(action.tier, shards)
@@ -253,17 +254,17 @@ class TierRunner:
     async def _in_time(
         self, name: TierName, shards: Sequence[StoredShard]
     ) -> Sequence[bool] | None:
-        """Ask a tier; None: there is no answer in time, or the tier did not know.
+        """Look up shards in a tier; return None if the tier failed, or gave no answer in time.
 
-        A store that takes questions and never answers would cost every request the whole
-        `lookup_s`. So a late question is left to end by the tier's own deadline, which tells the
-        tier's breaker, and until one was answered the next goes to the tier without anybody
-        waiting for it, one at a time.
+        A store that accepts lookups and never answers would delay every request by `lookup_s`.
+        Therefore a late lookup continues until the tier's own deadline, which informs the tier's
+        breaker. Until a lookup has been answered, further ones go to the tier one at a time, and
+        no request waits for them.
         """
         late = self._late.get(name)
         if late is not None and not late.done():
             return None
-        # Not awaited itself: a call that a thread is in ends when the thread does.
+        # Not awaited directly: a call that runs in a thread ends only with that thread's work.
         asked = self._spawn(self._contains(name, shards))
         if late is None or late.result() is not None:
             self._late.pop(name, None)
@@ -280,15 +281,15 @@ class TierRunner:
             there = await self._tiers[name].contains(shards)
         except TierError:
             return None  # counted and logged by the tier
-        except Exception:  # a tier's bug is a miss, too: who waits for the answer gets one
-            logger.exception("tier %s: a look-up failed unexpectedly", name)
+        except Exception:  # a bug of a tier is a miss: the waiting request needs an answer
+            logger.exception("tier %s: a lookup failed unexpectedly", name)
             return None
         return there if len(there) == len(shards) else None
 
     async def _let_reads_go_first(self, name: TierName) -> None:
-        """Wait for the reads of a shared tier that are under way, but not for ever.
+        """Wait for the reads of a shared tier in progress, for at most `_PATIENCE_S`.
 
-        Our own disk sees to that itself, thread by thread.
+        The disk tier gives reads priority in its threads instead.
         """
         if self._tiers[name].shared:
             with contextlib.suppress(TimeoutError):
@@ -303,13 +304,13 @@ class TierRunner:
             pass  # counted and logged by the tier
         except TierError:
             self.check_health()
-        except Exception:  # whatever it was, the extent must be let go, and who waits be told
+        except Exception:  # any failure must release the extent and end the wait
             logger.exception("tier %s: a read failed unexpectedly", action.tier)
         with self._driver.event() as catalog:
             catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
 
     async def _read_shards(self, action: TierRead) -> tuple[Checksum, ...]:
-        """Read all shards of a chunk at once; returns or raises when *every* read has ended."""
+        """Read all shards of a chunk concurrently; return or raise after *every* read has ended."""
         tier = self._tiers[action.tier]
         parts = self._parts(action)
         if len(parts) == 1:
@@ -323,7 +324,7 @@ class TierRunner:
                 raise failures[0]
             return tuple(result for result in results if isinstance(result, bytes))
         finally:
-            # An exception holds this frame, which must not hold it: the service runs no GC.
+            # The exception refers to this frame: break the cycle, as full collections are disabled.
             del results, failures
 
     async def _write(self, action: TierWrite) -> None:
@@ -342,13 +343,13 @@ class TierRunner:
         except TierError:
             self._introduced.discard((action.tier, action.namespace.digest))
             self.check_health()
-        except Exception:  # whatever it was, the extent must be let go: a later miss
+        except Exception:  # any failure must release the extent; the chunk is a later miss
             logger.exception("tier %s: a write failed unexpectedly", action.tier)
         with self._driver.event() as catalog:
             catalog.tier_write_done(action.tier, action.key, taken is not None, taken)
 
     async def _delete_all(self, name: TierName) -> None:
-        """Delete what is to be deleted from a tier, batch by batch, until nothing is left."""
+        """Run the pending deletes of a tier, batch by batch, until none is left."""
         deletes = self._deletes[name]
         while deletes.waiting:
             async with deletes.deleting:
@@ -362,10 +363,10 @@ class TierRunner:
                 deletes.batch = frozenset(batch)
                 await self._delete(name, [deletes.waiting.pop(key) for key in batch])
                 deletes.batch = frozenset()
-            await asyncio.sleep(0)  # a tier that is offline refuses without any waiting
+            await asyncio.sleep(0)  # an offline tier refuses without yielding to the loop
 
     async def _delete_before(self, action: TierWrite) -> None:
-        """Have what was there under the name of a chunk deleted, if that is still to be done."""
+        """Run the pending delete of a chunk before the chunk is written."""
         deletes, name = self._deletes[action.tier], _name(action)
         if deletes.has(name):
             async with deletes.deleting:
@@ -378,18 +379,18 @@ class TierRunner:
             await self._tiers[name].delete(shards)
         except TierError:
             self.check_health()
-        except Exception:  # a file left behind is found by the next scan; nobody waits
+        except Exception:  # the next scan finds a remaining file; no caller waits for deletes
             logger.exception("tier %s: a delete failed unexpectedly", name)
 
     async def _introduce(self, name: TierName, namespace: Namespace) -> None:
-        """Add a namespace to a tier, which must know it before the first write."""
+        """Register a namespace with a tier, which is required before the first write."""
         if (name, namespace.digest) not in self._introduced:
             await self._tiers[name].add_namespace(namespace)
             self._introduced.add((name, namespace.digest))
 
 
 def _name(action: TierDelete | TierWrite | StoredShard) -> bytes:
-    """Return what tells a chunk in a tier from others; it begins with the key."""
+    """Return the unique name of a chunk within a tier; it begins with the key."""
     namespace = action.namespace
     digest = namespace.digest if isinstance(namespace, Namespace) else namespace
     return action.key + action.tenant + digest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiers a service has, in which order, and what the catalog is told of each."""
+"""Setup of a service's tiers: their order, options, and descriptions for the catalog."""
 
 import contextlib
 import math
@@ -25,10 +25,10 @@ from kvhaven.tiers.shared.store import SharedStore
 
 
 def make_tiers(settings: Settings) -> dict[TierName, Tier]:
-    """Return the tiers of the settings, the fastest first; none of them is started.
+    """Return the tiers of the settings, fastest first, not started yet.
 
-    Raises `ConfigError` for a URL whose kind is unknown, for packages that are absent, and for a
-    directory of our own in which other users may write.
+    Raises `ConfigError` for a URL of an unknown kind, for missing packages, and for a `local_disk`
+    directory to which other users may write.
     """
     tiers: dict[TierName, Tier] = {}
     if settings.local_disk is not None:
@@ -50,7 +50,7 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
 
 
 def specs_of(settings: Settings, tiers: dict[TierName, Tier]) -> list[TierSpec]:
-    """Return what the catalog has to know of these tiers."""
+    """Return the descriptions of these tiers for the catalog."""
     return [
         TierSpec(
             name,
@@ -65,17 +65,18 @@ def specs_of(settings: Settings, tiers: dict[TierName, Tier]) -> list[TierSpec]:
 
 
 def store_at(url: str, settings: Settings) -> SharedStore:
-    """Return the store at `url` for tools: it must be one already, and nobody keeps its limits.
+    """Return the store at `url` for tools: it must exist, and its limits are not enforced.
 
-    Raises `ConfigError` for a URL whose kind is unknown.
+    Raises `ConfigError` for a URL of an unknown kind.
     """
     return open_tier(url, replace(_options(settings), limits=None, known=True)).store
 
 
 def _check_in_time(path: Path) -> None:
-    """Check the disk tier's directory, unless it cannot be looked at or its disk hangs.
+    """Check the disk tier's directory; skip that if it cannot be read or its disk hangs.
 
-    The tier checks it again when it opens it. Raises `ConfigError`.
+    The tier checks the directory again when it opens it. Raises `ConfigError` if other users may
+    write there.
     """
     checked = Future[None]()
 
@@ -86,14 +87,14 @@ def _check_in_time(path: Path) -> None:
         except (ConfigError, OSError) as error:
             checked.set_exception(error)
 
-    # Not a thread of a pool: the interpreter would wait for it at its end.
+    # Not a pool thread, because the interpreter waits for those when it exits.
     threading.Thread(target=check, name="kvhaven-check-place", daemon=True).start()
-    with contextlib.suppress(OSError):  # a TimeoutError is one
+    with contextlib.suppress(OSError):  # includes TimeoutError
         checked.result(START_WAIT_S)
 
 
 def _options(settings: Settings) -> TierOptions:
-    """Return the settings of shared tiers."""
+    """Return the options of shared tiers."""
     limits = Limits(
         settings.max_remote_size,
         settings.max_remote_namespace_size,
@@ -112,7 +113,7 @@ def _options(settings: Settings) -> TierOptions:
 
 
 def _free_name(name: str, taken: dict[TierName, Tier]) -> TierName:
-    """Return a tier's name, with a number if there are several of its kind."""
+    """Return a unique name for a tier, with a number if its name is taken."""
     free, number = TierName(name), 1
     while free in taken or free == MEMORY:
         number += 1

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns: whatever the service does on its event loop takes about a millisecond at a time.
+"""Turns: long work on the service's event loop, about a millisecond at a time.
 
-What may take longer is a job: a generator that yields between pieces, each of which is short. A
-job has the loop for a turn, and goes on in another one after whatever else is waiting: sockets,
-timers, threads that are done. This is the only place where work is cut by the clock; what a piece
-is, the job knows (see `kvhaven.catalog.work`, too).
+Work that may take longer is a job: a generator that yields between short pieces. A job runs for one
+turn, and continues in another turn after the other pending events: sockets, timers, finished
+threads. This is the only place where work is divided by the clock; the job itself defines its
+pieces (see also `kvhaven.catalog.work`).
 """
 
 import asyncio
@@ -22,25 +22,25 @@ logger = logging.getLogger(__name__)
 
 
 class Turns:
-    """The jobs that are not done. `after` is called after each turn in which some had a piece.
+    """Queue of unfinished jobs. `after` is called after each turn.
 
-    The first turn of a job, in `start`, is one of them.
+    The first part of a job, which runs in `start`, counts as a turn.
     """
 
     def __init__(self, after: Callable[[], None]) -> None:
         self.pieces = 0
-        """How many were done since the start."""
+        """Number of pieces executed so far."""
         self._after = after
         self._jobs: deque[Job] = deque()
         self._next: asyncio.Handle | None = None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether no job is left."""
         return not self._jobs
 
     def start(self, job: Job) -> bool:
-        """Do a job now for as long as a turn, and the rest in later turns; return if it is done."""
+        """Run a job for one turn now, and the rest in later turns; return whether it is done."""
         end = time.perf_counter() + TURN_S
         done = True
         while done and self._goes_on(job):
@@ -51,7 +51,7 @@ class Turns:
         return done
 
     def add(self, job: Job) -> None:
-        """Do a job in later turns."""
+        """Run a job in later turns."""
         self._jobs.append(job)
         self._wake()
 
@@ -73,13 +73,13 @@ class Turns:
             self._next = asyncio.get_running_loop().call_soon(self._turn)
 
     def _goes_on(self, job: Job) -> bool:
-        """Do a piece of a job; return whether that was not the last."""
+        """Run one piece of a job; return whether more may follow."""
         self.pieces += 1
         try:
             next(job)
         except StopIteration:
             return False
-        except Exception:  # nobody waits for a job: the others go on
+        except Exception:  # no caller waits for this job; the others continue
             logger.exception("a job of the service failed")
             return False
         return True

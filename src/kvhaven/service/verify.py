@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks resident shards against the checksums that came with their commits."""
+"""Verification of resident shards against the checksums of their commits."""
 
 import asyncio
 import logging
@@ -17,14 +17,14 @@ from kvhaven.types import Checksum, Extent, ShardTable
 logger = logging.getLogger(__name__)
 
 _SAMPLE_EVERY = 16
-"""With `verify_memory: sample`, one chunk of every this many leases is checked, on average."""
+"""With `verify_memory: sample`, one chunk in this many leases is checked, on average."""
 
 
 class Verifier:
-    """Reads resident chunks in a thread of low priority; damaged ones are discarded.
+    """Checker of resident chunks, in a thread of low priority; damaged chunks are discarded.
 
-    `always` checks every chunk before a lease is answered. `sample` checks behind the
-    answers: it finds failing memory, it does not stop the first use of a damaged chunk.
+    The mode `always` checks every chunk of a lease before it is answered. `sample` checks after the
+    answer: it detects failing memory, but does not prevent the first use of a damaged chunk.
     """
 
     def __init__(self, driver: Driver, arena: Arena, mode: str) -> None:
@@ -32,8 +32,8 @@ class Verifier:
         self._arena = arena
         self._mode = mode
         self._threads = ThreadPoolExecutor(1, "verify", initializer=be_nice)
-        # By chance, not by turns: turns could pass the same chunks over for ever.
-        self._chance = random.Random()  # noqa: S311 - nobody gains by foreseeing it
+        # Random, because a fixed period could skip the same chunks forever.
+        self._chance = random.Random()  # noqa: S311 - predicting it has no use
         self._running: asyncio.Task[int] | None = None
         self.checked = 0
         self.damaged = 0
@@ -44,7 +44,7 @@ class Verifier:
         return self._mode == "always"
 
     def sample(self, acquisition: Acquisition, table: ShardTable) -> None:
-        """Check one chunk of a lease now and then, in the background, one at a time."""
+        """Check one chunk of some leases in the background, one at a time."""
         if self._mode != "sample" or not acquisition.chunks or self._running is not None:
             return
         if self._chance.randrange(_SAMPLE_EVERY) == 0:
@@ -53,7 +53,7 @@ class Verifier:
             self._running.add_done_callback(self._sampled)
 
     async def verify(self, acquisition: Acquisition, table: ShardTable) -> int:
-        """Check all chunks of a lease; return how many of its first are undamaged."""
+        """Check the chunks of a lease; return the length of the undamaged prefix."""
         return await self._check(acquisition.chunks, table)
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class Verifier:
     def _sampled(self, task: asyncio.Task[int]) -> None:
         self._running = None
         if not task.cancelled() and task.exception() is not None:
-            logger.error("a check of memory failed", exc_info=task.exception())
+            logger.error("verification of a chunk in memory failed", exc_info=task.exception())
 
     async def _check(self, chunks: Sequence[Leased], table: ShardTable) -> int:
         loop = asyncio.get_running_loop()
@@ -77,8 +77,8 @@ class Verifier:
             intact = await loop.run_in_executor(
                 self._threads, self._is_intact, chunk.extent, table, expected
             )
-            # The lease may have ended meanwhile, and its memory been written anew: then these
-            # bytes say nothing about the chunk.
+            # The lease may have ended meanwhile and its memory been reused: then the mismatch
+            # proves nothing.
             if not intact and self._driver.catalog.checksums(chunk.key, chunk.extent) is not None:
                 self.damaged += 1
                 logger.error("chunk %s was damaged in memory: discarded", chunk.key.hex())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conformance suites and test doubles, for tiers and eviction policies of other packages.
+"""Conformance suites and test doubles for tiers and eviction policies of other packages.
 
 Needs `pip install 'kvhaven[testing]'`. `docs/extending.md` shows how to use it.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that wraps another one and misbehaves, for tests: ours, and those of who runs KVHaven."""
+"""Fault-injecting wrapper around a tier, for tests of KVHaven and of its users."""
 
 import asyncio
 import contextlib
@@ -20,24 +20,24 @@ T = TypeVar("T")
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """How often each fault comes: 0 never, 1 with every call that it fits."""
+    """Probability of each fault, from 0 (never) to 1 (in every call to which it applies)."""
 
     delay: float = 0.0
-    """A call takes up to `longest_delay_s` more."""
+    """A call takes up to `longest_delay_s` seconds longer."""
     error: float = 0.0
-    """A call raises `TierError`; in half of the cases after it did what it was asked."""
+    """A call raises `TierError`; in half of the cases after it was executed."""
     stall: float = 0.0
-    """A call does nothing until it is cancelled, the tier is closed, or `stall_s` have passed."""
+    """A call hangs until it is cancelled, the tier is closed, or `stall_s` seconds have passed."""
     truncate: float = 0.0
-    """The end of a payload is zero: in the store (a write), or in what arrived (a read)."""
+    """The end of a payload is zeroed: in the store (a write) or in the bytes received (a read)."""
     flip: float = 0.0
-    """A bit of a payload is another one: in the store (a write), or in what arrived (a read)."""
+    """One bit of a payload is flipped: in the store (a write) or in the bytes received (a read)."""
     lose: float = 0.0
-    """A write or delete returns, and nothing happened; a scan leaves a shard out."""
+    """A write or delete returns without effect; a scan omits a shard."""
     duplicate: float = 0.0
-    """A call is made twice, as by a client that did not hear the answer."""
+    """A call is executed twice, as by a client that missed the reply."""
     lie: float = 0.0
-    """`contains` says the contrary of what is so, for each shard."""
+    """`contains` returns the opposite result, drawn for each shard."""
     longest_delay_s: float = 0.01
     stall_s: float = 3600.0
 
@@ -52,17 +52,17 @@ EVERYTHING: Final = Faults(
     duplicate=0.05,
     lie=0.05,
 )
-"""Each fault now and then: most calls still work, and no long sequence of them does."""
+"""All faults, each rarely: most calls succeed, but no long sequence of calls does."""
 
 
 class FaultyTier:
-    """Does what `inner` does, and one of `faults` now and then, by a generator with `seed`.
+    """Tier that forwards calls to `inner` and injects `faults`, drawn by a generator with `seed`.
 
-    The faults depend on the seed and on the order of the calls, and on nothing else. They are
-    all such as the contract allows, so whoever uses a tier rightly serves no wrong byte: what
-    is damaged in the store fails its checksum there, and what is damaged on its way here ends
-    as `TierMissError`, as it does in a tier that verifies what arrived. `health` and `check`
-    are the inner tier's own. `injected` counts the faults by name.
+    The faults depend only on the seed and the order of the calls. The contract of `Tier` allows
+    all of them, so a correct caller serves no wrong byte: a payload damaged in the store fails
+    its checksum there, and a payload damaged in transit ends as `TierMissError`, as in any tier
+    that verifies its reads. `health` and `check` are those of the inner tier. `injected` counts
+    the faults by name.
     """
 
     def __init__(self, inner: Tier, seed: int, faults: Faults = EVERYTHING) -> None:
@@ -79,57 +79,57 @@ class FaultyTier:
         await self._inner.start()
 
     async def close(self, deadline_s: float) -> None:
-        """End what stalls, and close the inner tier."""
+        """End stalled calls, and close the inner tier."""
         self._closed.set()
         await self._inner.close(deadline_s)
 
     async def add_namespace(self, namespace: Namespace) -> None:
-        """Add it to the inner tier, or fail."""
+        """Register the namespace with the inner tier, or fail."""
         await self._call(lambda: self._inner.add_namespace(namespace))
 
     async def scan(
         self, tenant: TenantId | None = None
     ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
-        """Yield what the inner tier does, some shards left out, or fail on the way."""
+        """Yield the inner tier's shards except some, or fail during the scan."""
         async for namespace, shards in self._inner.scan(tenant):
             await self._call(_nothing)
             left = {shard: size for shard, size in shards.items() if not self._hit("lose")}
             yield namespace, left
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Ask the inner tier, and lie about some."""
+        """Call the inner tier, and invert some results."""
         answers = await self._call(lambda: self._inner.contains(shards))
         return [answer ^ self._hit("lie") for answer in answers]
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
-        """Read from the inner tier; what was damaged on its way is a miss."""
+        """Read from the inner tier; a payload damaged in transit is a miss."""
         damage = self._damage(shard)
         checksum = await self._call(lambda: self._inner.read(shard, into))
         if damage is not None:
             damage(into)
-            raise TierMissError(f"injected: {shard.key.hex()} was damaged on its way")
+            raise TierMissError(f"injected: {shard.key.hex()} was damaged in transit")
         return checksum
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Write to the inner tier, or nothing, or something else under the same checksum."""
+        """Write the payload, nothing, or a damaged payload with the original checksum."""
         damage = self._damage(shard)
         if self._hit("lose"):
             await self._call(_nothing)
             return stored_bytes(shard.payload_bytes)
         if damage is not None:
-            copy = memoryview(mmap.mmap(-1, len(payload)))  # where direct I/O can take it from
+            copy = memoryview(mmap.mmap(-1, len(payload)))  # page-aligned for direct I/O
             copy[:] = payload
             damage(copy)
             payload = copy
         return await self._call(lambda: self._inner.write(shard, payload, checksum))
 
     async def delete(self, shards: Sequence[StoredShard]) -> None:
-        """Delete from the inner tier, or nothing."""
+        """Delete from the inner tier, or do nothing."""
         lost = self._hit("lose")
         await self._call(_nothing if lost else lambda: self._inner.delete(shards))
 
     def health(self) -> TierHealth:
-        """Return the inner tier's figures."""
+        """Return the inner tier's health."""
         return self._inner.health()
 
     async def check(self) -> TierAudit:
@@ -137,14 +137,14 @@ class FaultyTier:
         return await self._inner.check()
 
     def _hit(self, fault: str) -> bool:
-        """Draw whether a fault comes now."""
+        """Draw whether a fault occurs now."""
         hit = bool(self._random.random() < getattr(self._faults, fault))
         self.injected[fault] += hit
         return hit
 
     async def _call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Await `work` once or twice, late, or not at all."""
-        # All is drawn before the first wait: the order in which calls end changes nothing.
+        """Await `work` once, twice, late, or never."""
+        # Draw everything before the first wait, so the order in which calls end has no effect.
         delay_s = self._random.random() * self._faults.longest_delay_s
         delayed, stalled, failed = self._hit("delay"), self._hit("stall"), self._hit("error")
         after = failed and self._random.random() < 0.5
@@ -154,12 +154,12 @@ class FaultyTier:
         if stalled:
             await self._stall()
         if failed and not after:
-            raise TierError(f"injected: tier {self.name} failed before it did anything")
+            raise TierError(f"injected: tier {self.name} failed before the call")
         result = await work()
         if twice:
             result = await work()
         if after:
-            raise TierError(f"injected: tier {self.name} failed after it did what was asked")
+            raise TierError(f"injected: tier {self.name} failed after the call")
         return result
 
     async def _stall(self) -> None:
@@ -169,7 +169,7 @@ class FaultyTier:
         raise TierError(f"injected: tier {self.name} did not answer")
 
     def _damage(self, shard: StoredShard) -> Callable[[memoryview], None] | None:
-        """Draw what happens to a payload on its way, if anything does."""
+        """Draw the damage to a payload in transit; None for no damage."""
         at = self._random.randrange(max(1, shard.payload_bytes))
         bit = 1 << self._random.randrange(8)
         flipped, cut = self._hit("flip"), self._hit("truncate")
@@ -186,4 +186,4 @@ class FaultyTier:
 
 
 async def _nothing() -> None:
-    """Do nothing, where a call is lost."""
+    """Do nothing, in place of a lost call."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shared store in memory, for tests: several tiers over one of them are several nodes."""
+"""Shared store in memory, for tests: several tiers over one store simulate several nodes."""
 
 import asyncio
 import time
@@ -29,9 +29,10 @@ def memory_tier(store: "MemoryStore", retry_s: float = 1.0) -> SharedTier:
 
 
 class MemoryStore:
-    """Keeps blobs in `blobs`, by name, as a bucket would. See `SharedStore` for the methods.
+    """`SharedStore` that keeps its content in `blobs`, by name, like a bucket.
 
-    Everything fails while `broken` says why.
+    While `broken` is a non-empty text, every call raises `StoreFailedError` with that text.
+    `SharedStore` documents the methods.
     """
 
     name = "memory"
@@ -43,18 +44,18 @@ class MemoryStore:
         self._packing = ShardCodec(self.title)
 
     async def open(self) -> None:
-        """Fail while broken."""
+        """Do nothing; fail while broken."""
         await self._pass()
 
     async def still_open(self) -> bool:
-        """Memory does not go."""
+        """Return True: memory cannot vanish."""
         return True
 
     async def close(self, deadline_s: float) -> None:
-        """Leave all as it is: another tier may use it."""
+        """Do nothing: another tier may use the store."""
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
-        """Read and verify."""
+        """Read and verify a shard."""
         await self._pass()
         name = blob_name(shard)
         blob = self.blobs.get(name)
@@ -65,7 +66,7 @@ class MemoryStore:
         return unpack(self._packing, blob[:HEADER_BYTES], into, len(blob), shard, name)
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Write unless it is there."""
+        """Write a shard unless it is present."""
         await self._pass()
         if self._has(shard):
             return 0
@@ -74,12 +75,12 @@ class MemoryStore:
         return len(blob)
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Look all of them up."""
+        """Return whether each shard is present."""
         await self._pass()
         return [self._has(shard) for shard in shards]
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Remove."""
+        """Remove blobs."""
         await self._pass()
         for name in names:
             self.blobs.pop(name, None)
@@ -90,7 +91,7 @@ class MemoryStore:
         return self.blobs.get(manifest_name(folder))
 
     async def save_manifest(self, folder: str, content: bytes) -> None:
-        """Keep a manifest."""
+        """Store a manifest."""
         await self._pass()
         self.blobs[manifest_name(folder)] = content
 
@@ -101,7 +102,7 @@ class MemoryStore:
         return sorted(folder for folder in folders if FOLDER.fullmatch(folder))
 
     async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
-        """Yield all of a folder at once."""
+        """Yield all blobs of a folder in one page."""
         await self._pass()
         manifest = manifest_name(folder)
         yield [
@@ -117,16 +118,16 @@ class MemoryStore:
 
     async def probe(self, lane: Lane) -> None:
         """Fail while broken."""
-        del lane  # all work alike
+        del lane  # the same for both
         await self._pass()
 
     def queued(self, lane: Lane) -> int:
-        """Nothing waits."""
+        """Return 0: there is no queue."""
         del lane
         return 0
 
     def longest_running_s(self) -> float:
-        """Nothing takes time."""
+        """Return 0: calls do not hang."""
         return 0.0
 
     def _has(self, shard: StoredShard) -> bool:
@@ -134,7 +135,7 @@ class MemoryStore:
         return blob is not None and may_hold(len(blob), shard.payload_bytes)
 
     async def _pass(self) -> None:
-        """Let others run, as a real store does, and fail while broken."""
+        """Yield to other tasks, as a real store does; fail while broken."""
         await asyncio.sleep(0)
         if self.broken:
             raise StoreFailedError(self.broken)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conformance suite of eviction policies: the contract of `kvhaven.catalog.policy` as tests.
 
-A test module that imports all names of this one and defines a fixture `make_policy`, which returns
-a function that makes an empty policy, runs it.
+To run the suite, a test module imports all names of this module and defines a fixture `make_policy`
+that returns a function, which creates an empty policy.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ MakePolicy = Callable[[], EvictionPolicy]
 
 
 def keys_of(name: str, count: int) -> list[ChunkKey]:
-    """Return the keys of a chain."""
+    """Return `count` keys of the chain `name`."""
     return [ChunkKey(hashlib.sha256(f"{name}/{n}".encode()).digest()) for n in range(count)]
 
 
@@ -25,7 +25,7 @@ KEYS = keys_of("k", 12)
 
 
 def filled(make_policy: MakePolicy, keys: Iterable[ChunkKey]) -> EvictionPolicy:
-    """Return a policy that was given keys."""
+    """Return a policy to which `keys` were added."""
     policy = make_policy()
     for key in keys:
         policy.added(key)
@@ -66,7 +66,7 @@ def test_looking_changes_nothing(make_policy: MakePolicy) -> None:
 
 
 def test_a_chain_goes_from_its_tail(make_policy: MakePolicy) -> None:
-    """Saved from the head on, then used as a whole, then extended."""
+    """Save a chain from its head, use all of it, then extend it."""
     policy = filled(make_policy, KEYS[:4])
     policy.arranged(KEYS[3::-1])
     assert list(policy.candidates()) == KEYS[3::-1]
@@ -79,7 +79,7 @@ def test_a_chain_goes_from_its_tail(make_policy: MakePolicy) -> None:
 
 
 def test_what_was_passed_over_makes_way(make_policy: MakePolicy) -> None:
-    """It comes back when the policy has nothing else, and not before."""
+    """The policy proposes passed chunks again only after all others."""
     policy = filled(make_policy, KEYS)
     first = list(policy.candidates())
     policy.passed(first[:4])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with a stored shard: functions of its bytes and of what it should be."""
+"""Kinds of damage to a stored shard: functions of its bytes and of the original piece."""
 
 import random
 import struct
@@ -20,7 +20,7 @@ def flip(at: int) -> Damage:
 
 
 def form_in(raw: bytes) -> Form:
-    """Return how a payload is stored, also according to a header that is damaged already."""
+    """Return the encoding that a header gives, even if the header is damaged."""
     return form_of(raw) if len(raw) >= HEADER_BYTES else PLAIN
 
 
@@ -31,7 +31,7 @@ def flip_last(raw: bytes, piece: Piece) -> bytes:
 
 
 def patch_header(at: int, value: bytes) -> Damage:
-    """Change a header's field and make its own checksum right again."""
+    """Change a header field and recompute the header's checksum."""
 
     def change(raw: bytes, _: Piece) -> bytes:
         body = raw[:at] + value + raw[at + len(value) : 4080]
@@ -41,7 +41,7 @@ def patch_header(at: int, value: bytes) -> Damage:
 
 
 def swap_header(field: str, other: Callable[[Piece], object]) -> Damage:
-    """Put the right header of another shard before this payload."""
+    """Replace the header by a valid header of another shard."""
 
     def change(raw: bytes, piece: Piece) -> bytes:
         shard = msgspec.structs.replace(piece.shard, **{field: other(piece)})
@@ -80,4 +80,4 @@ DAMAGE: dict[str, Damage] = {
     "another shard's file": swap_header("shard", lambda _: ShardId(7, (0, 1), (0, 1))),
     "another length": swap_header("payload_bytes", lambda _: PAYLOAD + 1),
 }
-"""All damages, for a shard of `PAYLOAD` bytes; none of them may ever be served."""
+"""All kinds of damage, for a shard of `PAYLOAD` bytes; a tier must never serve any of them."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conformance suite of tiers: the contract of `kvhaven.tiers.base.Tier` as tests.
 
-A test module that imports all names of this one and defines a fixture `kit`, which returns a `Kit`,
-runs it. It needs pytest with pytest-asyncio in the mode `auto`.
+To run the suite, a test module imports all names of this module and defines a fixture `kit` that
+returns a `Kit`. The suite needs pytest with pytest-asyncio in the mode `auto`.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ Open = Callable[[], AbstractAsyncContextManager[Tier]]
 
 SPACE = make_namespace("model", (10_000, 4096, 1))
 SAME_DIGEST = msgspec.structs.replace(SPACE, table=make_namespace("model", (5000,)).table)
-"""What never is: a digest covers its table."""
+"""Impossible in practice, since a digest covers its table."""
 ANN, BEN = tenant_id("ann"), tenant_id("ben")
 OTHER = make_namespace("other model", (10_000,))
 
 
 @pytest.fixture
 def open_kit(kit: Kit) -> Open:
-    """Return what opens a tier of `CAPACITY` bytes over one store, again and again."""
+    """Return a function that opens a tier of `CAPACITY` bytes over one store, repeatedly."""
     return kit.open
 
 
@@ -60,7 +60,7 @@ async def test_what_was_written_is_read(open_kit: Open) -> None:
 
 
 async def test_what_a_tenant_wrote_is_there_for_it_alone(open_kit: Open) -> None:
-    """Even under the same key, which no two tenants have."""
+    """This holds even for equal keys, which two tenants never have in practice."""
     pieces = [make_piece(SPACE, 0, 0, tenant) for tenant in (NO_TENANT, ANN, BEN)]
     async with open_kit() as tier:
         await tier.add_namespace(SPACE)
@@ -136,7 +136,7 @@ async def test_deleted_shards_are_gone_and_their_bytes_too(open_kit: Open) -> No
         await tier.add_namespace(SPACE)
         await store(tier, *pieces)
         await tier.delete([piece.shard for piece in pieces[1:]])
-        await tier.delete([piece.shard for piece in pieces[1:]])  # absent ones are no error
+        await tier.delete([piece.shard for piece in pieces[1:]])  # absent shards are not an error
         for piece in pieces[1:]:
             with pytest.raises(TierMissError):
                 await fetch(tier, piece.shard)
@@ -162,7 +162,7 @@ async def test_a_scan_after_opening_anew_finds_everything(open_kit: Open) -> Non
         assert (await tier.check()).clean
         for piece in pieces:
             assert await fetch(tier, piece.shard) == content(piece)
-        await store(tier, make_piece(OTHER))  # known by the scan
+        await store(tier, make_piece(OTHER))  # the scan registered it
 
 
 async def test_a_scan_gives_the_namespace_back_as_it_was(open_kit: Open) -> None:
@@ -305,7 +305,7 @@ async def test_a_buffer_is_left_alone_after_a_cancelled_read_has_ended(open_kit:
                     await tier.read(piece.shard, buffer)
             except TimeoutError:
                 pass
-            buffer[:] = bytes(len(buffer))  # it is ours again
+            buffer[:] = bytes(len(buffer))  # the call has ended: the buffer is free
         assert await fetch(tier, piece.shard) == content(piece)
         assert not any(any(buffer) for buffer in buffers)
 
@@ -384,5 +384,5 @@ async def test_a_namespace_with_another_table_in_the_store_is_refused(kit: Kit) 
     async with kit.open() as tier:
         await tier.add_namespace(SPACE)
     async with kit.open() as tier:
-        with pytest.raises(TierError, match="cannot be kept there"):
+        with pytest.raises(TierError, match="cannot be stored there"):
             await tier.add_namespace(SAME_DIGEST)

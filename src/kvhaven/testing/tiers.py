@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data for tests of tiers: namespaces, shards with their payloads, buffers."""
+"""Test data for tiers: namespaces, shards with payloads, buffers."""
 
 import asyncio
 import contextlib
@@ -29,24 +29,24 @@ Change = Callable[[bytes], bytes]
 
 
 class Kit(NamedTuple):
-    """A store that nothing else uses, and how to reach it in two ways."""
+    """Private store of a test: a function that opens a tier over it, and one that changes bytes."""
 
     open: Callable[[], AbstractAsyncContextManager[Tier]]
-    """Opens a tier of `CAPACITY` bytes over the store, again and again; two at once if shared."""
+    """Opens a tier of `CAPACITY` bytes over the store; repeatable, concurrently if it is shared."""
     change: Callable[[StoredShard, Change], None]
-    """Changes the bytes that are stored for a shard, behind the tier's back."""
+    """Changes the stored bytes of a shard without the tier's knowledge."""
 
 
 CAPACITY = 1 << 26
 PAYLOAD = 10_000
-"""Not a multiple of 4096, so that there is padding."""
+"""Not a multiple of 4096, so that shards have padding."""
 
 
 _EXPONENTS = bytes(0x3E + number % 4 for number in range(256))
 
 
 class Piece(NamedTuple):
-    """A shard with its payload."""
+    """Shard with its payload and checksum."""
 
     shard: StoredShard
     payload: memoryview
@@ -72,7 +72,7 @@ def make_piece(
 ) -> Piece:
     """Return chunk `number`'s shard `at`; the same arguments give the same bytes.
 
-    They are like bf16 of about the same size, of which zstd saves about a third.
+    The bytes resemble bf16 values of similar magnitude, of which zstd saves about a third.
     """
     entry = namespace.table.shards[at]
     key = ChunkKey(hashlib.sha256(f"{namespace.digest.hex()} {number}".encode()).digest())
@@ -106,7 +106,7 @@ def content(piece: Piece) -> bytes:
 async def scanned(
     tier: Tier, tenant: TenantId | None = None
 ) -> tuple[set[NamespaceDigest], set[StoredShard]]:
-    """Scan a tier (for a tenant); return the namespaces and shards it told of."""
+    """Scan a tier (for a tenant); return the namespaces and shards that it yields."""
     namespaces: set[NamespaceDigest] = set()
     shards: set[StoredShard] = set()
     async for namespace, batch in tier.scan(tenant):
@@ -118,13 +118,13 @@ async def scanned(
 async def until(condition: Callable[[], bool], within_s: float = 30) -> None:
     """Wait until `condition` holds."""
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
+        while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
 async def opened(tier: Tier) -> AsyncIterator[Tier]:
-    """Start a tier, and close it in the end."""
+    """Start a tier, and close it at the end."""
     await tier.start()
     try:
         yield tier
@@ -134,7 +134,7 @@ async def opened(tier: Tier) -> AsyncIterator[Tier]:
 
 @contextlib.asynccontextmanager
 async def online(tier: Tier) -> AsyncIterator[Tier]:
-    """Start a tier, wait until it is connected, and close it in the end."""
+    """Start a tier, wait until it is online, and close it at the end."""
     async with opened(tier):
         await until(lambda: bool(tier.health().online))
         yield tier

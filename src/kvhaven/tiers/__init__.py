@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places below the arena that keep shards; `base` is the contract."""
+"""Storage tiers below the arena; `base` defines their contract."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a tier: a place below the arena that keeps shards."""
+"""Contract of a tier: storage below the arena that keeps shards."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
@@ -18,9 +18,9 @@ from kvhaven.types import (
 
 
 class StoredShard(msgspec.Struct, frozen=True, gc=False):
-    """The name of a shard in a tier, and its payload's size in bytes.
+    """Name of a shard in a tier, and the size of its payload in bytes.
 
-    `tenant` is part of the name: what one tenant wrote is not there under another's.
+    `tenant` is part of the name: a shard written by one tenant is absent for every other tenant.
     """
 
     namespace: NamespaceDigest
@@ -31,10 +31,9 @@ class StoredShard(msgspec.Struct, frozen=True, gc=False):
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """What a tier must remember of a namespace to offer its shards after a restart.
+    """Record of a namespace that a tier stores to offer the namespace's shards after a restart.
 
-    `fields` are the namespace's own (model, dtype, layout, ...) for people to read;
-    `digest` is what counts.
+    `digest` identifies the namespace. `fields` (model, dtype, layout, ...) are informational.
     """
 
     digest: NamespaceDigest
@@ -43,9 +42,9 @@ class Namespace(msgspec.Struct, frozen=True):
 
 
 class CompressionStatus(msgspec.Struct, frozen=True):
-    """What was chosen for a namespace (digest in hex), and bytes written since the start.
+    """Compression decision for a namespace (digest in hex), and bytes written since the start.
 
-    `stored_bytes` is what was stored for `payload_bytes`, both with headers and padding.
+    `stored_bytes` were stored for `payload_bytes`; both include headers and padding.
     """
 
     namespace: str
@@ -56,21 +55,21 @@ class CompressionStatus(msgspec.Struct, frozen=True):
 
 
 class TierHealth(msgspec.Struct, frozen=True):
-    """How a tier is doing: `used_bytes` of `capacity_bytes`, counters, its last error."""
+    """Health of a tier: state, `used_bytes` of `capacity_bytes`, counters, last error."""
 
     online: bool
-    """Reads are served. Offline, every operation fails at once with `TierError`."""
+    """Reads are served. Offline, every operation raises `TierError` immediately."""
     capacity_bytes: int | None
-    """What it can hold now: what was set, or less where the store itself is smaller.
+    """Bytes that the tier can hold now: the configured capacity, or less if the store is smaller.
 
-    None: unbounded, or not ours to keep to (a shared tier): nothing is evicted from it by us.
+    None: unbounded, or not managed by this service (a shared tier): the catalog evicts nothing.
     """
     used_bytes: int
-    """Bytes of the shards it knows, headers and padding included; 0 for a shared tier."""
+    """Bytes of the indexed shards, headers and padding included; 0 for a shared tier."""
     writable: bool = False
-    """Writes are accepted too: a full or read-only store still serves reads."""
+    """Writes are accepted as well. A full or read-only store still serves reads."""
     epoch: int = 0
-    """Grows each time the store is opened (anew): then `scan` tells what it holds now."""
+    """Incremented each time the store is opened; results of an earlier `scan` are then outdated."""
     queued_reads: int = 0
     queued_writes: int = 0
     reads: int = 0
@@ -78,16 +77,16 @@ class TierHealth(msgspec.Struct, frozen=True):
     misses: int = 0
     errors: int = 0
     rejected: int = 0
-    """Shards that failed their checks (header, length or checksum) and were set aside."""
+    """Shards that failed a check (header, length or checksum) and were set aside."""
     last_error: str = ""
     holder: str = ""
-    """Who owns the tier's directory, when it is not this service."""
+    """Owner of the tier's directory if it is another service; otherwise empty."""
     compression: list[CompressionStatus] | None = None
-    """For each namespace that was written; None where nothing is to be compressed."""
+    """One entry for each namespace that was written; None if compression is off."""
 
 
 class TierAudit(msgspec.Struct, frozen=True):
-    """What `check` found: shards and bytes that are right, and a line for each that is not."""
+    """Result of `check`: valid shards, their bytes, and one line for each problem."""
 
     shards: int
     used_bytes: int
@@ -95,122 +94,123 @@ class TierAudit(msgspec.Struct, frozen=True):
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the audit found no problem."""
         return not self.problems
 
 
 class Tier(Protocol):
-    """Keeps shards by name. All methods run on the service's event loop and never block it.
+    """Store of shards by name. All methods run on the service's event loop and never block it.
 
-    What is *not* promised: that a shard which was written is still there (a tier may lose
-    anything, a loss is a miss), and any order between operations on different shards. On a
-    **shared** tier other services write and delete too: nobody tells of it, two services may
-    write the same shard at once (both are right), and of a write and a delete at once either
-    may win.
-    What is promised: `read` returns bytes that carry the checksum they were written with,
-    or raises; a shard that is being written is not seen before it is whole.
+    **Guaranteed**: `read` returns bytes that match the checksum they were written with, or
+    raises. A shard that is being written is not visible before it is complete.
 
-    **Deadlines**: a shared tier ends every operation within its own `deadline_s`, with
-    `TierError` if need be; shorter ones are the caller's (`asyncio.timeout`). What waited for
-    its turn until then is taken back, and does not count as a failure of the store.
+    **Not guaranteed**: durability (a tier may lose any shard; a lost shard is a miss), and any
+    order between operations on different shards. On a **shared** tier other services write and
+    delete as well, without notification. Two services may write the same shard concurrently
+    (the bytes are equal), and of a concurrent write and delete either may win.
 
-    **Buffers** start on a 4096-byte boundary and are `payload_bytes` rounded up to 4096
-    long; another length is a `ValueError`. A tier touches a buffer only until the call that
-    got it ends. This holds for cancelled calls (`asyncio.timeout`) too: one that has not
-    begun is taken back and ends at once; one that has begun **ends only when its thread is
-    done with the buffer**, however often it is cancelled and whatever the deadline is, which
-    on a stuck disk or mount may be never (over a network, in S3 and Redis: at once). So a
-    buffer stays reserved until the call really ends, and whoever must answer by a deadline
-    answers without waiting for it. The one exception: calls that outlive the
-    deadline of `close` end with `TierError` while a thread may still hold their buffer; the
-    process is to exit then, without using these buffers again.
+    **Deadlines**: a shared tier ends every operation within its own `deadline_s`, if necessary
+    with `TierError`. Callers set shorter deadlines with `asyncio.timeout`. An operation that is
+    still queued at its deadline is withdrawn and does not count as a failure of the store.
+
+    **Buffers** start on a 4096-byte boundary, and their length is `payload_bytes` rounded up to
+    4096; another length raises `ValueError`. A tier accesses a buffer only until the call that
+    received it ends. This includes cancelled calls (`asyncio.timeout`): a call that has not
+    begun is withdrawn and ends immediately; a call that has begun **ends only when its thread
+    has finished with the buffer**, regardless of cancellations and deadlines. On a stuck disk or
+    mount that may be never; over a network (S3, Redis) it is immediate. A buffer therefore stays
+    reserved until the call has ended, and a caller with a deadline must reply without waiting
+    for it. The one exception: calls that outlive the deadline of `close` end with `TierError`
+    while a thread may still hold their buffer. The process must then exit without using these
+    buffers again.
     """
 
     name: str
-    """The word for it in status, metrics and settings: `disk`, `fs`, `s3`, `redis`."""
+    """Name in status, metrics and settings: `disk`, `fs`, `s3`, `redis`."""
 
     shared: bool
-    """Other services use the store too: ask `contains` for each lookup, `scan` only in tools.
+    """Whether other services use the store: each lookup calls `contains`; only tools call `scan`.
 
-    What a tier that is not shared holds is known from `scan`, `write` and `delete` alone.
+    The content of a tier that is not shared follows from `scan`, `write` and `delete` alone.
     """
 
     async def start(self) -> None:
-        """Open the tier. Never raises for a store that is broken or held by another.
+        """Open the tier. Never raises for a store that is broken or held by another service.
 
-        It is then offline, says why once in the log and in `health`, and tries again by
-        itself now and then.
+        In that case the tier is offline, reports the reason once in the log and in `health`, and
+        retries periodically.
         """
 
     async def close(self, deadline_s: float) -> None:
-        """Finish what is queued within `deadline_s` seconds, then give everything up."""
+        """Finish queued operations within `deadline_s` seconds, then release all resources."""
 
     async def add_namespace(self, namespace: Namespace) -> None:
-        """Remember a namespace, before its first `write`; again and again is no error.
+        """Register a namespace before its first `write`. Repeated registration is not an error.
 
-        It stays known until `close`, also while the tier is offline. Raises `TierError`: the
-        store failed, or the digest is known with another table.
+        The namespace stays registered until `close`, also while the tier is offline. Raises
+        `TierError` if the store fails, or if the digest is registered with another table.
         """
 
     def scan(
         self, tenant: TenantId | None = None
     ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
-        """Yield what the tier holds, in batches, while other operations go on.
+        """Yield the tier's shards in batches, concurrently with other operations.
 
-        With each shard comes what it takes there, in bytes, header and padding included. With
-        `tenant`, only what that tenant has; a shared tier does not even look at the rest.
-        Removes debris on its way (shared: what is surely nobody's any more, and nothing
-        else). A namespace without shards yields one empty batch; its `add_namespace` is not
-        needed any more. A shard written or deleted meanwhile may be missing or present. Raises
-        `TierError`, also when the tier goes offline meanwhile.
+        Each shard is mapped to its stored size in bytes, header and padding included. `tenant`
+        restricts the scan to that tenant's shards; a shared tier then lists no other folders.
+        The scan removes debris (in a shared tier only files that are certainly abandoned). A
+        namespace without shards yields one empty batch. A namespace that was yielded needs no
+        `add_namespace`. A shard that is written or deleted during the scan may be missing or
+        present. Raises `TierError` if the store fails or the tier goes offline during the scan.
 
-        For a shared tier this takes minutes and, in an object store, money; what it tells is
-        old at once. It has no deadline but the caller's.
+        For a shared tier a scan takes minutes and, in an object store, costs money; its result
+        is outdated immediately. It has no deadline except the caller's.
         """
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Return, in the order of `shards`, whether each is there. One batch.
+        """Return, in the order of `shards`, whether each is present. One batch.
 
-        Its size must be one that such a shard may have; compressed ones are shorter. A hint: no
-        byte is looked at. True may be gone, or fail its checks, when it is read. False may have
-        been written since, within the tier's memory for absence (S3: seconds), or not have been
-        found by a `scan` yet. Unknown namespaces are asked for too. Raises `TierError` when the
-        store did not tell of all of them.
+        A shard is present if its stored size is possible for it; compressed shards are shorter.
+        The result is a hint: no content is read. A shard reported as present may be deleted, or
+        fail its checks, by the time it is read. A shard reported as absent may have been written
+        within the lifetime of the tier's cache of absences (S3: seconds), or may not have been
+        scanned yet. Shards of unknown namespaces are looked up as well. Raises `TierError` if
+        the store did not answer for all shards.
         """
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
-        """Read a payload into `into` (writable, `payload_bytes` rounded up to 4096 long).
+        """Read a payload into `into` (writable; `payload_bytes` rounded up to 4096 long).
 
-        Returns the payload's checksum, which was verified against the bytes read. Raises
-        `TierMissError` (absent, or set aside because a check failed) or `TierError` (the
-        store failed); `into` then holds anything.
+        Returns the payload's checksum, verified against the bytes read. Raises `TierMissError`
+        if the shard is absent or was set aside because a check failed, and `TierError` if the
+        store failed. The content of `into` is then undefined.
         """
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Store a payload under its name, with the checksum given (it is not recomputed).
+        """Store a payload under its name with the given checksum, which is not recomputed.
 
-        Returns what it takes there, in bytes, header and padding included: `stored_bytes` of
-        its payload, or less when it was compressed. A shared tier returns what it wrote: 0 when
-        it was there.
+        Returns the stored size in bytes, header and padding included: `stored_bytes` of the
+        payload, or less if it was compressed. A shared tier returns the bytes that it wrote: 0
+        if the shard was present. Writing a shard that is present is not an error.
 
-        `payload` is `payload_bytes` rounded up to 4096 long and stays unchanged until this
-        returns. Storing what is there already is not an error. Raises `TierError`: the
-        store failed, has no room (capacity is the catalog's business, this is only its
-        safety net) or takes no shards of that size, is offline, or does not know the namespace
-        or a shard of that size.
+        `payload` is `payload_bytes` rounded up to 4096 long and must not change until the call
+        returns. Raises `TierError` if the store failed, is offline, has no room (the catalog
+        enforces the capacity; this check is a safety net) or does not accept shards of that
+        size, or if the namespace, or a shard of that size in it, is not registered.
         """
 
     async def delete(self, shards: Sequence[StoredShard]) -> None:
-        """Remove shards in one batch; absent ones are no error.
+        """Remove shards in one batch; absent shards are not an error.
 
-        Raises `TierError`; while the store stays open, the tier then tries again by itself.
+        Raises `TierError` if the store failed; while the store stays open, the tier retries.
         """
 
     def health(self) -> TierHealth:
-        """Return the figures of this moment."""
+        """Return the current state and counters."""
 
     async def check(self) -> TierAudit:
-        """Audit the store: what it believes against what is there, every byte of it.
+        """Audit the store: compare the index with the files, and verify every stored byte.
 
-        For a tier at rest: what moves meanwhile may be reported. Raises `TierError`.
+        Meant for an idle tier: concurrent changes may be reported as problems. Raises `TierError`
+        if the store failed.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct I/O of whole pages, on a disk of one's own and on a shared directory."""
+"""Direct I/O of whole pages, for the disk tier and the filesystem tier."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from kvhaven.tiers.format.header import HEADER_BYTES
 
 
 def direct_io_works(folder: int) -> bool:
-    """Find out whether an open folder's file system takes direct I/O: write and read a page."""
+    """Return whether an open folder's file system supports direct I/O: write and read a page."""
     name = f".{secrets.token_hex(6)}.0.tmp"
     page = mmap.mmap(-1, HEADER_BYTES)
     try:
@@ -30,7 +30,7 @@ def direct_io_works(folder: int) -> bool:
 
 
 def write_whole(file: int, buffers: list[mmap.mmap | memoryview]) -> None:
-    """Write all of it at the file's start in one call; less than all means that it is full."""
+    """Write all buffers at the file's start in one call. Raises `OSError` (ENOSPC) if cut short."""
     wanted = sum(len(buffer) for buffer in buffers)
     written = os.pwritev(file, buffers, 0)
     if written != wanted:

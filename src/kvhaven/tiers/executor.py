@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for the blocking I/O of one tier, so that the event loop never waits for a disk."""
+"""Thread pool for the blocking I/O of one tier; the event loop never waits for a disk."""
 
 import asyncio
 import contextlib
@@ -16,18 +16,18 @@ from kvhaven.errors import TierError
 T = TypeVar("T")
 
 NICENESS: Final = 10
-"""Page-cache reads and hashing at normal priority put a quarter of acquires over 2 ms."""
+"""At normal priority, page-cache reads and hashing delayed a quarter of acquires beyond 2 ms."""
 
 MOST_THREADS: Final = 8
-"""Enough 8 MiB requests in flight for the fastest local disks."""
+"""Keeps enough 8 MiB requests in flight for the fastest local disks."""
 
 
 class Lane(enum.IntEnum):
-    """Kinds of work; a lane's jobs only start when the lanes before it are empty."""
+    """Kinds of work, by priority: a lane's jobs start only when the lanes before it are empty."""
 
     READ = 0
     WRITE = 1
-    """Writes and deletes, in the order of their arrival."""
+    """Writes and deletes, in order of arrival."""
     BACKGROUND = 2
     """Scans, probes, audits."""
 
@@ -39,7 +39,7 @@ class _Progress(enum.Enum):
 
 
 class _Job(Generic[T]):
-    """One call: what to do, where its outcome goes, and how far it is (under the lock)."""
+    """One call: its work, the future for its outcome, and its progress (under the lock)."""
 
     __slots__ = ("future", "lane", "loop", "progress", "work")
 
@@ -52,12 +52,12 @@ class _Job(Generic[T]):
 
 
 class TierExecutor:
-    """Runs blocking calls in `threads` threads of its own, at nice 10.
+    """Thread pool of one tier: runs blocking calls in `threads` own threads, at nice 10.
 
-    `threads` is bounded by `per_core` for each core this process may use (default: one each, at
-    most 8; more only help where threads wait for a network), each lane by `max_queued` waiting
-    jobs. A thread that hangs in a system call cannot be stopped:
-    threads are daemons, and `close` leaves such a one behind.
+    `threads` is capped at `per_core` for each core that this process may use (default: one a
+    core, at most 8; more threads only help where they wait for a network). Each lane holds at
+    most `max_queued` waiting jobs. A thread that hangs in a system call cannot be stopped, so
+    threads are daemons and `close` abandons a hanging one.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class TierExecutor:
         most = len(os.sched_getaffinity(0)) * per_core
         self._max_queued = max_queued
         self._ready = threading.Condition()
-        # All below is guarded by `_ready`'s lock; the figures may be read without it.
+        # `_ready`'s lock guards all fields below; counters may be read without it.
         self._lanes: tuple[OrderedDict[_Job[Any], None], ...] = tuple(OrderedDict() for _ in Lane)
-        self._running: dict[_Job[Any], float] = {}  # since when
+        self._running: dict[_Job[Any], float] = {}  # start times
         self._closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"kvhaven-tier-{number}", daemon=True)
@@ -84,30 +84,30 @@ class TierExecutor:
 
     @property
     def running(self) -> int:
-        """Jobs that a thread is at now."""
+        """Number of jobs that a thread is executing now."""
         return len(self._running)
 
     def longest_running_s(self) -> float:
-        """Seconds since the oldest of the running jobs began; 0 when none runs."""
+        """Return the seconds since the oldest running job began; 0 if no job runs."""
         with self._ready:
             since = min(self._running.values(), default=None)
         return 0.0 if since is None else time.monotonic() - since
 
     def queued(self, lane: Lane) -> int:
-        """Jobs of `lane` that wait for a thread."""
+        """Return the number of jobs of `lane` that wait for a thread."""
         return len(self._lanes[lane])
 
     async def run(
         self, lane: Lane, work: Callable[[], T], then: Callable[[T], None] | None = None
     ) -> T:
-        """Call `work` in a thread and return what it returns, or raise what it raises.
+        """Call `work` in a thread; return its result or raise its exception.
 
-        `then` is called on the event loop with the result before `run` ends, also when the
-        caller was cancelled meanwhile: book-keeping that must match what happened belongs
-        there. A cancelled call whose work has not begun is taken back; one whose work has
-        begun ends when the work does, however often it is cancelled.
+        `then` is called on the event loop with the result before `run` ends, also if the caller
+        was cancelled: bookkeeping that must match the outcome belongs there. A cancelled call
+        whose work has not begun is withdrawn. A cancelled call whose work has begun ends when
+        the work ends, regardless of further cancellations.
 
-        Raises `TierError` when the lane is full or the executor closed.
+        Raises `TierError` if the lane is full or the executor is closed.
         """
         job = _Job(lane, work, asyncio.get_running_loop())
         self._push(job)
@@ -118,16 +118,16 @@ class TierExecutor:
                 then(job.future.result())
             raise
         finally:
-            del job  # else: job, its exception, this frame, job; and the service runs no GC
+            del job  # breaks the cycle job, exception, frame: the service runs no GC
         if then is not None:
             then(result)
         return result
 
     async def close(self, deadline_s: float) -> bool:
-        """Take no more jobs, finish what is there within `deadline_s` seconds, end the threads.
+        """Refuse new jobs, finish pending ones within `deadline_s` seconds, end the threads.
 
-        Jobs that wait then end with `TierError`; so do those that run, though their threads
-        still are at it (see `Tier` on buffers). Returns whether every thread has ended.
+        At the deadline, waiting jobs end with `TierError`, and so do running ones, although
+        their threads go on (see `Tier` on buffers). Returns whether every thread has ended.
         """
         with self._ready:
             self._closing = True
@@ -144,8 +144,8 @@ class TierExecutor:
             self._ready.notify_all()
         for job in left:
             if not job.future.done():
-                job.future.set_exception(TierError(f"given up after {deadline_s} s at close"))
-                job.future.exception()  # whoever asked may be gone: no complaint about that
+                job.future.set_exception(TierError(f"not finished within {deadline_s} s of close"))
+                job.future.exception()  # no "never retrieved" warning if the caller is gone
         return ended
 
     def _join(self, deadline_s: float) -> bool:
@@ -160,13 +160,13 @@ class TierExecutor:
                 raise TierError("the tier is closed")
             if self.queued(job.lane) >= self._max_queued:
                 raise TierError(
-                    f"{self._max_queued} {job.lane.name.lower()} jobs are waiting already"
+                    f"the tier is busy: {self._max_queued} {job.lane.name.lower()} jobs are queued"
                 )
             self._lanes[job.lane][job] = None
             self._ready.notify()
 
     def _take_back(self, job: _Job[Any]) -> bool:
-        """Return whether the job was still waiting; it will never run then."""
+        """Withdraw a job that is still queued; return whether it was. It then never runs."""
         with self._ready:
             if job.progress is not _Progress.QUEUED:
                 return False
@@ -175,7 +175,7 @@ class TierExecutor:
             return True
 
     def _next(self) -> _Job[Any] | None:
-        """Wait for a job; None when there will be no more."""
+        """Wait for the next job; return None when the executor is closing and no job is left."""
         with self._ready:
             while True:
                 for lane in self._lanes:
@@ -202,29 +202,29 @@ class TierExecutor:
         try:
             if work is not None:
                 result = work()
-        except BaseException as caught:  # noqa: BLE001 - it is raised where it was asked for
+        except BaseException as caught:  # noqa: BLE001 - raised in the caller of `run`
             error = caught
         with self._ready:
             self._running.pop(job, None)
             job.progress = _Progress.SETTLED
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
             job.loop.call_soon_threadsafe(settle, job.future, result, error)
-        del job, error  # the error's traceback holds this frame: no cycle
+        del job, error  # the error's traceback holds this frame: breaks the cycle
 
 
 def settle(future: "asyncio.Future[T]", result: T, error: BaseException | None) -> None:
-    """Give a future its outcome, on its own loop, unless it has one."""
+    """Set a future's outcome, on its own loop, unless the future is done."""
     if future.done():
         return
     if error is None:
         future.set_result(result)
     else:
         future.set_exception(error)
-        future.exception()  # the caller may have been cancelled: no complaint about that
+        future.exception()  # no "never retrieved" warning if the caller was cancelled
 
 
 async def outlast(future: "asyncio.Future[Any]") -> bool:
-    """Wait for `future`, whatever cancels the wait; return whether it has a result."""
+    """Wait for `future` regardless of cancellations; return whether it has a result."""
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([future])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a tier works: what failed, what is switched off for it, one log line a change."""
+"""Health of a tier: circuit breakers, stall detection, one log line for each change of state."""
 
 import asyncio
 import enum
@@ -12,26 +12,26 @@ from kvhaven.tiers.executor import Lane
 
 
 class BreakerState(enum.Enum):
-    """What a breaker lets through."""
+    """State of a breaker: the operations that it allows."""
 
     CLOSED = "closed"
-    """Everything."""
+    """All operations."""
     OPEN = "open"
-    """Nothing, until its pause has passed."""
+    """No operation, until the pause has passed."""
     HALF_OPEN = "half-open"
-    """Nothing but the one probe that is on its way."""
+    """Only the one probe that is in progress."""
 
 
 class Breaker:
-    """Opens after `threshold` failures in a row; closes when a probe succeeds.
+    """Circuit breaker: opens after `threshold` failures in a row, closes when a probe succeeds.
 
-    It has no clock and no timer of its own: `clock` returns seconds that never go back, and
-    whoever owns it asks `take_probe` now and then. The pause before a probe starts at
-    `pause_s`, grows by `growth` for each failed probe up to `max_pause_s`, and starts over
-    only after the breaker stayed closed for longer than its last pause. So a store that works
-    for small probes and fails for real use is not asked at the shortest pause for ever.
+    The breaker has no clock and no timer: `clock` returns monotonic seconds, and the owner calls
+    `take_probe` periodically. The pause before a probe starts at `pause_s`, is multiplied by
+    `growth` for each failed probe up to `max_pause_s`, and is reset only after the breaker
+    stayed closed for longer than its last pause. A store that passes small probes but fails
+    under real load is therefore not retried at the shortest pause forever.
 
-    Not thread-safe: used on the event loop only.
+    Not thread-safe: used on the event loop only. Raises `ValueError` for invalid arguments.
     """
 
     def __init__(
@@ -45,8 +45,9 @@ class Breaker:
     ) -> None:
         if threshold < 1 or pause_s <= 0 or growth < 1 or max_pause_s < pause_s:
             raise ValueError(
-                f"breaker: threshold {threshold} (at least 1), pause {pause_s} s (above 0), "
-                f"growth {growth} (at least 1), longest pause {max_pause_s} s (at least pause)"
+                f"breaker: invalid arguments (got threshold {threshold}, pause {pause_s} s, growth "
+                f"{growth}, longest pause {max_pause_s} s); expected threshold >= 1, pause > 0, "
+                f"growth >= 1, longest pause >= pause"
             )
         self._clock = clock
         self._threshold = threshold
@@ -60,26 +61,26 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """What it lets through now."""
+        """Current state."""
         return self._state
 
     @property
     def closed(self) -> bool:
-        """Whether operations may go on."""
+        """Whether operations are allowed."""
         return self._state is BreakerState.CLOSED
 
     @property
     def pause_s(self) -> float:
-        """Seconds between the last opening and the next probe."""
+        """Seconds from the last opening to the next probe."""
         return self._pause_s
 
     def succeeded(self) -> None:
-        """Note that an operation succeeded. Late ones, of before it opened, change nothing."""
+        """Record a success. Late results, of operations from before the opening, are ignored."""
         if self.closed:
             self._failures = 0
 
     def failed(self) -> bool:
-        """Note that an operation failed; return whether that opened the breaker."""
+        """Record a failure; return whether it opened the breaker."""
         if not self.closed:
             return False
         self._failures += 1
@@ -90,16 +91,21 @@ class Breaker:
         return True
 
     def take_probe(self) -> bool:
-        """Return whether the caller shall probe now; it then reports to `probed`, once."""
+        """Return whether the caller must probe now; if so, it must call `probed` once."""
         if self._state is not BreakerState.OPEN or self._clock() - self._since < self._pause_s:
             return False
         self._state = BreakerState.HALF_OPEN
         return True
 
     def probed(self, *, success: bool) -> None:
-        """Report a probe's end: success closes, failure opens again for a longer pause."""
+        """Record a probe's result: success closes, failure opens again for a longer pause.
+
+        Raises `RuntimeError` if no probe is in progress.
+        """
         if self._state is not BreakerState.HALF_OPEN:
-            raise RuntimeError(f"a probe was reported to a breaker that is {self._state.value}")
+            raise RuntimeError(
+                f"breaker: no probe is in progress (got {self._state.value}); call take_probe first"
+            )
         if not success:
             self._open(self._pause_s * self._growth)
             return
@@ -117,17 +123,17 @@ _log = logging.getLogger(__name__)
 
 NOT_STARTED: Final = "not started"
 START_WAIT_S: Final = 2.0
-"""A tier's `start` waits no longer than this for a store that does not answer."""
+"""Longest time that a tier's `start` waits for a store that does not answer."""
 
 _LONGEST_PAUSE_S: Final = 60.0
 
 
 class HealthMonitor:
-    """The state of one tier, called `title` in messages; used on the event loop only.
+    """State of one tier, named `title` in messages; used on the event loop only.
 
-    A breaker each for reads and writes: a full or read-only store still serves reads. When
-    `longest_running_s` tells of an operation that takes longer than `stall_s` seconds (a system
-    call that hangs), all is off until it returns.
+    Reads and writes have a breaker each: a full or read-only store still serves reads. If
+    `longest_running_s` reports an operation that takes longer than `stall_s` seconds (a system
+    call that hangs), the whole tier is off until the operation returns.
     """
 
     def __init__(
@@ -154,27 +160,27 @@ class HealthMonitor:
             for lane in (Lane.READ, Lane.WRITE)
         }
         self.offline = NOT_STARTED
-        """Why there is no open store; empty when there is one."""
+        """Reason why no store is open; empty if one is open."""
         self.holder = ""
         self.errors = 0
         self.last_error = ""
 
     async def started(self, tried: asyncio.Event) -> None:
-        """Wait until the store was `tried` for the first time, but not for ever."""
+        """Wait for the first attempt to open the store (`tried`), at most `START_WAIT_S`."""
         try:
             async with asyncio.timeout(START_WAIT_S):
                 await tried.wait()
         except TimeoutError:
             if not tried.is_set():
-                self.closed(f"no answer in {START_WAIT_S} s; it is still being asked")
+                self.closed(f"no answer in {START_WAIT_S} s; the attempt continues")
 
     def serves(self, lane: Lane) -> bool:
-        """Return whether this kind of work is to be tried."""
+        """Return whether operations of `lane` are allowed."""
         self._note_stall()
         return not self.offline and not self._stalled and self._breakers[lane].closed
 
     def require(self, lane: Lane) -> None:
-        """Raise `TierError` with the reason when this kind of work is not to be tried."""
+        """Raise `TierError` with the reason if operations of `lane` are not allowed."""
         if self.serves(lane):
             return
         if self.offline:
@@ -182,18 +188,18 @@ class HealthMonitor:
         raise TierError(f"{self._title} has {lane.name.lower()}s off: {self.last_error}")
 
     def succeeded(self, lane: Lane) -> None:
-        """Note that the store did what it was asked."""
+        """Record a success of the store."""
         if lane in self._breakers:
             self._breakers[lane].succeeded()
 
     def failed(self, lane: Lane, error: Exception) -> TierError:
-        """Note what the store complained of; return what to raise."""
+        """Record a failure of the store; return the error to raise."""
         self.errors += 1
         self.last_error = str(error)
         breaker = self._breakers.get(lane)
         if breaker is not None and breaker.failed():
             _log.warning(
-                "%s: %ss are off after repeated failures, next try in %.1f s: %s",
+                "%s: %ss are off after repeated failures, next probe in %.1f s: %s",
                 self._title,
                 lane.name.lower(),
                 breaker.pause_s,
@@ -202,23 +208,23 @@ class HealthMonitor:
         return TierError(f"{self._title}: {error}")
 
     def take_probe(self, lane: Lane) -> bool:
-        """Return whether the caller shall find out if this works again, and tell `probed`."""
+        """Return whether the caller must probe `lane` now; if so, it must call `probed` once."""
         return self._breakers[lane].take_probe()
 
     def probed(self, lane: Lane, *, success: bool) -> None:
-        """Note how a probe ended."""
+        """Record the result of a probe."""
         self._breakers[lane].probed(success=success)
         if success:
             _log.warning("%s: %ss are on again", self._title, lane.name.lower())
 
     def opened(self) -> None:
-        """Note that the store is open (and ours, where it has an owner)."""
+        """Record that the store is open (and owned by this service, if stores have owners)."""
         if self.offline != NOT_STARTED:
             _log.warning("%s is online", self._title)
         self.offline = self.holder = ""
 
     def closed(self, reason: str, holder: str = "") -> None:
-        """Note that there is no store to work with."""
+        """Record that no store is open, the reason, and the owner of its directory."""
         if reason != self.offline:
             _log.warning("%s is offline: %s", self._title, reason)
         self.offline = self.last_error = reason
@@ -233,4 +239,4 @@ class HealthMonitor:
             self.last_error = f"an operation hangs for more than {self._stall_s} s"
             _log.warning("%s is off: %s", self._title, self.last_error)
         else:
-            _log.warning("%s is on again: the operation that hung has ended", self._title)
+            _log.warning("%s is on again: the hanging operation has ended", self._title)

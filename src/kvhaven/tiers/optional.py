@@ -10,8 +10,8 @@ from kvhaven.errors import ConfigError
 def import_optional(module: str, extra: str, user: str, instead: str = "") -> ModuleType:
     """Import `kvhaven.tiers.<module>`, which needs the packages of `kvhaven[<extra>]`.
 
-    Raises `ConfigError` when a package is missing; the message names `user`, which needs it, and
-    the command that installs it, followed by `instead`.
+    Raises `ConfigError` if a package is missing. The message names `user` (the feature that needs
+    the package) and the command that installs it, followed by `instead` (an alternative).
     """
     try:
         return importlib.import_module(f"kvhaven.tiers.{module}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of shared tiers by URL scheme; what each needs is imported only where it is used."""
+"""Registry of shared tiers by URL scheme; each kind imports its packages when it is opened."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from kvhaven.tiers.shared.tier import SharedTier
 
 THREADS: Final = 16
 PER_CORE: Final = 8
-"""Threads that wait for a file server take no core."""
+"""Threads that wait for a file server use no CPU time."""
 
 
 @dataclass(frozen=True)
 class TierOptions:
-    """Settings of shared tiers; each kind takes those that concern it.
+    """Settings of shared tiers; each kind uses those that apply to it.
 
-    `retry_s` is the pause before a failing store is tried again; `compress` stores with zstd;
-    `direct_io` and `limits` (None: no limits are kept) are for directories, `ttl_s` for Redis
-    (None: its default), `endpoints` for S3. `known` is set by tools: the store must exist.
+    `retry_s` is the pause in seconds before a failing store is retried; `compress` enables zstd;
+    `direct_io` and `limits` (None: unlimited) apply to directories, `ttl_s` (in seconds; None:
+    the default) to Redis, `endpoints` to S3. Tools set `known`: the store must already exist.
     """
 
     retry_s: float = 1.0
@@ -40,10 +40,10 @@ class TierOptions:
 
 
 class TierKind(NamedTuple):
-    """A kind of shared tier: its URL schemes, an example of a URL, and the function that opens it.
+    """Kind of shared tier: its URL schemes, an example URL, and a function that opens it.
 
-    `open` returns a tier that is not started. It raises `ConfigError` for a bad URL, and when a
-    package that it needs is not installed.
+    `open` returns a tier that is not started. It raises `ConfigError` if the URL is invalid or a
+    required package is not installed.
     """
 
     schemes: tuple[str, ...]
@@ -52,10 +52,11 @@ class TierKind(NamedTuple):
 
 
 def open_tier(url: str, options: TierOptions | None = None) -> SharedTier:
-    """Return the tier at `url`, not started yet; a path is a directory's.
+    """Return the tier at `url`, not started; a `url` without a scheme is a directory's path.
 
-    Raises `ConfigError` for a scheme that neither KVHaven nor an installed package has (entry
-    points of `kvhaven.tiers`), and as `TierKind.open` does. Secrets in the URL are not repeated.
+    Raises `ConfigError` if neither KVHaven nor an installed package (entry points of
+    `kvhaven.tiers`) provides the scheme, and as `TierKind.open` does. Messages show no secret of
+    the URL.
     """
     options = options or TierOptions()
     scheme, separator, _ = url.partition("://")
@@ -70,7 +71,7 @@ def open_tier(url: str, options: TierOptions | None = None) -> SharedTier:
     allowed = ", ".join([*(kind.example for kind in KINDS), *(f"{name}://" for name in others)])
     raise ConfigError(
         f"remote_url: no tier has the scheme {scheme}:// (got {redacted(url)!r}); expected "
-        f"a path, or one of {allowed}. Correct it, or install the package that adds the scheme."
+        f"a path, or one of {allowed}. Correct the URL, or install the package for its scheme."
     )
 
 
@@ -79,7 +80,8 @@ def _open_directory(url: str, options: TierOptions) -> SharedTier:
     path = unquote(rest) if separator else url
     if not path.startswith("/"):
         raise ConfigError(
-            f"remote_url: not an absolute path (got {path!r}); expected /mnt/kv or fs:///mnt/kv"
+            f"remote_url: the path is not absolute (got {path!r}); expected /mnt/kv or "
+            "fs:///mnt/kv. Correct the URL."
         )
     return filesystem_tier(
         Path(path),
@@ -125,5 +127,5 @@ KINDS: Final = (
         _open_redis,
     ),
 )
-"""Kinds of tiers that come with KVHaven; packages add others (see `plugins`)."""
+"""Built-in kinds of tiers; packages add others (see `plugins`)."""
 _BY_SCHEME: Final = {scheme: kind for kind in KINDS for scheme in kind.schemes}

@@ -142,9 +142,9 @@ def test_a_digest_covers_dtype_shape_and_every_element() -> None:
     columns = torch.arange(6).reshape(2, 3).t()
     assert content_digest(columns) == content_digest(columns.contiguous())
     assert content_digest({"a": 1, "b": 2}) == content_digest({"b": 2, "a": 1})
-    with pytest.raises(KeyInputError, match="cannot be named by its content"):
+    with pytest.raises(KeyInputError, match="cannot be identified by its content"):
         content_digest({"a": object()})
-    with pytest.raises(KeyInputError, match="names that are not texts"):
+    with pytest.raises(KeyInputError, match="keys that are not texts"):
         content_digest({1: 2})
 
 

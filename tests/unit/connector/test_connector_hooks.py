@@ -384,7 +384,7 @@ def test_a_model_that_needs_every_token_computed_is_refused(tmp_path: Path) -> N
         ("is_hybrid", True, "recurrent state.*LlamaForCausalLM.*leave --kv-transfer-config out"),
         ("is_attention_free", True, "has no attention"),
         ("is_prefix_caching_supported", False, "needs every token computed"),
-        ("rswa_window", 128, "window of what it generated"),
+        ("rswa_window", 128, "window of its generated tokens"),
         ("use_mla", True, "multi-head latent attention on a CPU.*AMX"),
     ],
 )

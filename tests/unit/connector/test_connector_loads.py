@@ -299,7 +299,7 @@ def test_sources_of_a_hit_add_up(bench: Bench) -> None:
 def test_tokens_that_were_never_offered_become_a_load_that_failed(bench: Bench) -> None:
     request = make_request(40)
     side = bench.side(asynchronous=True)
-    with pytest.raises(KVHavenError, match="16 tokens are to be loaded, none were offered"):
+    with pytest.raises(KVHavenError, match="16 tokens are to be loaded, but none were offered"):
         side.allocated(request, (list(range(10)),), 16)
     side.never_loaded(request, (list(range(10)),), 16)
     (job,) = side.plan_step(scheduled()).loads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eviction policies that there are. Which is good for what: docs/settings.md."""
+"""Built-in eviction policies. docs/settings.md says which one suits which workload."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,13 @@ __all__ = ["FIFO", "LFU", "LRU", "MRU", "POLICIES", "S3FIFO", "make_policy"]
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     policy.name: policy for policy in (LRU, LFU, FIFO, MRU, S3FIFO)
 }
-"""Policies that come with KVHaven, by their names in the settings. Packages add others."""
+"""Policies that come with KVHaven, by their names in the settings. Packages can add others."""
 
 
 def make_policy(name: str) -> EvictionPolicy:
-    """Return a new policy by the value of `cache_policy`, which may be an installed package's.
+    """Return a new policy for a value of `cache_policy`, built in or from an installed package.
 
-    Raises `ConfigError` for a name that neither KVHaven nor an entry point has.
+    Raises `ConfigError` if neither KVHaven nor an entry point has a policy of this name.
     """
     name = name.lower()
     if name in POLICIES:

@@ -10,8 +10,8 @@ from kvhaven.types import ChunkKey
 class FIFO:
     """One queue in the order of arrival; uses do not count.
 
-    A chain counts as arrived when it got its last tail: a parent can only go after its
-    children, so its own arrival says nothing.
+    A chain counts as arrived when it got its last tail: a parent can only be evicted after its
+    children, so its arrival time has no effect.
     """
 
     __slots__ = ("_queue",)
@@ -25,29 +25,29 @@ class FIFO:
         return FIFO()
 
     def added(self, key: ChunkKey) -> None:
-        """Put a chunk at the young end."""
+        """Add a chunk at the young end."""
         self._queue.append(key, None)
 
     def touched(self, keys: Iterable[ChunkKey]) -> None:
         """Do nothing."""
 
     def arranged(self, keys: Iterable[ChunkKey]) -> None:
-        """Move each to the young end, in the order given."""
+        """Move each chunk to the young end, in the order given."""
         self._queue.to_end(keys)
 
     passed = arranged
 
     def evicted(self, key: ChunkKey) -> None:
-        """Forget a chunk."""
+        """Remove a chunk."""
         self._queue.pop(key)
 
     removed = evicted
 
     def candidates(self) -> Iterator[ChunkKey]:
-        """Yield from the old end."""
+        """Yield chunks from the old end."""
         return iter(self._queue)
 
     def walk(self) -> Iterator[Sequence[ChunkKey]]:
-        """Yield the same, page by page."""
+        """Yield the chunks of `candidates`, page by page."""
         for page in self._queue.walk():
             yield [key for key, _ in page]

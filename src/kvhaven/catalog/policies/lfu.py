@@ -7,13 +7,13 @@ from kvhaven.maps import OrderedMap, StripedDict
 from kvhaven.types import ChunkKey
 
 MOST = 63
-"""Uses are counted up to here. Chunks with more are alike, and the older one goes first."""
+"""Maximum count of uses. Among chunks with this count the older one is evicted first."""
 
 
 class LFU:
-    """A queue for each number of uses. Among equals, the least recently used goes first.
+    """One queue per number of uses. Among equals, the least recently used chunk is evicted first.
 
-    Uses are never forgotten: what was popular once stays long after.
+    Uses never expire: a chunk that was popular once stays for a long time.
     """
 
     __slots__ = ("_queues", "_uses")
@@ -21,19 +21,19 @@ class LFU:
 
     def __init__(self) -> None:
         self._uses = StripedDict[ChunkKey, int]()
-        self._queues: list[OrderedMap[ChunkKey, None]] = []  # as many as were needed yet
+        self._queues: list[OrderedMap[ChunkKey, None]] = []  # by uses, grown as needed
 
     def fresh(self) -> "LFU":
         """Return an empty LFU."""
         return LFU()
 
     def added(self, key: ChunkKey) -> None:
-        """Take in a chunk without uses."""
+        """Add a chunk without uses."""
         self._uses[key] = 0
         self._queue(0).append(key, None)
 
     def touched(self, keys: Iterable[ChunkKey]) -> None:
-        """Count one use of each."""
+        """Count one use of each chunk."""
         for key in keys:
             count = self._uses[key]
             self._queues[count].pop(key)
@@ -42,27 +42,27 @@ class LFU:
             self._queue(count).append(key, None)
 
     passed = touched
-    """Who holds a chunk uses it."""
+    """A chunk that is pinned is in use."""
 
     def arranged(self, keys: Iterable[ChunkKey]) -> None:
-        """Put each behind its equals, in the order given."""
+        """Move each chunk behind its equals, in the order given."""
         for key in keys:
             self._queues[self._uses[key]].to_end((key,))
 
     def evicted(self, key: ChunkKey) -> None:
-        """Forget a chunk and its uses."""
+        """Remove a chunk and its count."""
         self._queues[self._uses[key]].pop(key)
         del self._uses[key]
 
     removed = evicted
 
     def candidates(self) -> Iterator[ChunkKey]:
-        """Yield those with the fewest uses first."""
+        """Yield chunks by number of uses, the fewest first."""
         for queue in self._queues:
             yield from queue
 
     def walk(self) -> Iterator[Sequence[ChunkKey]]:
-        """Yield the same, page by page."""
+        """Yield the chunks of `candidates`, page by page."""
         for queue in tuple(self._queues):
             for page in queue.walk():
                 yield [key for key, _ in page]

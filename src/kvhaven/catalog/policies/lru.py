@@ -8,7 +8,7 @@ from kvhaven.types import ChunkKey
 
 
 class LRU:
-    """One queue in the order of last use. As chains are touched tail first, tails go first."""
+    """One queue in the order of last use. Chains are touched tail first, so tails go first."""
 
     __slots__ = ("_queue",)
     name = "lru"
@@ -21,30 +21,30 @@ class LRU:
         return LRU()
 
     def added(self, key: ChunkKey) -> None:
-        """Put a chunk at the young end."""
+        """Add a chunk at the young end."""
         self._queue.append(key, None)
 
     def touched(self, keys: Iterable[ChunkKey]) -> None:
-        """Move each to the young end, in the order given."""
+        """Move each chunk to the young end, in the order given."""
         self._queue.to_end(keys)
 
     arranged = touched
-    """Who extends a chain has just used it."""
+    """Extending a chain counts as a use of it."""
 
     passed = touched
-    """Who holds a chunk uses it."""
+    """A chunk that is pinned is in use."""
 
     def evicted(self, key: ChunkKey) -> None:
-        """Forget a chunk."""
+        """Remove a chunk."""
         self._queue.pop(key)
 
     removed = evicted
 
     def candidates(self) -> Iterator[ChunkKey]:
-        """Yield from the old end."""
+        """Yield chunks from the old end."""
         return iter(self._queue)
 
     def walk(self) -> Iterator[Sequence[ChunkKey]]:
-        """Yield the same, page by page."""
+        """Yield the chunks of `candidates`, page by page."""
         for page in self._queue.walk():
             yield [key for key, _ in page]

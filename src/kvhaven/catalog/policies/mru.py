@@ -8,10 +8,10 @@ from kvhaven.types import ChunkKey
 
 
 class MRU:
-    """One queue in the order of last use, of which the young end goes first.
+    """One queue in the order of last use, evicted from the young end.
 
-    Keeps a part of a set that is too large for the arena and is gone through again and again
-    in the same order, of which LRU would keep nothing.
+    Suits a working set that is larger than the arena and is read again and again in the same order:
+    MRU keeps a part of it, LRU would keep none.
     """
 
     __slots__ = ("_queue",)
@@ -25,31 +25,31 @@ class MRU:
         return MRU()
 
     def added(self, key: ChunkKey) -> None:
-        """Put a chunk at the young end."""
+        """Add a chunk at the young end."""
         self._queue.append(key, None)
 
     def touched(self, keys: Iterable[ChunkKey]) -> None:
-        """Move all to the young end, so that the tail goes first."""
+        """Move all chunks to the young end, so that the tail is evicted first."""
         self._queue.to_end(reversed(tuple(keys)))
 
     arranged = touched
 
     def passed(self, keys: Iterable[ChunkKey]) -> None:
-        """Move all to the old end, those proposed first the first to be reached again."""
+        """Move all chunks to the old end; those proposed first are reached first again."""
         for key in keys:
             self._queue.to_front(key)
 
     def evicted(self, key: ChunkKey) -> None:
-        """Forget a chunk."""
+        """Remove a chunk."""
         self._queue.pop(key)
 
     removed = evicted
 
     def candidates(self) -> Iterator[ChunkKey]:
-        """Yield from the young end."""
+        """Yield chunks from the young end."""
         return reversed(self._queue)
 
     def walk(self) -> Iterator[Sequence[ChunkKey]]:
-        """Yield the same, page by page."""
+        """Yield the chunks of `candidates`, page by page."""
         for page in self._queue.walk_back():
             yield [key for key, _ in page]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3-FIFO: what is used only once passes through one queue, and pushes nothing out of the other.
+"""S3-FIFO: chunks that are used only once pass through a queue without displacing others.
 
-After Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023), counted in
-chunks. The queue for new chunks is larger than there: a tenth of the space is too little for
-conversations, whose next turn comes late and then counts (docs/performance.md has the figures).
+After Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023), counted in chunks.
+The queue for new chunks is larger than in the paper: a tenth of the space is too little for
+conversations, whose next turn comes late and only then counts as a use (docs/performance.md has the
+measurements).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,29 +14,30 @@ from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
 MOST = 3
-"""Uses are counted up to here, as in the paper."""
+"""Maximum count of uses, as in the paper."""
 
 PATIENCE = 256
-"""Used chunks that an eviction moves on, and that a search passes over in a queue, at most. Beyond,
-a used one counts as unused: else the first eviction after a million uses would take seconds."""
+"""Maximum number of used chunks that an eviction moves on, and that a search skips in a queue.
+Beyond that a used chunk counts as unused; otherwise the first eviction after a million uses would
+take seconds."""
 
 _PART = 2
-"""The queue of new chunks may hold one in so many; in the paper one in 10."""
+"""The queue of new chunks may hold one chunk in this many; in the paper one in 10."""
 
 
 class S3FIFO:
-    """A queue for what is new, a main queue for what was used, and ghosts.
+    """Queue of new chunks, main queue of used chunks, and ghosts.
 
-    What was used while it was in the queue of new ones goes on to the main queue, the rest is
-    evicted. What was evicted so and soon comes again (a ghost) goes to the main queue at once.
-    In the main queue each use buys another round.
+    A chunk that was used while in the queue of new chunks moves to the main queue; otherwise it is
+    evicted and leaves a ghost. If it is added again while the ghost exists, it goes to the main
+    queue directly. In the main queue each use saves the chunk from one eviction round.
     """
 
     __slots__ = ("_ghosts", "_main", "_new")
     name = "s3-fifo"
 
     def __init__(self) -> None:
-        self._new = OrderedMap[ChunkKey, int]()  # with uses
+        self._new = OrderedMap[ChunkKey, int]()  # number of uses by chunk
         self._main = OrderedMap[ChunkKey, int]()
         self._ghosts = OrderedMap[ChunkKey, None]()
 
@@ -44,7 +46,7 @@ class S3FIFO:
         return S3FIFO()
 
     def added(self, key: ChunkKey) -> None:
-        """Put a chunk at the end of the new ones; a ghost at that of the main queue."""
+        """Add a chunk at the end of the new chunks, or of the main queue if it has a ghost."""
         if key in self._ghosts:
             self._ghosts.pop(key)
             self._main.append(key, 0)
@@ -52,7 +54,7 @@ class S3FIFO:
             self._new.append(key, 0)
 
     def touched(self, keys: Iterable[ChunkKey]) -> None:
-        """Count one use of each, where it is."""
+        """Count one use of each chunk, in place."""
         for key in keys:
             queue = self._queue_of(key)
             uses = queue[key]
@@ -60,18 +62,18 @@ class S3FIFO:
                 queue[key] = uses + 1
 
     def arranged(self, keys: Iterable[ChunkKey]) -> None:
-        """Move each to the end of its queue, in the order given."""
+        """Move each chunk to the end of its queue, in the order given."""
         for key in keys:
             self._queue_of(key).to_end((key,))
 
     def passed(self, keys: Iterable[ChunkKey]) -> None:
-        """Move each to the end of the main queue; who holds a chunk uses it."""
+        """Move each chunk to the end of the main queue: a chunk that is pinned is in use."""
         for key in keys:
             uses = self._queue_of(key).pop(key)
             self._main.append(key, min(uses + 1, MOST))
 
     def evicted(self, key: ChunkKey) -> None:
-        """Forget a chunk; a new one leaves a ghost."""
+        """Remove a chunk; a new chunk leaves a ghost."""
         if key in self._new:
             self._new.pop(key)
             self._ghosts.append(key, None)
@@ -81,14 +83,14 @@ class S3FIFO:
         self._move_on()
 
     def removed(self, key: ChunkKey) -> None:
-        """Forget a chunk."""
+        """Remove a chunk."""
         self._queue_of(key).pop(key)
         self._drop_ghosts()
 
     def candidates(self) -> Iterator[ChunkKey]:
-        """Yield what is unused: what the queue of new ones has too much, then the main queue's.
+        """Yield unused chunks: the excess of the queue of new chunks, then the main queue.
 
-        What was used comes last. It is at no queue's front for long (see `_move_on`).
+        Used chunks come last. They do not stay at the front of a queue for long (see `_move_on`).
         """
         used_new: list[ChunkKey] = []
         used_main: list[ChunkKey] = []
@@ -100,7 +102,7 @@ class S3FIFO:
         yield from used_main
 
     def walk(self) -> Iterator[Sequence[ChunkKey]]:
-        """Yield the queue of new ones, then the main queue, page by page, used or not."""
+        """Yield the queue of new chunks, then the main queue, page by page, used or not."""
         for queue in (self._new, self._main):
             for page in queue.walk():
                 yield [key for key, _ in page]
@@ -109,16 +111,16 @@ class S3FIFO:
         return self._new if key in self._new else self._main
 
     def _excess(self) -> int:
-        """Return how many chunks the queue of new ones holds beyond its share."""
+        """Return the number of chunks that the queue of new chunks holds beyond its share."""
         return len(self._new) - (len(self._new) + len(self._main)) // _PART
 
     def _drop_ghosts(self) -> None:
-        """Keep at most as many ghosts as there are chunks."""
+        """Limit the number of ghosts to the number of chunks."""
         while len(self._ghosts) > len(self._new) + len(self._main):
             self._ghosts.pop(next(iter(self._ghosts)))
 
     def _move_on(self) -> None:
-        """Bring what is unused to the front of the queue that the next victim comes from."""
+        """Bring an unused chunk to the front of the queue from which the next victim is taken."""
         new, main = self._new, self._main
         for _ in range(PATIENCE):
             queue = new if self._excess() > 0 else main
@@ -130,7 +132,7 @@ class S3FIFO:
 
 
 def _unused(queue: OrderedMap[ChunkKey, int], used: list[ChunkKey]) -> Iterator[ChunkKey]:
-    """Yield a queue's chunks that are unused, and collect those that are used."""
+    """Yield the unused chunks of a queue, and collect the used ones in `used`."""
     for key, uses in queue.items():
         if uses and len(used) < PATIENCE:
             used.append(key)

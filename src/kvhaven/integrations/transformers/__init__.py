@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVHaven in Hugging Face transformers: prompts' KV is reused across calls, processes and nodes.
+"""KVHaven for Hugging Face transformers: reuse of prompts' KV across calls, processes and nodes.
 
 from kvhaven.integrations.transformers import KVHaven
 

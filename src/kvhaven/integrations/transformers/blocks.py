@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for the KV of prompts in blocks, and its views as a `DynamicCache` has them."""
+"""Memory for the KV of prompts in blocks, and its views in the form of a `DynamicCache`."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from kvhaven.errors import KVHavenError
 
 BLOCK = 256
-"""Tokens in a block, unless the setting `chunk_size` is smaller or no multiple of it."""
+"""Tokens in a block if it divides the setting `chunk_size`; otherwise a block is a chunk."""
 
 
 class LayerShape(NamedTuple):
-    """KV of one layer: heads, and the elements of K and of V for a head and token."""
+    """KV of one layer: number of heads, and of elements of K and V for each head and token."""
 
     heads: int
     keys: int
@@ -23,21 +23,21 @@ class LayerShape(NamedTuple):
     device: torch.device
 
     def require(self, layer: CacheLayerMixin, rows: int, tokens: int) -> None:
-        """Raise `KVHavenError` unless a cache's layer has so many rows of KV of this shape."""
+        """Raise `KVHavenError` unless a cache layer has `rows` rows of this shape, long enough."""
         for found, elements in ((layer.keys, self.keys), (layer.values, self.values)):
             shape = tuple(found.shape) if found is not None else ()
             wanted = (rows, self.heads, "at least", tokens, elements)
             alike = len(shape) == 4 and (*shape[:2], shape[3]) == (rows, self.heads, elements)  # noqa: PLR2004 - batch, heads, tokens, elements
             if found is None or not alike or shape[2] < tokens or found.dtype != self.dtype:
-                raise KVHavenError(f"the cache has KV of another form (got {shape}, not {wanted})")
+                raise KVHavenError(f"the cache has KV of another shape (got {shape}, not {wanted})")
 
 
 class Blocks:
     """Blocks for several rows of prompts, a tensor for each layer.
 
     A layer's memory is `[block, token, head, K then V]`, so that consecutive blocks are one run of
-    tokens and need no copy to be used as a cache. `kv_caches` has views of shape
-    `[block, head, token, K then V]`, which `connect_worker` takes.
+    tokens and can be used as a cache without a copy. `kv_caches` has views of shape
+    `[block, head, token, K then V]`, as `connect_worker` expects.
     """
 
     def __init__(self, layers: Sequence[LayerShape], blocks: int, size: int) -> None:
@@ -54,11 +54,11 @@ class Blocks:
 
     @property
     def kv_caches(self) -> Mapping[str, torch.Tensor]:
-        """The tensors by the names of their layers."""
+        """The tensors by layer name."""
         return {f"layer {at}": one.transpose(1, 2) for at, one in enumerate(self._memory)}
 
     def fill(self, cache: DynamicCache, rows: Sequence[range], tokens: int) -> None:
-        """Begin an empty cache with the first `tokens` tokens of each row's blocks."""
+        """Fill an empty cache with the first `tokens` tokens of each row's blocks."""
         for at, (layer, memory) in enumerate(zip(self._layers, self._memory, strict=True)):
             kv = torch.stack([self._row(memory, row)[:tokens] for row in rows]).transpose(1, 2)
             cache.update(kv[..., : layer.keys], kv[..., layer.keys :], at)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation whose prompts' KV comes from KVHaven where it is known, and goes there where not."""
+"""Generation that loads prompts' KV from KVHaven, and saves KV that it had to compute."""
 
 import inspect
 import logging
@@ -23,22 +23,22 @@ logger = logging.getLogger(__name__)
 
 
 class KVHaven:
-    """Wraps `model.generate`, so that prompts that begin alike are computed once.
+    """Wraps `model.generate`, so that a common prefix of prompts is computed once.
 
     `model` is a decoder with full attention in every layer, on one device. `settings` are
-    KVHaven's settings by their names (`local_disk="/var/cache/kv"`); they precede environment
-    variables and the YAML file. Raises `IncompatibleEngineError` for models that are not
-    supported, `ConfigError` for settings.
+    KVHaven's settings by name (`local_disk="/var/cache/kv"`); they override environment variables
+    and the YAML file. Raises `IncompatibleEngineError` if the model is not supported, `ConfigError`
+    if a setting is invalid.
 
-    Making it reads all weights once, to identify them, and starts an embedded node service unless
-    `service_address` names one. Of each call the full chunks of the prompts are kept, not those of
-    the output. One call at a time uses the cache; calls of other threads that run meanwhile, or
-    from within it, are computed.
+    The constructor reads all weights once, to identify them, and starts an embedded node service
+    unless `service_address` names one. Each call saves the full chunks of its prompts, not those
+    of its output. One call at a time uses the cache; concurrent calls of other threads, and nested
+    calls, run without it.
     """
 
     def __init__(self, model: Any, **settings: Any) -> None:
         self.cached_tokens = 0
-        """Tokens, of each row of the last call, whose KV came from the cache."""
+        """Number of tokens in each row of the last call whose KV came from the cache."""
         self._model = model
         self._settings = load_settings(extra=settings).settings
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class KVHaven:
         self.close()
 
     def close(self) -> None:
-        """Disconnect from the service, if a call is running at its end.
+        """Disconnect from the service; if a call is running, when the call ends.
 
         An embedded service ends then; the KV on disk stays. Later calls run without the cache.
         """
@@ -65,18 +65,18 @@ class KVHaven:
             self._release()
 
     def refresh(self) -> None:
-        """Identify the model anew at the next call: after its weights were written by `.data`."""
+        """Identify the model again at the next call; required after writes through `.data`."""
         self._signature = None
 
     def generate(
         self, inputs: torch.Tensor | None = None, *positional: Any, **arguments: Any
     ) -> Any:
-        """Return what `model.generate` returns for the same arguments.
+        """Return the result of `model.generate` for the same arguments.
 
-        `inputs` (or `input_ids`) are token ids of shape `[batch, tokens]`, without padding. A call
-        whose KV may depend on more than its tokens (padding, beams, embeddings, hooks, adapters)
-        runs without the cache; the log says why, once for each reason. Raises what
-        `model.generate` raises, and nothing of KVHaven's.
+        `inputs` (or `input_ids`) are token ids of shape `[batch, tokens]`, without padding. If the
+        KV may depend on more than the tokens (padding, beams, embeddings, hooks, adapters), the
+        call runs without the cache, and each reason is logged once. Raises the exceptions of
+        `model.generate`, and none of KVHaven.
         """
         names = list(inspect.signature(self._model.generate).parameters)[1:]
         arguments |= zip(names, positional, strict=False)
@@ -84,10 +84,10 @@ class KVHaven:
         self.cached_tokens = 0
         try:
             reason = reason_against_call(self._model, ids, arguments)
-        except Exception as error:  # noqa: BLE001 - odd arguments are for model.generate to judge
-            reason = f"arguments that are not understood ({error!r})"
+        except Exception as error:  # noqa: BLE001 - model.generate checks its arguments
+            reason = f"arguments that KVHaven cannot check ({error!r})"
         if not reason and self._closing:
-            reason = "it is closed"
+            reason = "KVHaven is closed"
         if not reason and not self._lock.acquire(blocking=False):
             reason = "another call is running"
         if reason:
@@ -99,7 +99,7 @@ class KVHaven:
             self._release()
 
     def _release(self) -> None:
-        """Let the next call use the cache; close if that was asked for meanwhile."""
+        """Release the lock for the next call; disconnect if `close` was called meanwhile."""
         try:
             if self._closing:
                 self._prompts.close()
@@ -113,7 +113,7 @@ class KVHaven:
             self._follow_model()
             batch = self._prompts.fetch(ids)
             batch.fill(cache)
-        except Exception:  # whatever it is, the prompt is computed from its first token on
+        except Exception:  # after any error the whole prompt is computed
             logger.exception("a call is not cached")
             cache = DynamicCache(config=self._model.config)
             self._drop(batch)
@@ -127,29 +127,32 @@ class KVHaven:
             self.cached_tokens = batch.loaded
             try:
                 self._prompts.keep(batch, cache)
-            except Exception:  # the output is right, and what was not kept is a later miss
-                logger.exception("a prompt's KV is not kept")
+            except Exception:  # the output is right, and KV that was not saved is a later miss
+                logger.exception("a prompt's KV is not saved")
                 self._drop(batch)
         return output
 
     def _drop(self, batch: Batch | None) -> None:
-        """Give up a batch, if there is one. Never raises."""
+        """Drop a batch, if there is one. Never raises."""
         try:
             if batch is not None:
                 self._prompts.drop(batch)
-        except Exception:  # the next call identifies the model anew, with new connections
-            logger.exception("a call could not be given up")
+        except Exception:  # the next call identifies the model again, with new connections
+            logger.exception("a call's requests could not be dropped; the next call reconnects")
             self._signature = None
 
     def _follow_model(self) -> None:
-        """Connect anew if the model has changed, under its new identity."""
+        """Reconnect under the model's new identity if the model may have changed."""
         if self._signature is None or not self._signature.is_of(self._model):
-            logger.warning("the model may have changed: it is identified anew")
+            logger.warning("the model may have changed: it is identified again")
             self._prompts.close()
             self._prompts = self._connect()
 
     def _connect(self) -> Prompts:
-        """Connect for the model as it is now. Raises `IncompatibleEngineError`."""
+        """Connect with the model's present identity.
+
+        Raises `IncompatibleEngineError` if the model is not supported.
+        """
         self._signature = None
         require_supported(self._model)
         layers = layer_shapes(self._model)
@@ -163,4 +166,4 @@ class KVHaven:
     def _explain(self, reason: str) -> None:
         if reason not in self._reasons:
             self._reasons.add(reason)
-            logger.warning("a call is not cached (more of the kind are not logged): %s", reason)
+            logger.warning("a call is not cached (logged once for each reason): %s", reason)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of a model in this process: everything that determines the KV of its tokens."""
+"""Identity of a model in this process: all properties that determine the KV of its tokens."""
 
 import inspect
 import json
@@ -17,15 +17,16 @@ from kvhaven.errors import IncompatibleEngineError
 _SDP_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 _LIBRARIES = ("torch", "transformers")
 _NO_STATE = ("name_or_path", "_is_hf_initialized", "warnings_issued", "training")
-"""Attributes of modules that name places, or are checked at each call."""
+"""Attributes of modules that are locations, or are checked at each call."""
 _PLACES = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
-"""Entries of a configuration that name places and versions, or repeat what the tensors say."""
+"""Entries of a configuration that are locations or versions, or are visible in the tensors."""
 
 
 def namespace_of(model: Any, fingerprint: str | None = None) -> dict[str, str]:
     """Return the fields of the model's namespace.
 
-    Reads every byte of its weights once, unless a `fingerprint` names them.
+    Reads every byte of its weights once, unless a `fingerprint` identifies them. Raises
+    `IncompatibleEngineError` if the model's source code cannot be read.
     """
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     return {
@@ -42,18 +43,18 @@ def namespace_of(model: Any, fingerprint: str | None = None) -> dict[str, str]:
 
 
 class Signature:
-    """Notices changes of a model: other tensors, written tensors, other modules or settings.
+    """Detects changes of a model: other tensors, written tensors, other modules or settings.
 
-    Torch counts writes to a tensor, but for those through `.data` and by foreign code.
+    Torch counts writes to a tensor, except those through `.data` and by native code.
     """
 
     def __init__(self, model: Any) -> None:
-        self._tensors = [tensor for _, tensor in _tensors(model)]  # held: addresses come again
+        self._tensors = [tensor for _, tensor in _tensors(model)]  # held, as addresses are reused
         self._versions = _versions(self._tensors)
         self._state = _state(model)
 
     def is_of(self, model: Any) -> bool:
-        """Return whether nothing has changed."""
+        """Return whether the model is unchanged."""
         now = [tensor for _, tensor in _tensors(model)]
         return (
             len(now) == len(self._tensors)
@@ -84,11 +85,11 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(one.data_ptr(), one._version) for one in tensors]  # noqa: SLF001 - it has no other name
+    return [(one.data_ptr(), one._version) for one in tensors]  # noqa: SLF001 - no public name
 
 
 def _state(model: Any) -> tuple[object, ...]:
-    """Return what determines KV besides tensors and may be changed while the model lives."""
+    """Return the properties besides tensors that determine KV and may change at run time."""
     return numerics(), _config_text(model), _modules(model)
 
 
@@ -100,7 +101,7 @@ def _config_text(model: Any) -> str:
 
 
 def _modules(model: Any) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Return every module's name, class, and attributes that are no tensors and no modules."""
+    """Return every module's name, class, and attributes, except tensors and modules."""
     return [
         (
             name,
@@ -112,7 +113,7 @@ def _modules(model: Any) -> list[tuple[str, str, list[tuple[str, str]]]]:
 
 
 def _named(value: object) -> str:
-    """Return a value in words that are the same in every process."""
+    """Return a text of a value that is equal in every process."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return repr(value)
     if isinstance(value, list | tuple):
@@ -145,8 +146,8 @@ def _code(model: Any) -> str:
             sources[name] = inspect.getsource(inspect.getmodule(kind) or kind)
         except (OSError, TypeError) as error:
             raise IncompatibleEngineError(
-                f"{name}: its source code cannot be read (got {error!r}); expected a class of a "
-                "file, which is part of the model's identity. Use model.generate for it."
+                f"{name}: its source code cannot be read (got {error!r}); expected a class in a "
+                "file, as code is part of the model's identity. Use model.generate for it."
             ) from error
     return _digest(json.dumps([type(model).__qualname__, sorted(sources.items())]))
 

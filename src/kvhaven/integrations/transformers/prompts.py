@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of one model as requests of an engine: looked up, loaded, saved."""
+"""Lookups, loads and saves of one model's prompts, through the engine-neutral interface."""
 
 import itertools
 import os
@@ -27,25 +27,25 @@ _PAUSE_S = 0.001
 
 @dataclass(frozen=True)
 class Batch:
-    """The prompts of one call, a request for each row, and the blocks of their KV."""
+    """Prompts of one call: a request for each row, and the blocks of their KV."""
 
     requests: list[Request]
     rows: list[range]
     blocks: Blocks
     loaded: int
-    """Tokens, of each row, whose KV is in the blocks."""
+    """Number of tokens in each row whose KV was loaded into the blocks."""
 
     def fill(self, cache: DynamicCache) -> None:
-        """Put the loaded KV into an empty cache."""
+        """Add the loaded KV to an empty cache."""
         if self.loaded:
             self.blocks.fill(cache, self.rows, self.loaded)
 
 
 class Prompts:
-    """Both sides of an engine for one model. One batch at a time.
+    """Both sides of an engine for one model, for one batch at a time.
 
-    Raises `KVHavenError` as `connect_worker` does. After an error of `fetch` or `keep`, `drop`
-    must follow.
+    The constructor raises `KVHavenError` as `connect_worker` does. After an error of `fetch` or
+    `keep`, the caller must call `drop`.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Prompts:
         self.scheduler = connect_scheduler(settings, identity, block_size=self._block)
 
     def fetch(self, ids: torch.Tensor) -> Batch:
-        """Load what is known of the prompts `[batch, tokens]`: as much for each row as for all.
+        """Load the cached KV of the prompts `[batch, tokens]`, the same length for all rows.
 
-        Returns when the KV is there, or it is known that it is not; at most after the deadlines
+        Returns when the KV is loaded or known to be absent, at the latest after the deadlines
         `lookup_deadline_ms` and `promote_deadline_ms`.
         """
         rows: list[list[int]] = ids.tolist()
@@ -97,7 +97,10 @@ class Prompts:
         return Batch(requests, batch.rows, blocks, 0 if failed else loaded)
 
     def keep(self, batch: Batch, cache: DynamicCache) -> None:
-        """Save the full chunks of the prompts that were not loaded from a cache that has them."""
+        """Save the full chunks of the prompts that were not loaded; `cache` has their KV.
+
+        Raises `KVHavenError` if the cache has KV of another shape.
+        """
         length, start = batch.requests[0].num_prompt_tokens, batch.loaded
         for layer, at in zip(self._layers, cache.layers, strict=True):
             layer.require(at, len(batch.rows), length)
@@ -111,7 +114,7 @@ class Prompts:
         self._finish(batch)
 
     def drop(self, batch: Batch) -> None:
-        """Give up a batch; nothing further of it is saved."""
+        """Drop a batch; nothing more of it is saved."""
         self.scheduler.doubt()
         self.worker.doubt()
         self._finish(batch)
@@ -122,13 +125,13 @@ class Prompts:
         self.worker.close()
 
     def _matched(self, request: Request) -> int:
-        """Return how many tokens of a prompt can be loaded, once that is known."""
+        """Return the number of loadable tokens of a prompt, once that is known."""
         self.scheduler.on_new_request(request)
         while True:
             tokens, _ = self.scheduler.matched_tokens(request, 0)
             if tokens is not None:
                 return tokens
-            self._step([])  # a step's budget of waiting is spent; begin with a fresh one
+            self._step([])  # the step's budget for waiting is used up; start another
             time.sleep(_PAUSE_S)
 
     def _step(self, scheduled: list[ScheduledRequest]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models and which calls of `generate` can be cached rightly."""
+"""Checks of models and of calls of `generate`: whether their KV can be cached correctly."""
 
 import itertools
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from kvhaven.integrations.transformers.blocks import LayerShape
 
 _WITHOUT: Final = "Use model.generate for it."
 _LENGTH_MATTERS: Final = frozenset({"dynamic", "longrope"})
-"""Kinds of rotary embedding with which a token's KV depends on the tokens after it."""
+"""Kinds of rotary embedding for which a token's KV depends on the tokens after it."""
 
 _ARGUMENTS: Final = frozenset(
     {
@@ -21,7 +21,7 @@ _ARGUMENTS: Final = frozenset(
         *("streamer", "prefix_allowed_tokens_fn", "tokenizer", "use_model_defaults"),
     }
 )
-"""Arguments of `generate` that are no generation settings, and do not change KV."""
+"""Arguments of `generate` that are not generation settings and do not change KV."""
 _SAMPLING: Final = frozenset(
     {
         *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time"),
@@ -35,30 +35,30 @@ _SAMPLING: Final = frozenset(
         *("length_penalty", "early_stopping", "transformers_version"),
     }
 )
-"""Generation settings that choose tokens, and do not change KV. Others must be off."""
+"""Generation settings that select tokens and do not change KV. Others must be off."""
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "use_cache": (None, True),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
 }
-"""Values of other generation settings with which they are off, where not None or False."""
+"""Values that mean off for other generation settings; the default is None or False."""
 _TEST_TOKENS: Final = 32
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks")
 
 
 def require_supported(model: Any) -> None:
-    """Raise `IncompatibleEngineError` unless the model's KV is a plain sequence of tokens."""
+    """Raise `IncompatibleEngineError` unless KV depends only on tokens and changes are visible."""
     name = type(model).__name__
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         _refuse(f"{name}: an encoder-decoder model; its KV depends on the encoder's input")
     if config.get_text_config(decoder=True) is not config:
-        _refuse(f"{name}: a model of several parts; its KV may depend on more than tokens")
+        _refuse(f"{name}: a model with several parts; its KV may depend on more than tokens")
     if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
-        _refuse(f"{name}: made in torch.inference_mode, so that changes cannot be noticed")
+        _refuse(f"{name}: created in torch.inference_mode, so changes cannot be detected")
     if getattr(model, "hf_quantizer", None) is not None:
-        _refuse(f"{name}: quantized weights, which are more than their tensors show")
+        _refuse(f"{name}: quantized weights, which their tensors do not identify completely")
     if any(type(parameter.data) is not torch.Tensor for parameter in model.parameters()):
-        _refuse(f"{name}: parameters that are no plain tensors of torch")
+        _refuse(f"{name}: parameters that are not plain tensors of torch")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         _refuse(f"{name}: parameters on several devices (got {sorted(map(str, devices))})")
@@ -74,16 +74,16 @@ def require_supported(model: Any) -> None:
 
 
 def layer_shapes(model: Any) -> list[LayerShape]:
-    """Return the shape of each layer's KV, as a forward of one token leaves it in the cache.
+    """Return the shape of each layer's KV, from the cache after a forward of one token.
 
-    Raises `IncompatibleEngineError` for caches that are not understood.
+    Raises `IncompatibleEngineError` if the cache has an unknown form.
     """
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     cache = _computed(model, token)
     shapes = []
     for at, layer in enumerate(cache.layers):
         if type(layer) is not DynamicLayer or layer.keys is None or layer.keys.dim() != 4:  # noqa: PLR2004 - batch, heads, tokens, elements
-            _refuse(f"{type(model).__name__}: layer {at} leaves no KV of its own in the cache")
+            _refuse(f"{type(model).__name__}: layer {at} has no KV of its own in the cache")
         keys, values = layer.keys, layer.values
         alike = keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
         if not alike or keys.shape[0] != 1 or keys.shape[2] != 1:
@@ -115,7 +115,7 @@ def require_causal(model: Any) -> None:
 
 
 def _computed(model: Any, ids: torch.Tensor) -> DynamicCache:
-    """Return the cache that a forward leaves. Raises `IncompatibleEngineError`."""
+    """Return the cache after a forward. Raises `IncompatibleEngineError` if the forward fails."""
     cache = DynamicCache(config=model.config)
     try:
         with torch.inference_mode():
@@ -123,7 +123,7 @@ def _computed(model: Any, ids: torch.Tensor) -> DynamicCache:
     except Exception as error:
         raise IncompatibleEngineError(
             f"{type(model).__name__}: a forward with a cache failed (got {error!r}); expected a "
-            f"decoder that takes past_key_values. {_WITHOUT}"
+            f"decoder that accepts past_key_values. {_WITHOUT}"
         ) from error
     return cache
 
@@ -133,7 +133,7 @@ def reason_against_call(model: Any, ids: Any, arguments: Mapping[str, Any]) -> s
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.numel():  # noqa: PLR2004 - batch and tokens
         return "no token ids of shape [batch, tokens]"
     if ids.is_floating_point() or bool((ids < 0).any()):
-        return "token ids that are not natural numbers"
+        return "token ids that are negative or not integers"
     return _reason_of_model(model) or _reason_of_arguments(model, ids, arguments)
 
 
@@ -144,16 +144,16 @@ def _reason_of_model(model: Any) -> str:
         return "autocast is enabled"
     for module in model.modules():
         if type(module).__module__.split(".")[0] == "peft":
-            return "the model has adapters, which may be switched from call to call"
+            return "the model has adapters, which may change between calls"
         if "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS):
-            return "modules of the model have hooks, or another forward than their class"
+            return "modules of the model have hooks, or a forward that is not their class's"
     return ""
 
 
 def _reason_of_arguments(model: Any, ids: torch.Tensor, arguments: Mapping[str, Any]) -> str:
     given = arguments.get("generation_config")
     sources = [
-        model.generation_config.to_diff_dict(),  # fills in what the others leave open
+        model.generation_config.to_diff_dict(),  # defaults for the others
         given.to_diff_dict() if given is not None else {},
         {name: value for name, value in arguments.items() if name not in _ARGUMENTS},
     ]
@@ -162,7 +162,7 @@ def _reason_of_arguments(model: Any, ids: torch.Tensor, arguments: Mapping[str, 
             return f"the argument {name}={value!r:.40}"
     mask = arguments.get("attention_mask")
     if mask is not None and not (mask.shape == ids.shape and bool((mask == 1).all())):
-        return "an attention mask that leaves tokens out (padding)"
+        return "an attention mask that excludes tokens (padding)"
     for pad in (source.get("pad_token_id") for source in sources):
         if mask is None and pad is not None and bool((ids == int(pad)).any()):
             return "padding tokens without an attention mask"
@@ -170,7 +170,7 @@ def _reason_of_arguments(model: Any, ids: torch.Tensor, arguments: Mapping[str, 
 
 
 def _is_off(name: str, value: object) -> bool:
-    """Return whether a generation setting has a value with which it changes nothing."""
+    """Return whether a generation setting has a value that means off."""
     off = _NEUTRAL.get(name, (None, False))
     return any(type(value) is type(other) and value == other for other in off)
 

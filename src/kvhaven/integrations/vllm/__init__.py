@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVHaven in vLLM. Nothing of vLLM or torch is imported before it is needed."""
+"""Integration of KVHaven with vLLM; imports of vLLM and torch are deferred until needed."""
 
 NAME = "KVHavenConnector"
 MODULE = "kvhaven.integrations.vllm.connector"
 
 
 def register() -> None:
-    """Make the connector known to vLLM by its class name (the entry point's job).
+    """Register the connector with vLLM by its class name, as the entry point.
 
-    vLLM calls this in every process it starts; registering twice is no error. The name is
-    also how vLLM finds the statistics class, so it is needed with a module path as well.
+    vLLM calls this in every process it starts; repeated calls have no effect. vLLM also uses the
+    name to find the statistics class, so it is needed in addition to the module path.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415 - lazy
         KVConnectorFactory,
     )
 
-    if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - it has no other way to ask
+    if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - no public query
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)

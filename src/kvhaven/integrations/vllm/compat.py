@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between versions and set-ups of vLLM, found by looking, not by version numbers."""
+"""Differences between versions and configurations of vLLM, detected without version numbers."""
 
 import inspect
 import logging
@@ -32,19 +32,19 @@ _NEEDED = (
     "update_state_after_alloc",
     "bind_gpu_block_pool",
 )
-"""Methods of the base class without which KVHaven would be wrong (vLLM 0.29 has them all)."""
+"""Methods of the base class that KVHaven requires for correctness (vLLM 0.29 has them all)."""
 
 _WITHOUT = "Serve this model without KVHaven: leave --kv-transfer-config out."
 
 _NO_INVARIANT_REUSE = frozenset({"FLASHINFER", "TRITON_MLA"})
-"""Backends with which vLLM turns prefix caching off for VLLM_BATCH_INVARIANT."""
+"""Backends for which vLLM turns prefix caching off with VLLM_BATCH_INVARIANT."""
 
 _SERVED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Kinds of KV that are known to be right; sub-classes of them may drop blocks, so by name."""
+"""Supported kinds of KV, by class name, as subclasses may drop blocks."""
 
 
 def require_supported_vllm() -> None:
-    """Raise `IncompatibleEngineError` when this vLLM lacks what the connector builds on."""
+    """Raise `IncompatibleEngineError` if this vLLM lacks methods that the connector requires."""
     missing = [name for name in _NEEDED if not hasattr(KVConnectorBase_V1, name)]
     parameters = inspect.signature(KVConnectorBase_V1.__init__).parameters
     if "kv_cache_config" not in parameters:
@@ -57,10 +57,10 @@ def require_supported_vllm() -> None:
 
 
 def require_supported_model(config: "VllmConfig") -> None:
-    """Raise `IncompatibleEngineError` for models that are not served, with what can be done.
+    """Raise `IncompatibleEngineError`, with advice, for models that are not served.
 
-    Knows only the model's configuration, so that it can be asked before vLLM divides the KV: what
-    vLLM says of some of these models then helps nobody.
+    Uses only the configuration, so that it can run before vLLM partitions the KV: for some of
+    these models vLLM then raises an error without useful advice.
     """
     model, device = config.model_config, str(config.device_config.device_type)
     if getattr(model, "is_attention_free", False):
@@ -81,9 +81,9 @@ def require_supported_model(config: "VllmConfig") -> None:
         )
     if getattr(model, "rswa_window", None) is not None:
         raise IncompatibleEngineError(
-            f"{model.model}: attends to a window of what it generated (got rswa_window "
-            f"{model.rswa_window}), so the KV of such a token is not decided by the tokens before "
-            f"it, and vLLM turns prefix caching off. {_WITHOUT}"
+            f"{model.model}: attends to a window of its generated tokens (got rswa_window "
+            f"{model.rswa_window}), so the tokens before such a token do not determine its KV, "
+            f"and vLLM turns prefix caching off. {_WITHOUT}"
         )
     scheduler = config.scheduler_config
     if (
@@ -94,7 +94,7 @@ def require_supported_model(config: "VllmConfig") -> None:
         raise IncompatibleEngineError(
             f"{model.model}: the tokens of an image attend to each other in both directions, and "
             "this platform's vLLM may compute an image in several steps, so that its KV depends on "
-            f"where it was cut. Set --disable-chunked-mm-input. {_WITHOUT}"
+            f"where it was split. Set --disable-chunked-mm-input. {_WITHOUT}"
         )
     if device == "cpu" and platform.machine().startswith("riscv"):
         raise IncompatibleEngineError(
@@ -104,34 +104,34 @@ def require_supported_model(config: "VllmConfig") -> None:
     if device == "cpu" and model.use_mla and not config.cache_config.enable_prefix_caching:
         raise IncompatibleEngineError(
             f"{model.model}: uses multi-head latent attention on a CPU with prefix caching off. "
-            "Without AMX vLLM turns it off itself: its kernels for prefill and decode give other "
-            "results for the same tokens, so KV cannot be reused. Serve this model without "
-            "KVHaven, or on a CPU with AMX and --enable-prefix-caching."
+            "Without AMX vLLM turns it off itself: its kernels for prefill and decode give "
+            "different results for the same tokens, so KV cannot be reused. Serve this model "
+            "without KVHaven, or on a CPU with AMX and --enable-prefix-caching."
         )
 
 
 def require_reuse(backend: type[Any]) -> None:
-    """Raise `IncompatibleEngineError` where vLLM turned prefix caching off for a kernel's sake.
+    """Raise `IncompatibleEngineError` if vLLM turned prefix caching off because of a kernel.
 
-    `backend` is the class of the layers' attention backend; plug-ins may leave its name out.
+    `backend` is the class of the layers' attention backend; plugins may not define its name.
     """
     name = backend.get_name() if hasattr(backend, "get_name") else backend.__name__
     if getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False) and name in _NO_INVARIANT_REUSE:
         raise IncompatibleEngineError(
             f"VLLM_BATCH_INVARIANT is set and the attention backend is {name}: vLLM does not "
-            "support prefix caching with both. Choose another with --attention-backend, leave the "
-            "variable out, or serve it without KVHaven."
+            "support prefix caching with both. Choose another with --attention-backend, unset the "
+            "variable, or serve it without KVHaven."
         )
 
 
 def require_stable_kernels(config: "VllmConfig", layers: Iterable[str]) -> None:
-    """Raise `IncompatibleEngineError` where layers of one KV group disturb each other.
+    """Raise `IncompatibleEngineError` if layers of one KV group make results unstable.
 
-    A connector without vLLM's hybrid KV manager puts layers with and without a sliding window
-    into one group. vLLM's CPU kernel (0.32) then divides the KV of all alike among its
-    threads, and where a part lies wholly outside of a layer's window, attention sinks are added
-    to memory that was never written: decoding gives other tokens in each run. It is seen with
-    gpt-oss, also without a connector, and is gone without the division.
+    Without vLLM's hybrid KV manager, which a connector turns off, layers with and without a
+    sliding window are in one group. vLLM's CPU kernel (0.32) then splits the KV of all layers in
+    the same way among its threads. If a part lies completely outside a layer's window, attention
+    sinks are added to uninitialized memory, and decoding gives different tokens in each run. This
+    occurs with gpt-oss, also without a connector, and not without the split.
     """
     if str(config.device_config.device_type) != "cpu" or not _splits_kv_on_cpu():
         return
@@ -148,13 +148,13 @@ def require_stable_kernels(config: "VllmConfig", layers: Iterable[str]) -> None:
 
 
 def require_supported_engine(config: "VllmConfig", kv_cache: "KVCacheConfig") -> None:
-    """Raise `IncompatibleEngineError` for set-ups that are not served, with what to change."""
+    """Raise `IncompatibleEngineError`, with advice, for configurations that are not served."""
     parallel = config.parallel_config
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting, 1) > 1:
             raise IncompatibleEngineError(
-                f"{setting} is {getattr(parallel, setting)}: a block's tokens are spread over "
-                "ranks then, which KVHaven does not read yet; set it to 1"
+                f"{setting} is {getattr(parallel, setting)}: a block's tokens are then spread over "
+                "ranks, which KVHaven does not support yet; set it to 1"
             )
     require_supported_model(config)
     groups = kv_cache.kv_cache_groups
@@ -186,21 +186,21 @@ def require_supported_engine(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
         )
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups):
         raise IncompatibleEngineError(
-            "the model's attention is not causal: the KV of a prefix depends on what follows it, "
+            "the model's attention is not causal: the KV of a prefix depends on later tokens, "
             "so it cannot be cached"
         )
     if getattr(config, "use_v2_model_runner", False) and getattr(
         kv_cache, "needs_kv_cache_zeroing", False
     ):
         raise IncompatibleEngineError(
-            "the KV caches are of mixed precision, and vLLM's V2 model runner zeroes new blocks "
-            "before a connector can keep what is still read from them; set "
+            "the KV caches have mixed precision, and vLLM's V2 model runner zeroes new blocks "
+            "before a connector can fence the saves that still read them; set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
 
 
 def shard_id(config: "VllmConfig", rank: int) -> ShardId:
-    """Return which part of a chunk the rank holds: its layers and its KV heads."""
+    """Return the part of a chunk that the rank holds: its layers and its KV heads."""
     model, parallel = config.model_config, config.parallel_config
     tp = parallel.tensor_parallel_size
     first, end = model.get_layers_start_end_indices(parallel)
@@ -215,12 +215,12 @@ def shard_id(config: "VllmConfig", rank: int) -> ShardId:
 
 
 def drops_last_block(config: "VllmConfig") -> bool:
-    """Return whether vLLM computes the last block of each hit in its prefix cache again.
+    """Return whether vLLM recomputes the last block of each hit in its prefix cache.
 
-    Drafters that take the target's hidden states (EAGLE, MTP, ...) shift their input by one, so
-    that the KV of a token is computed from the token after it. That of a block's last token is
-    not decided by what names the block, and vLLM leaves the last block out of what it found; of
-    those before it, the token that follows is in the next block, which was found too.
+    Drafters that use the target's hidden states (EAGLE, MTP, ...) shift their input by one, so
+    the KV of a token is computed from the token after it. The block's hash therefore does not
+    determine the KV of its last token, and vLLM excludes the last block of a hit. For earlier
+    blocks, the following token is in the next block, which is part of the hit.
     """
     speculative = config.speculative_config
     if speculative is None:
@@ -231,17 +231,17 @@ def drops_last_block(config: "VllmConfig") -> bool:
 
 
 def is_last_stage(config: "VllmConfig") -> bool:
-    """Return whether a worker's rank is of the last pipeline stage, which samples and drafts."""
+    """Return whether a worker's rank is in the last pipeline stage, which samples and drafts."""
     parallel = config.parallel_config
     stage = int(parallel.rank) // int(parallel.tensor_parallel_size)
     return stage == int(parallel.pipeline_parallel_size) - 1
 
 
 def attention_backend(config: "VllmConfig", layers: Iterable[str]) -> type[Any] | None:
-    """Return the attention backend's class of these layers, None where vLLM does not say.
+    """Return the attention backend's class of these layers, None if vLLM does not report it.
 
-    vLLM derives backends for chunked local attention from others, which lay their pages out
-    alike: then it is the common one. Raises `IncompatibleEngineError` when there is none.
+    vLLM derives backends for chunked local attention from others with the same page layout; the
+    result is then the common base. Raises `IncompatibleEngineError` if there is none.
     """
     known = config.compilation_config.static_forward_context
     found = {known[layer].get_attn_backend() for layer in layers if layer in known}
@@ -256,7 +256,7 @@ def attention_backend(config: "VllmConfig", layers: Iterable[str]) -> type[Any] 
 
 
 def own_layers(config: "VllmConfig", layers: Iterable[str]) -> set[str]:
-    """Return the layers that have KV of their own: others read that of an earlier layer."""
+    """Return the layers that have their own KV; the others read the KV of an earlier layer."""
     known = config.compilation_config.static_forward_context
     return {
         layer
@@ -266,10 +266,10 @@ def own_layers(config: "VllmConfig", layers: Iterable[str]) -> set[str]:
 
 
 def kv_form(backend: type[Any] | None) -> str | None:
-    """Return the form of KV tensors (a word of `layouts.forms`) that have five dimensions.
+    """Return the form of five-dimensional KV tensors, as a name in `layouts.tensor_shapes`.
 
-    vLLM to 0.28 had K and V side by side in a dimension of their own. Where it is, the backend
-    says by the shape that it asks for; numbers that occur once give the dimensions away.
+    vLLM up to 0.28 had K and V in a separate dimension. The shape that the backend requires shows
+    its position, since each size in the probe is unique. None if there is no such dimension.
     """
     shape_of = getattr(backend, "get_kv_cache_shape", None)
     if shape_of is None:
@@ -278,7 +278,7 @@ def kv_form(backend: type[Any] | None) -> str | None:
     try:
         shape = tuple(shape_of(blocks, tokens, heads, elements))
     except (TypeError, ValueError, NotImplementedError):
-        return None  # it wants to know more, as newer ones do: then they have four dimensions
+        return None  # newer backends have more parameters, and four dimensions
     return {
         (2, blocks, tokens, heads, elements): "2BNHD",
         (blocks, 2, tokens, heads, elements): "B2NHD",
@@ -289,9 +289,9 @@ def kv_form(backend: type[Any] | None) -> str | None:
 def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a hook that vLLM calls in its loop return `default()` instead of raising.
 
-    Anything that escapes there ends the engine and every request in it, and a cache must not
-    do that: an error is logged with its trace, counted, and is a miss. What the hook left half
-    done is given up (see `doubt` of either side). `UnreportedLoadError` alone passes.
+    An exception there would end the engine and all its requests, which a cache must not do. An
+    error is therefore logged with its trace, counted, and handled as a miss. Unfinished work of
+    the hook is dropped (see `doubt` of either side). Only `UnreportedLoadError` is raised.
     """
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
@@ -312,7 +312,7 @@ def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Calla
 
 
 def report_error(connector: Any, hook: str, error: Exception) -> None:
-    """Log the first error of a hook, and put in order what it left (`connector.in_doubt`)."""
+    """Log the first error of a hook, and restore a consistent state (`connector.in_doubt`)."""
     seen: set[str] = connector.reported_errors
     if hook not in seen:
         seen.add(hook)
@@ -321,11 +321,11 @@ def report_error(connector: Any, hook: str, error: Exception) -> None:
 
 
 def _splits_kv_on_cpu() -> bool:
-    """Whether vLLM's CPU attention divides the KV of a request among its threads."""
+    """Return whether vLLM's CPU attention splits the KV of a request among its threads."""
     return bool(getattr(vllm.envs, "VLLM_CPU_ATTN_SPLIT_KV", False))
 
 
 def _kinds(spec: Any) -> set[str]:
-    """Return the kinds of KV in a group, whose layers may be of several that are alike."""
+    """Return the kinds of KV in a group, whose layers may have several similar kinds."""
     nested = getattr(spec, "kv_cache_specs", None)
     return {type(part).__name__ for part in (nested.values() if nested else (spec,))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KVHavenConnector`: vLLM's v1 connector interface, mapped to the two sides of KVHaven."""
+"""`KVHavenConnector`: vLLM's v1 connector interface, mapped to KVHaven's two sides."""
 
 import logging
 import sys
@@ -61,10 +61,11 @@ logger = logging.getLogger(__name__)
 
 
 class KVHavenConnector(KVConnectorBase_V1):
-    """One object per role and process. Start-up may raise; nothing after it does.
+    """Connector of one role and process. Only start-up raises, later hooks do not.
 
-    The worker's part begins with `register_kv_caches`, because the tensors decide the
-    layout; the scheduler's in the constructor, which vLLM runs after that.
+    The worker side starts in `register_kv_caches`, because the tensors determine the layout. The
+    scheduler side starts in the constructor, which vLLM runs after that. Later hooks log and count
+    errors; the exception is `UnreportedLoadError`, which ends the engine.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class KVHavenConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache delivers nothing: a dropped save is a later miss."""
+        """False: KVHaven does not guarantee delivery; a dropped save is a later miss."""
         return False
 
     def in_doubt(self) -> None:
-        """Count an error that was kept from the engine, and leave nothing half done after it."""
+        """Count an error that did not reach the engine, and restore a consistent state."""
         self._errors += 1
         for side in (self._scheduler, self._worker):
             if side is not None:
@@ -101,7 +102,7 @@ class KVHavenConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """Require none; but refuse models that are not served, before vLLM divides their KV."""
+        """Require no layout, but refuse unsupported models before vLLM partitions their KV."""
         require_supported_model(vllm_config)
         layout: str | None = super().get_required_kvcache_layout(vllm_config)
         return layout
@@ -109,10 +110,11 @@ class KVHavenConnector(KVConnectorBase_V1):
     # --- worker, start-up -------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Read the layout, test the device, attach to the service. May refuse, with advice.
+        """Read the layout, test the device, attach to the service.
 
-        vLLM may call it again with other tensors (on Gaudi when it wakes up): the connection
-        stays, and copies go to the new ones.
+        Raises `KVHavenError`, with advice, if the engine is refused. vLLM may call it again with
+        other tensors (on Gaudi when it wakes up): the connection stays, and copies use the new
+        ones.
         """
         self._worker = start_worker(
             self._vllm_config, self._kv_cache_config, kv_caches, self._member, self._worker
@@ -122,13 +124,13 @@ class KVHavenConnector(KVConnectorBase_V1):
 
     @never_raises(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Fence the saves whose blocks were given away, before anything touches these."""
+        """Fence the saves whose blocks were reallocated, before these are written."""
         if self._worker is not None and isinstance(kv_connector_metadata, PlanMetadata):
             self._worker.fence(kv_connector_metadata.plan)
 
     @never_raises(lambda: None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the step's plan; called before the forward."""
+        """Accept the step's plan; called before the forward."""
         super().bind_connector_metadata(connector_metadata)
         self._handled_before = sys.exception()
         if self._worker is not None and isinstance(connector_metadata, PlanMetadata):
@@ -136,12 +138,12 @@ class KVHavenConnector(KVConnectorBase_V1):
 
     @never_raises(lambda: None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
-        """Start the step's loads; the forward waits for those that are synchronous."""
+        """Start the step's loads; the forward waits for synchronous ones."""
         if self._worker is not None:
             self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to do: `start_load_kv` ordered the whole forward behind its loads."""
+        """Do nothing: `start_load_kv` ordered the whole forward after its loads."""
 
     def save_kv_layer(
         self,
@@ -150,13 +152,13 @@ class KVHavenConnector(KVConnectorBase_V1):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """Nothing to do: chunks are saved whole, after the forward."""
+        """Do nothing: whole chunks are saved after the forward."""
 
     @never_raises(lambda: None)
     def wait_for_save(self) -> None:
         """Save the chunks that this step completed.
 
-        vLLM's V1 runner calls it in a `finally`, so also when the forward raised.
+        vLLM's V1 runner calls it in a `finally` block, so also after the forward raised.
         """
         if self._worker is None:
             return
@@ -169,8 +171,9 @@ class KVHavenConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         """Return the requests whose asynchronous loads have ended.
 
-        With speculation vLLM's V1 runner calls it before `wait_for_save`, which follows when the
-        drafter has run, and never on a pipeline stage without one: there all is computed by now.
+        With speculation, vLLM's V1 runner calls it before `wait_for_save`, which follows after the
+        drafter has run. A pipeline stage without a drafter never gets `wait_for_save`, but has
+        computed everything by now, so its chunks are saved here.
         """
         if self._worker is None:
             return None, None
@@ -185,12 +188,12 @@ class KVHavenConnector(KVConnectorBase_V1):
 
     @never_raises(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return blocks that a load could not fill (see `WorkerSide`: not by design)."""
+        """Return blocks that failed loads left undefined; normally there are none."""
         return self._worker.failed_blocks() if self._worker is not None else set()
 
     @never_raises(lambda: None)
     def build_connector_worker_meta(self) -> ReportMetadata | None:
-        """Return which saves have ended."""
+        """Return the rank's report of ended saves and failed loads."""
         report = self._worker.report() if self._worker is not None else None
         return ReportMetadata(report) if report is not None else None
 
@@ -198,7 +201,7 @@ class KVHavenConnector(KVConnectorBase_V1):
 
     @never_raises(lambda: None)
     def on_new_request(self, request: "Request") -> None:
-        """Start promoting what the request will need."""
+        """Start to promote the request's chunks from the tiers."""
         if self._scheduler is not None:
             self._scheduler.on_new_request(VllmRequest(request))
 
@@ -206,7 +209,7 @@ class KVHavenConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many further tokens are leased for loading; None: ask again."""
+        """Return the number of further tokens that are leased for loading; None means ask again."""
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched_tokens(VllmRequest(request), num_computed_tokens)
@@ -216,8 +219,8 @@ class KVHavenConnector(KVConnectorBase_V1):
     ) -> None:
         """Plan the load into the blocks.
 
-        A load that the engine counts on and that cannot be planned would be wrong output; it
-        becomes one that failed, which the engine has a policy for.
+        If a load that the engine relies on cannot be planned, its output would be wrong. It is
+        therefore reported as a failed load, for which the engine has a policy.
         """
         if self._scheduler is None:
             return
@@ -230,23 +233,23 @@ class KVHavenConnector(KVConnectorBase_V1):
                 self._scheduler.never_loaded(ours, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PlanMetadata:
-        """Return the step's plan: when it cannot be made, promised loads and all fences."""
+        """Return the step's plan; after an error, one with promised loads and all fences."""
         if self._scheduler is None:
             return PlanMetadata(StepPlan())
         try:
             return PlanMetadata(self._scheduler.plan_step(scheduled_requests(scheduler_output)))
-        except Exception as error:  # noqa: BLE001 - it would end the engine
+        except Exception as error:  # noqa: BLE001 - would end the engine
             report_error(self, "build_connector_meta", error)
             return PlanMetadata(self._scheduler.plan_in_doubt())
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
-        """Take the pool: after a reset it shows which blocks still hold old KV."""
+        """Keep the block pool, which shows after a reset which blocks still hold old KV."""
         if self._scheduler is not None:
             self._scheduler.held_blocks = lambda: held_blocks(gpu_block_pool)
 
     @never_raises(lambda: None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Take the ranks' report."""
+        """Process the ranks' aggregated report."""
         if self._scheduler is None:
             return
         report = connector_output.kv_connector_worker_meta
@@ -261,7 +264,7 @@ class KVHavenConnector(KVConnectorBase_V1):
         request: "Request",
         block_ids: list[int],  # noqa: ARG002 - fences protect them
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let the request go; its blocks need not be kept."""
+        """Forget the request; vLLM may free its blocks immediately."""
         if self._scheduler is not None:
             self._scheduler.finished(VllmRequest(request))
         return False, None
@@ -270,31 +273,31 @@ class KVHavenConnector(KVConnectorBase_V1):
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> "dict[CacheHitSource, int]":
-        """Return how many of the loaded tokens came from memory and how many from a tier."""
+        """Return the numbers of loaded tokens that came from memory and from tiers."""
         if self._scheduler is None:
             return {}
         return hit_sources(self._scheduler.loaded_offer(VllmRequest(request)), num_external_tokens)
 
     @never_raises(lambda: ())
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        """Return what became available since the last call, for cache-aware routers."""
+        """Return the KV events since the last call, for cache-aware routers."""
         return self._scheduler.take_events() if self._scheduler is not None else ()
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool | None:
-        """Find nothing that was cached before, from now on; others' data stays."""
+        """Start a new epoch: KV cached before is not found again; other engines keep theirs."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
 
     @never_raises(lambda: None)
     def encodings_dropped(self) -> None:
-        """Take in that vLLM has reset its encoder cache (see `encoder_cache`)."""
+        """Note that vLLM has reset its encoder cache (see `encoder_cache`)."""
         if self._scheduler is not None:
             self._scheduler.encodings_dropped()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Nothing to do: ranks meet in the service."""
+        """Do nothing: ranks connect through the service."""
 
     # --- both -------------------------------------------------------------------------------
 
@@ -330,7 +333,7 @@ class KVHavenConnector(KVConnectorBase_V1):
 
     @never_raises(lambda: None)
     def shutdown(self) -> None:
-        """End copies, release leases, disconnect."""
+        """Wait for copies, release leases, disconnect."""
         if self._scheduler is not None:
             self._scheduler.close()
         if self._worker is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noticing that vLLM drops what it encoded of media: it tells a connector nothing of that."""
+"""Hook into vLLM's resets of its encoder cache, of which it does not notify connectors."""
 
 import functools
 import logging
@@ -12,16 +12,16 @@ logger = logging.getLogger(__name__)
 
 
 def watch_encoder_cache() -> None:
-    """Have `encodings_dropped` of a scheduler's connectors called when it resets that cache.
+    """Wrap the resets of vLLM's schedulers to call `encodings_dropped` of their connectors.
 
-    Wraps the method of vLLM's schedulers, unless it is wrapped. Called when the scheduler's
-    connector is made: the classes are imported by then. The workers drop theirs after it and
-    before they are given another step.
+    Methods that are already wrapped are skipped. Called when the scheduler's connector is
+    created: the classes are imported by then. The workers drop their encodings after the
+    scheduler does and before their next step.
     """
     try:
         from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415 - it imports connectors
-    except ImportError as error:  # then encodings count as kept for ever
-        logger.debug("vLLM's encoder cache is not watched: %s", error)
+    except ImportError as error:  # then encodings count as never dropped
+        logger.debug("vLLM's encoder cache: resets are not tracked: %s", error)
         return
     for cls in subclasses(Scheduler):
         wrap_method(cls, "reset_encoder_cache", _resets)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV events for cache-aware routers: which chunks of this engine are in the cache now."""
+"""KV events in vLLM's format, which announce this engine's cached chunks to routers."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ _EVENTS_MOST = 100_000
 
 
 class StoredEvents:
-    """`BlockStored` for each run of chunks that all ranks have written.
+    """Produces a `BlockStored` event for each run of chunks that all ranks have written.
 
-    A "block" of these events is a chunk: its hash is the chunk's key, `block_size` the
-    chunk's tokens, the medium is CPU. There is no `BlockRemoved`: the service evicts for all
-    its engines and does not tell them, so a router must take these events as hints. Chunks
-    that others stored are not announced.
+    A "block" of these events is a chunk: its hash is the chunk's key, `block_size` the chunk's
+    tokens, and the medium CPU. `BlockRemoved` is never sent, as the service evicts chunks without
+    notifying engines, so a router must treat these events as hints. Chunks that other engines
+    stored are not announced.
     """
 
     def __init__(self, chunk_size: int) -> None:
@@ -27,7 +27,7 @@ class StoredEvents:
         self._events: list[KVCacheEvent] = []
 
     def planned(self, job: SaveJob, request: VllmRequest, first_chunk: int) -> None:
-        """Keep what the events of a save will say; `first_chunk` is its first chunk's index."""
+        """Prepare the events of a save; `first_chunk` is the index of its first chunk."""
         parent = job.parent
         events = []
         for chunk, key in enumerate(job.keys, first_chunk):
@@ -36,7 +36,7 @@ class StoredEvents:
         self._planned[job.id] = events
 
     def saved(self, job: SaveJob, unwritten: set[int]) -> None:
-        """All ranks reported a save; its chunks are there, but for those `unwritten`."""
+        """Queue the events of a save that all ranks reported, except for `unwritten` chunks."""
         stored: list[BlockStored] = []
         for index, event in enumerate(self._planned.pop(job.id, ())):
             if index in unwritten:
@@ -52,7 +52,7 @@ class StoredEvents:
             self._events += stored
 
     def forget(self, job: SaveJob) -> None:
-        """A save will not be reported any more."""
+        """Drop the events of a save that will not be reported any more."""
         self._planned.pop(job.id, None)
 
     def take(self) -> list[KVCacheEvent]:
@@ -81,7 +81,7 @@ class StoredEvents:
 
 
 def _extra_keys(request: Any, start: int, end: int) -> tuple[Any, ...] | None:
-    """Return what distinguishes a chunk besides its tokens, in the shape of vLLM's events."""
+    """Return the extra keys of a chunk, besides its tokens, in the form of vLLM's events."""
     extras: list[Any] = []
     if request.lora_request is not None:
         extras.append(request.lora_request.lora_name)
@@ -95,7 +95,10 @@ def _extra_keys(request: Any, start: int, end: int) -> tuple[Any, ...] | None:
 
 
 def _joined(first: BlockStored, second: BlockStored) -> list[tuple[Any, ...] | None] | None:
-    """Return the extra keys of two events, one entry a chunk (`first` has one chunk more now)."""
+    """Return the extra keys of two events, one entry per chunk.
+
+    `first` already has the hash of one more chunk.
+    """
     if first.extra_keys is None and second.extra_keys is None:
         return None
     before = first.extra_keys or [None] * (len(first.block_hashes) - 1)

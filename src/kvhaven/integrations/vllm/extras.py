@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What determines a request's KV besides its tokens: adapter, cache salt, media."""
+"""Extras of vLLM's requests, which determine KV besides tokens: adapter, cache salt, media."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -12,7 +12,7 @@ from kvhaven.keys import Extras, KeyInputError
 
 
 class VllmPendingExtras:
-    """The extras of one request, as far as they are known."""
+    """Extras of one request, which may not be known yet."""
 
     def __init__(self, salt: str, lora: Any, adapters: Adapters, media: Media | None) -> None:
         self._salt = salt
@@ -22,13 +22,13 @@ class VllmPendingExtras:
 
     @property
     def hashing(self) -> bool:
-        """Whether media are being hashed: the answer follows soon."""
+        """Whether media are being hashed, so that the extras will be known soon."""
         return self._media is not None and self._media.hashing
 
     def poll(self) -> KnownExtras | None:
-        """Return the extras, or None while media are hashed or the adapter is not known.
+        """Return the extras, or None while media are being hashed or the adapter is unknown.
 
-        Raises `KeyInputError`, and whatever else keeps them from being known.
+        Raises `KeyInputError`, or the error of the hashing, if the media cannot be identified.
         """
         adapter = None
         if self._lora is not None:
@@ -43,9 +43,9 @@ class VllmPendingExtras:
 
 
 class VllmExtras:
-    """Finds out the extras of requests. Only media take time; a thread hashes them.
+    """Source of the extras of vLLM's requests. A thread hashes media, which takes time.
 
-    Never does I/O. Not thread-safe.
+    Performs no I/O. Not thread-safe.
     """
 
     def __init__(self, adapters: Adapters) -> None:
@@ -54,9 +54,9 @@ class VllmExtras:
         self._media: dict[str, tuple[Hashable, Media]] = {}
 
     def note(self, given: VllmRequest, *, runs: bool = False) -> None:
-        """Note a request that is there, or `runs` in this step, whether it is cached or not.
+        """Note a request that arrived, or that runs in this step (`runs`), cached or not.
 
-        What it computes stays in the engine's own caches, and those go by names.
+        Its results stay in the engine's own caches, which use names as keys.
         """
         request = given.raw
         try:
@@ -72,7 +72,7 @@ class VllmExtras:
                 self.media.runs(self._media[request.request_id][1])
 
     def begin(self, given: VllmRequest) -> VllmPendingExtras:
-        """Begin to find out a request's extras. Raises `KeyInputError` for what cannot be named."""
+        """Start to determine a request's extras. Raises `KeyInputError` if one is invalid."""
         self.note(given)
         request = given.raw
         salt = request.cache_salt
@@ -86,19 +86,19 @@ class VllmExtras:
         return VllmPendingExtras(salt, request.lora_request, self._adapters, media)
 
     def weights_changed(self) -> None:
-        """Note that the weights are others; an encoder's may be among them."""
+        """Note that the weights changed, perhaps those of an encoder."""
         self.media.encoder_changed()
 
     def adapter_changed(self) -> None:
-        """Note that an adapter's content is another; it may have a part in encoding media."""
+        """Note that an adapter's content changed; the adapter may affect the encoding of media."""
         self.media.adapter_changed()
 
     def encodings_dropped(self) -> None:
-        """Note that vLLM has dropped what it encoded of media."""
+        """Note that vLLM dropped its encodings of media."""
         self.media.encodings_dropped(media for _, media in self._media.values())
 
     def finished(self, request_id: str) -> None:
-        """Forget a request. Its media are hashed to the end: its KV stays in the engine's cache."""
+        """Forget a request. Hashing of its media continues: the engine's cache holds its KV."""
         self._media.pop(request_id, None)
 
     def close(self) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks into vLLM that tell what the model of this process holds now.
+"""Hooks into vLLM that track the state of this process's model.
 
-vLLM tells a connector of no change. Weights are changed in place by calls to the worker (reload,
-weight transfer from a trainer), adapters are loaded when a request first needs them and again
-after they were dropped, and their files may have changed meanwhile. When the engine goes to sleep
-it waits for the device and then unmaps the KV tensors' memory, but copies are put on the device
-piece by piece by threads of ours. So the methods of vLLM that do it are wrapped, once in a process,
-and what was loaded is named by its tensors.
+vLLM does not notify connectors of changes. Calls to the worker change weights in place (reload,
+weight transfer from a trainer). Adapters are loaded when a request first needs them, and reloaded
+after they were evicted; their files may have changed in between. When the engine goes to sleep, it
+waits for the device and then unmaps the KV tensors' memory, while threads of KVHaven may still
+submit parts of copies. Therefore the methods of vLLM that do this are wrapped, once in a process,
+and loaded adapters are identified by their tensors.
 """
 
 import functools
@@ -27,7 +27,7 @@ _CHANGE_WEIGHTS = (
     "update_weights",
     "finish_weight_update",
 )
-"""Methods of vLLM's workers after which the weights may be others (0.29 to 0.32)."""
+"""Methods of vLLM's workers that may change the weights (0.29 to 0.32)."""
 
 _TAKE_MEMORY = ("sleep", "discard")
 """Methods of vLLM's workers that unmap the memory of the KV tensors."""
@@ -36,13 +36,13 @@ _WRAPPED = "_kvhaven_watches"
 
 
 LOADED = LoadedModel()
-"""The one of this process."""
+"""The state of this process's model."""
 
 
 def watch_model() -> LoadedModel:
     """Wrap vLLM's methods that change the model, unless they are wrapped; return its state.
 
-    Called when a worker's connector is made: every class of a worker is imported by then.
+    Called when a worker's connector is created: all worker classes are imported by then.
     """
     from vllm.v1.worker.worker_base import WorkerBase  # noqa: PLC0415 - workers have it
 
@@ -59,7 +59,7 @@ def watch_model() -> LoadedModel:
         return LOADED
     for cls in subclasses(WorkerLoRAManager):
         wrap_method(cls, "_load_adapter", _loads_adapter)
-    wrap_method(AutoWeightsLoader, "load_weights", _changes_weights)  # what models' own methods use
+    wrap_method(AutoWeightsLoader, "load_weights", _changes_weights)  # used by models' own methods
     return LOADED
 
 
@@ -68,7 +68,7 @@ def _changes_weights(method: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
-        finally:  # also after a failure: a part may be written
+        finally:  # also after an error, as a part may be written
             LOADED.weights_changed()
 
     return watched
@@ -94,10 +94,10 @@ def _loads_adapter(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def adapter_digest(model: Any) -> bytes | None:
-    """Return the digest of what a `LoRAModel` of vLLM consists of; None where it has no name."""
+    """Return the digest of a vLLM `LoRAModel`'s content; None if it cannot be identified."""
     try:
         return content_digest({k: v for k, v in vars(model).items() if k != "id"})
-    except Exception as error:  # noqa: BLE001 - whatever it was: it has no name, and is loaded
+    except Exception as error:  # noqa: BLE001 - the adapter is loaded, only unidentified
         logger.warning("LoRA adapter %s: its requests are not cached: %s", model.id, error)
         return None
 
@@ -105,7 +105,7 @@ def adapter_digest(model: Any) -> bytes | None:
 def wrap_method(
     cls: type[Any], name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Wrap the method that a class itself defines, if it does and is not wrapped yet."""
+    """Wrap a method if the class itself defines it and it is not wrapped yet."""
     method = vars(cls).get(name)
     if method is not None and not hasattr(method, _WRAPPED):
         watched = wrapper(method)
@@ -114,7 +114,7 @@ def wrap_method(
 
 
 def subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    """Yield a class and all that inherit from it."""
+    """Yield a class and all its subclasses, direct and indirect."""
     yield cls
     for child in cls.__subclasses__():
         yield from subclasses(child)

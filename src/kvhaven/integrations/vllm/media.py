@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of media by their content, and which of vLLM's identifiers stand for one content only."""
+"""Identities of media by content, and checks that vLLM's identifiers have one content each."""
 
 import logging
 from collections import Counter, OrderedDict, deque
@@ -14,14 +14,14 @@ from kvhaven.keys import KeyInputError, MediaItem
 logger = logging.getLogger(__name__)
 
 _KNOWN_MOST: Final = 1 << 17
-"""Identifiers whose content is remembered; the engine's encoder cache holds far fewer."""
+"""Maximum number of identifiers with remembered content; vLLM's encoder cache holds far fewer."""
 _REFUSED_MOST: Final = 1 << 16
-"""Identifiers that are remembered as ambiguous; beyond, only those that are known are accepted."""
+"""Maximum number of refused identifiers; beyond it, only identifiers already known are accepted."""
 _QUEUED_MOST: Final = 4 << 30
-"""Bytes of media that wait to be hashed: they may be kept longer than their requests."""
-_TOO_MANY: Final = "media: not hashed, as those of too many requests wait for it"
+"""Maximum number of media bytes queued for hashing: the queue may outlive their requests."""
+_TOO_MANY: Final = "media: not hashed, as too many bytes of media are queued for hashing"
 
-_ADVICE: Final = "give each item a UUID of its own, or none"
+_ADVICE: Final = "give each item its own UUID, or none"
 
 
 class _Feature(NamedTuple):
@@ -48,10 +48,11 @@ class _Feature(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """An identifier's content, and what vLLM's encoding of it may be of.
+    """Content of an identifier, and the age of vLLM's encoding of it.
 
-    `since` is when it came first after the encodings were dropped for the `drops`-th time, and
-    `tower` whether a LoRA adapter has a part in it.
+    `drops` counts the drops of vLLM's encodings before the identifier first came, `since` the
+    changes of encoders before it came first after the last of these drops. `tower` says whether a
+    LoRA adapter affects the encoding.
     """
 
     content: bytes
@@ -61,7 +62,7 @@ class _Known(NamedTuple):
 
 
 class Media:
-    """The media of one request, whose content is known when it was hashed."""
+    """Media of one request; their content is known once it is hashed."""
 
     def __init__(
         self,
@@ -85,11 +86,11 @@ class Media:
 
     @property
     def hashing(self) -> bool:
-        """Whether the content is being hashed: the answer follows soon."""
+        """Whether the content is being hashed and will be known soon."""
         return not self.digests.done()
 
     def items(self) -> tuple[MediaItem, ...]:
-        """Return what the keys have of the media, once hashed. Raises as `check`."""
+        """Return the media items for the keys, once they are hashed. Raises as `check` does."""
         self.check()
         return tuple(
             MediaItem(digest.hex(), feature.offset, feature.length)
@@ -98,7 +99,11 @@ class Media:
         )
 
     def check(self) -> None:
-        """Raise unless the KV is of this content: `KeyInputError`, or what kept it unknown."""
+        """Check that the KV was computed with this content, once it is hashed.
+
+        Raises `KeyInputError` if an identifier is refused, or the error that kept the content
+        unknown.
+        """
         self._names.take_in()
         for error in (self._error, *self.digests.result()):
             if isinstance(error, Exception):
@@ -108,33 +113,33 @@ class Media:
 
     @property
     def settled(self) -> bool:
-        """Whether all that the engine has begun to compute with these identifiers is hashed."""
+        """Whether all media that the engine computed with under these identifiers are hashed."""
         return self._names.settled(feature.identifier for feature in self.features)
 
 
 class MediaNames:
-    """Names media by the content that the model gets: the tensors after preprocessing.
+    """Identifies media by the content that the model receives: the tensors after preprocessing.
 
-    vLLM's own identifiers are not used as names: they may be a counter (with its caches off), or
-    whatever a client sent as the item's UUID, and nothing in a request says which. A digest that
-    vLLM made is no proof either: of an image with an ImageID in its EXIF data it covers nothing
-    else. But vLLM's caches go by identifiers, so one names an item only as long as all that the
-    engine was ever given under it had one content. So the media of every request are hashed,
-    also of those that are not cached, and to the end; an identifier that came with two contents,
-    or once with none that could be hashed, is refused for good.
+    vLLM's identifiers are not used as names: they may be a counter (with its caches off) or a
+    client's UUID for the item, and a request does not show which. A digest computed by vLLM is not
+    sufficient either: of an image with an ImageID in its EXIF data it covers only that id. But
+    vLLM's caches use identifiers as keys, so an identifier is reliable only while all media that
+    the engine received under it had one content. Therefore the media of every request are hashed
+    completely, also those of uncached requests. An identifier that came with two contents, or
+    with content that could not be hashed, is refused until the engine ends.
 
-    vLLM keeps encodings when the encoder changes. Then every identifier that came before is
-    refused until vLLM has dropped them.
+    vLLM keeps encodings when the encoder changes. All earlier identifiers are then refused until
+    vLLM drops its encodings.
 
-    Not thread-safe: a thread of its own computes digests, and touches nothing else.
+    Not thread-safe. A separate thread computes digests and touches no other state.
     """
 
     def __init__(self) -> None:
         self._hasher = ThreadPoolExecutor(1, "kvhaven-media")
-        self._kept: dict[int, tuple[ref[Any], bytes]] = {}  # the hasher's alone
+        self._kept: dict[int, tuple[ref[Any], bytes]] = {}  # used only by the hasher
         self._queue: deque[Media] = deque()
         self._queued_bytes = 0
-        self._running: Counter[str] = Counter()  # identifiers that compute, or did, unhashed
+        self._running: Counter[str] = Counter()  # identifiers in use before being hashed
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._refused: set[str] = set()
         self._full = False
@@ -143,7 +148,7 @@ class MediaNames:
         self._drops = 0
 
     def note(self, features: Sequence[Any], adapter: str | None = None) -> Media:
-        """Have the media of a request hashed, which vLLM's caches may hold from now on.
+        """Queue the media of a request for hashing; vLLM's caches may hold them from now on.
 
         `adapter` is the name of the request's LoRA adapter.
         """
@@ -152,11 +157,11 @@ class MediaNames:
         size = 0
         error: Exception | None = None
         for feature in features:
-            try:  # copied now: a session's features move when more input comes
+            try:  # copied now, as a session's features move when it gets more input
                 one = _Feature.of(feature)
                 size += _size(one.data)
                 readable.append(one)
-            except Exception as raised:  # noqa: BLE001 - whatever it is, the content is not known
+            except Exception as raised:  # noqa: BLE001 - any error leaves the content unknown
                 error = error or raised
                 self._refuse(str(getattr(feature, "identifier", None)))
         if self._queued_bytes + size > _QUEUED_MOST and self._queue:
@@ -171,14 +176,14 @@ class MediaNames:
         return media
 
     def runs(self, media: Media) -> None:
-        """Note that a request begins to compute, or goes on."""
+        """Note that a request starts or continues to compute."""
         if not media.runs:
             media.runs = True
             if not media.taken_in:
                 self._running.update(feature.identifier for feature in media.features)
 
     def take_in(self) -> None:
-        """Take in what was hashed since the last call, in the order in which it came."""
+        """Process the media that were hashed since the last call, in the order of arrival."""
         while self._queue and not self._queue[0].hashing:
             media = self._queue.popleft()
             media.taken_in = True
@@ -190,51 +195,51 @@ class MediaNames:
             except CancelledError:  # the connector is closing
                 digests = [KeyInputError("media: not hashed")] * len(media.features)
             for feature, digest in zip(media.features, digests, strict=True):
-                # So vLLM marks encodings that an adapter has a part in.
+                # vLLM marks encodings that an adapter affects in this way.
                 tower = media.adapter is not None and feature.identifier.startswith(
                     f"{media.adapter}:"
                 )
                 self._take_in(feature.identifier, digest, media, tower=tower)
 
     def settled(self, identifiers: Iterable[str]) -> bool:
-        """Whether nothing that computes, or did, under these identifiers is still being hashed."""
+        """Return whether all media used under these identifiers are hashed."""
         self.take_in()
         return not any(identifier in self._running for identifier in identifiers)
 
     def check(self, identifier: str) -> None:
-        """Raise `KeyInputError` unless an identifier stands for the content that it came with."""
+        """Raise `KeyInputError` if an identifier may stand for other content than it came with."""
         if identifier in self._refused:
             raise KeyInputError(
-                f"media item {identifier!r}: the identifier came with two contents, or with one "
-                f"that is not known; {_ADVICE}"
+                f"media item {identifier!r}: the identifier came with two contents, or with "
+                f"unknown content; {_ADVICE}"
             )
         known = self._known.get(identifier)
         if known is None:
             raise KeyInputError(
-                f"media item {identifier!r}: too many identifiers came with two contents, so a "
-                f"new one is not accepted; {_ADVICE}, and start the engine anew"
+                f"media item {identifier!r}: too many identifiers came with two contents, so "
+                f"new ones are not accepted; {_ADVICE}, and restart the engine"
             )
         changed = max(self._encoder_since, known.tower * self._towers_since)
         if known.drops == self._drops and known.since < changed:
             raise KeyInputError(
-                f"media item {identifier!r}: it came before the encoder was changed, and vLLM may "
+                f"media item {identifier!r}: it came before the encoder changed, and vLLM may "
                 "have kept its encoding; reset vLLM's encoder cache after such a change"
             )
 
     def encoder_changed(self) -> None:
-        """Refuse what came before: the encoder is another, and vLLM keeps what it encoded."""
+        """Refuse earlier identifiers: the encoder changed, and vLLM keeps its encodings."""
         self._now += 1
         self._encoder_since = self._now
 
     def adapter_changed(self) -> None:
-        """Refuse what came before with an adapter that has a part in encoding it."""
+        """Refuse earlier identifiers whose encoding an adapter affects."""
         self._now += 1
         self._towers_since = self._now
 
     def encodings_dropped(self, live: Iterable[Media]) -> None:
-        """Accept what came before: vLLM has dropped what it had encoded.
+        """Accept earlier identifiers again: vLLM dropped its encodings.
 
-        The media of `live` requests may be encoded from now on.
+        The media of `live` requests may be encoded again from now on.
         """
         self._drops += 1
         for media in live:
@@ -270,8 +275,8 @@ class MediaNames:
         elif not self._full:
             self._full = True
             logger.warning(
-                "requests with media that are new are not cached any more: %d identifiers came "
-                "with two contents, or with one that is not known; %s",
+                "requests with new media are not cached any more: %d identifiers came with two "
+                "contents, or with unknown content; %s",
                 _REFUSED_MOST,
                 _ADVICE,
             )
@@ -279,18 +284,18 @@ class MediaNames:
     # --- in the hasher's thread -----------------------------------------------------------------
 
     def _hash(self, features: Sequence[_Feature]) -> list[bytes | Exception]:
-        """Return the digest of each item, or what keeps it from being known."""
+        """Return for each item its digest, or the error of its hashing."""
         digests: list[bytes | Exception] = []
         for feature in features:
             try:
                 name = [feature.modality, self._digest(feature), feature.is_embed]
                 digests.append(content_digest(name))
-            except Exception as error:  # noqa: BLE001 - the others' must be known all the same
+            except Exception as error:  # noqa: BLE001 - the others must still be hashed
                 digests.append(error)
         return digests
 
     def _digest(self, feature: _Feature) -> bytes:
-        """Return the digest of an item's tensors; that of an item in vLLM's cache is kept."""
+        """Return the digest of an item's tensors; it is kept as long as vLLM keeps the item."""
         data = feature.data
         kept = self._kept.get(id(data))
         if kept is not None and kept[0]() is data:
@@ -314,7 +319,7 @@ class MediaNames:
 
 
 def _size(data: Any) -> int:
-    """Return how many bytes the tensors of a media item have, as far as they can be seen."""
+    """Return the number of bytes of a media item's visible tensors."""
     if isinstance(data, Mapping):
         return sum(_size(getattr(element, "data", None)) for element in data.values())
     if isinstance(data, list | tuple):

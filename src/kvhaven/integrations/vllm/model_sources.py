@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that vLLM loads a model from, by its configuration."""
+"""Files that vLLM loads a model from, according to its configuration."""
 
 import contextlib
 import errno
@@ -21,16 +21,17 @@ _LOCAL_FORMATS: Final = frozenset(
         *("runai_streamer_sharded", "tensorizer"),
     }
 )
-"""Load formats that take the weights from the model's folder, or from files that are named."""
+"""Load formats that read the weights from the model's folder, or from files in the settings."""
 _PARTS_OF: Final[Mapping[str, Sequence[str]]] = {"ultravox": ("text_model_id", "audio_model_id")}
-"""Where the configuration of a type of model names others, whose weights vLLM loads as well."""
+"""Entries in the configuration of a model type that name models whose weights vLLM also loads."""
 
 
 def model_sources(config: Any) -> list[Source]:
-    """Return what vLLM's `VllmConfig` loads weights, code and processors from.
+    """Return the sources of weights, code and processors for vLLM's `VllmConfig`.
 
-    Raises `IncompatibleEngineError` where that cannot be known: random or remote weights, a model
-    that is not found. `model_fingerprint` is then needed.
+    Raises `IncompatibleEngineError` if they cannot be determined: random or remote weights, or a
+    model that is not found. Such models require `model_fingerprint`. Raises `OSError` if storage
+    fails.
     """
     model, load = config.model_config, config.load_config
     sources = [*_model_sources("weights", model, load)]
@@ -55,7 +56,7 @@ def model_sources(config: Any) -> list[Source]:
 def _local_place(model: str, revision: str | None, load_config: Any) -> Path:
     """Return the folder or file of a model, which may be a name in the hub's cache.
 
-    Raises `IncompatibleEngineError` when it is not there, `OSError`.
+    Raises `IncompatibleEngineError` if it is not there, `OSError` if storage fails.
     """
     if Path(model).exists():
         return Path(model)
@@ -67,11 +68,11 @@ def _local_place(model: str, revision: str | None, load_config: Any) -> Path:
             revision=revision,
             cache_dir=getattr(load_config, "download_dir", None),
             local_files_only=True,
-            allow_patterns=[],  # vLLM downloads a part: no file is missed
+            allow_patterns=[],  # vLLM downloads a part, so no file is missing
         )
     except Exception as error:
         if isinstance(error, OSError) and error.errno not in {None, errno.ENOENT}:
-            raise  # storage in trouble does not mean that it is not there
+            raise  # a storage error does not mean that it is not there
         raise IncompatibleEngineError(
             f"{model}: no local path, and not in the hub's cache ({error}); {_where()}{ADVICE}"
         ) from error
@@ -79,7 +80,7 @@ def _local_place(model: str, revision: str | None, load_config: Any) -> Path:
 
 
 def _where() -> str:
-    """Return what to do about a model that may be in another hub's cache."""
+    """Return advice for a model that may be in another hub's cache."""
     if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() not in {"1", "true"}:
         return ""
     return (
@@ -91,8 +92,8 @@ def _where() -> str:
 def loading_began_ns(config: Any) -> int:
     """Return a time (ns since the epoch) before which the engine had loaded nothing.
 
-    vLLM names an engine by the time at which its configuration was made; else it is this
-    process's start.
+    vLLM uses the time at which its configuration was created as the engine's id. If the id is not
+    a time, the result is this process's start.
     """
     instance = str(getattr(config, "instance_id", ""))
     if re.fullmatch(r"\d{19}", instance):
@@ -101,22 +102,22 @@ def loading_began_ns(config: Any) -> int:
 
 
 def _model_sources(field: str, model: Any, load: Any) -> Iterator[Source]:
-    """Yield where a model is loaded from."""
+    """Yield the sources of one model. Raises as `model_sources` does."""
     name = str(getattr(model, "model_weights", "") or model.model)
     load_format = str(getattr(load, "load_format", "auto")).lower()
     if load_format == "dummy":
         raise IncompatibleEngineError(
-            f"load_format is 'dummy': {name} has random weights that nothing identifies; {ADVICE}"
+            f"load_format is 'dummy': {name} has random weights, which have no identity; {ADVICE}"
         )
     if load_format not in _LOCAL_FORMATS:
         raise IncompatibleEngineError(
-            f"load_format is {load_format!r}: it is not known where the weights of {name} come "
-            f"from; {ADVICE}"
+            f"load_format is {load_format!r}: the source of the weights of {name} is not known; "
+            f"{ADVICE}"
         )
     revision = _commit(getattr(model, "revision", None))
     weights = _local_place(_local(name), revision, load)
     yield Source(field, weights)
-    # From a `download_dir` only weights are loaded: what else is used lies in the default cache.
+    # vLLM loads only weights from a `download_dir`; all other files are in the default cache.
     with contextlib.suppress(IncompatibleEngineError):
         if (place := _local_place(name, revision, None)) != weights:
             yield Source(f"{field}.repository", place)
@@ -131,7 +132,7 @@ def _local(name: str) -> str:
 
 
 def _tensorizer_folder(extra: Any) -> Path:
-    """Return the folder of the files that tensorizer loads, by `model_loader_extra_config`."""
+    """Return the folder of the files that tensorizer loads; `extra` is its loader config."""
     settings = extra if isinstance(extra, Mapping) else vars(extra)
     settings = settings.get("tensorizer_config", settings)
     if folder := settings.get("tensorizer_dir"):
@@ -140,15 +141,15 @@ def _tensorizer_folder(extra: Any) -> Path:
 
 
 def _commit(revision: Any) -> str | None:
-    """Return the commit that vLLM resolved a revision to, so that a branch that moves is none."""
+    """Return the commit that vLLM resolved a revision to, as a branch may have moved since."""
     commit: str | None = getattr(revision, "resolved", None) or revision
     return commit
 
 
 def _foreign_code(model: Any) -> Iterator[Source]:
-    """Yield the repositories that a model takes its code from, where these are others.
+    """Yield the other repositories that a model loads code from.
 
-    One that is not in the hub's cache was not used: vLLM has an implementation of its own.
+    A repository that is not in the hub's cache was not used: vLLM has its own implementation.
     """
     code = getattr(model.hf_config, "auto_map", None) or {}
     names = [name for entry in code.values() for name in (entry if _is_list(entry) else [entry])]
@@ -163,15 +164,16 @@ def _is_list(value: object) -> bool:
 
 
 def _reads_tokenizer(config: Any) -> bool:
-    """Whether a model may read the tokenizer itself, besides being given its tokens."""
+    """Return whether a model may read the tokenizer itself, in addition to its tokens."""
     multimodal = getattr(config.model_config, "multimodal_config", None)
     return multimodal is not None or getattr(config, "engram_config", None) is not None
 
 
 def _gaudi_scales(config: Any) -> list[Source]:
-    """Return the files of scales that Gaudi's quantization measured before.
+    """Return the files with measured scales for Gaudi's quantization.
 
-    `QUANT_CONFIG` names a JSON file, which names the beginning of their paths.
+    `QUANT_CONFIG` names a JSON file, which has the common prefix of their paths. Raises
+    `IncompatibleEngineError` if the file cannot be read.
     """
     named = os.environ.get("QUANT_CONFIG")
     if not named or str(config.device_config.device_type) != "hpu":

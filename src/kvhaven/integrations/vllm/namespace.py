@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The namespace of an engine: named fields from vLLM's configuration, by the tables of fields."""
+"""Namespace of an engine: named fields from vLLM's configuration, by the tables of fields."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 KvFormat = Literal["paged", "portable"]
 
 RULES_VERSION: Final = "2"
-"""Of how fields are made; version 1 had a list of what counts, and samples of the weights."""
+"""Version of the rules for fields; version 1 listed the fields that count, and sampled weights."""
 MOST_FIELDS: Final = 1024
 
 _FLAT_DEPTH: Final = 2
@@ -42,7 +42,7 @@ _GENERAL_PLUGINS: Final = "vllm.general_plugins"
 
 
 class _Treatment(enum.Enum):
-    """What becomes of a field."""
+    """Treatment of a field in the namespace."""
 
     COUNTS = "counts"
     PAGED = "paged"
@@ -54,19 +54,19 @@ class _Treatment(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What an engine's configuration says about its KV."""
+    """Namespace fields and files of an engine's configuration."""
 
     fields: dict[str, str]
-    """The namespace's fields, but for the content of files."""
+    """The namespace's fields, except those for the content of files."""
     files: dict[str, Path]
-    """Files and folders that settings name, by the setting; their content counts."""
+    """Files and folders that settings refer to, by setting; their content counts."""
 
 
 def describe_engine(config: Any, kv_format: KvFormat) -> Description:
-    """Return what vLLM's `VllmConfig` says about the KV, for the format `paged` or `portable`.
+    """Return the namespace fields of vLLM's `VllmConfig` for the format `paged` or `portable`.
 
-    All settings count but those that `namespace_fields` and `namespace_environment` take out.
-    Raises `IncompatibleEngineError` for a setting with which KV cannot be named.
+    All settings count except those that `namespace_fields` and `namespace_environment` exclude.
+    Raises `IncompatibleEngineError` for a setting with which KV cannot be identified.
     """
     model = config.model_config
     _refuse_dynamic_scales(model)
@@ -82,7 +82,7 @@ def describe_engine(config: Any, kv_format: KvFormat) -> Description:
     walk.add_environment()
     if plugins := _model_plugins():
         fields["plugins"] = plugins
-    if model.using_transformers_backend():  # chosen, or because vLLM has no such model itself
+    if model.using_transformers_backend():  # by choice, or if vLLM does not have the model
         fields["transformers"] = importlib.metadata.version("transformers")
     if kv_format == "paged":
         fields["engine"] = _engine_version()
@@ -91,15 +91,15 @@ def describe_engine(config: Any, kv_format: KvFormat) -> Description:
 
 
 def _model_name(model: Any) -> str:
-    """Return the last part of the model's name or path, for people."""
+    """Return the last part of the model's name or path, for display."""
     name = str(getattr(model, "model_weights", "") or model.model)
-    return text(os.path.basename(name.rstrip("/")))  # noqa: PTH119 - may be no path
+    return text(os.path.basename(name.rstrip("/")))  # noqa: PTH119 - may not be a path
 
 
 class _Walk:
-    """Collects fields from configuration classes, whatever these have.
+    """Collects fields from configuration objects, including fields that no table has.
 
-    `run` is a text that no other run of an engine has.
+    `run` is a text that is unique to this run of the engine.
     """
 
     def __init__(self, kv_format: KvFormat, run: str) -> None:
@@ -110,7 +110,7 @@ class _Walk:
         self._run = sha256(run.encode()).hexdigest()[:16]
 
     def add(self, settings: Any, prefix: str) -> None:
-        """Add the fields of a configuration object, and of those in it."""
+        """Add the fields of a configuration object and of nested ones."""
         kind = type(settings).__name__
         table, partly = _treatments(kind)
         defaults = _defaults(type(settings))
@@ -142,7 +142,7 @@ class _Walk:
                 self._add_value(f"env.{name}", os.environ[name], known=known)
 
     def _takes(self, treatment: _Treatment) -> bool:
-        """Whether the value of a field with this treatment counts in the format."""
+        """Return whether a field with this treatment counts in the format."""
         return treatment in {_Treatment.COUNTS, _Treatment.UNKNOWN} or (
             treatment is _Treatment.PAGED and self._paged
         )
@@ -152,20 +152,21 @@ class _Walk:
             form = plain(value)
         except UnnamedError as error:
             logger.warning(
-                "vLLM's setting %s cannot be named (%s): other engines, and this one when it is "
-                "started again, find nothing of what it caches",
+                "vLLM's setting %s cannot be named (%s): other engines, and this one after a "
+                "restart, will not find the KV that it caches",
                 path,
                 error,
             )
             self.fields[path] = f"of run {self._run} alone"
             return
-        # A setting that is not known, or free in form, may hold a secret.
+        # An unknown or free-form setting may hold a secret, so only its digest is kept.
         self.fields[path] = text(form, digested=not known or isinstance(form, dict))
 
     def _add_model_config(self, path: str, model: Any, settings: Any) -> None:
-        """Add a model's own configuration, a field for each of its entries.
+        """Add a model's own configuration, with a field for each entry.
 
-        The text model's is part of the whole model's, unless vLLM made one of its own.
+        The text model's configuration is part of the whole model's, unless vLLM created a
+        separate one.
         """
         if path.endswith("hf_text_config") and model is settings.hf_config:
             return
@@ -184,7 +185,7 @@ class _Walk:
                 self._add_value(f"{path}.{key}", value)
 
     def _add_file(self, path: str, value: Any) -> None:
-        """Note the file that a setting names, or say that it names none."""
+        """Record the file that a setting names; add its value as a field if there is no file."""
         if path.endswith("hf_overrides"):
             path += ".quantization_config_file"
             value = value.get("quantization_config_file") if isinstance(value, Mapping) else None
@@ -199,7 +200,7 @@ class _Walk:
             self._add_value(path, str(value))
 
     def _without(self, value: Any, keys: frozenset[str], path: str) -> Any:
-        """Return a mapping without the keys that do not count; files in it count by content."""
+        """Return a mapping without the ignored `keys`; files in it count by content."""
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = vars(value)
         if isinstance(value, Mapping):
@@ -217,8 +218,8 @@ class _Walk:
 def _attributes(settings: Any, table: Mapping[str, _Treatment]) -> set[str]:
     """Return the attributes of a configuration object that hold settings.
 
-    Others hold what was computed from these when it was asked for first: properties that are
-    kept, and private attributes that the table does not know. A process may not have asked.
+    Cached properties, and private attributes that the table does not list, are excluded: they
+    hold values derived from settings on first use, which not every process has computed.
     """
     kept = {
         name
@@ -233,7 +234,7 @@ def _attributes(settings: Any, table: Mapping[str, _Treatment]) -> set[str]:
 
 
 def _is_configuration(value: Any) -> bool:
-    """Whether a value is one of vLLM's configuration objects, known or new."""
+    """Return whether a value is one of vLLM's configuration objects, known or new."""
     kind = type(value)
     return kind.__name__ in CONFIG_FIELDS or (
         dataclasses.is_dataclass(value) and kind.__module__.startswith("vllm.config.")
@@ -253,12 +254,12 @@ def _without_places(value: Any) -> Any:
 
 
 def _keeps_no_kv(name: str, value: Any) -> bool:
-    """Whether a setting is a speculation that keeps no KV of its own."""
+    """Return whether a setting is a method of speculation without its own KV."""
     return name == "speculative_config" and getattr(value, "method", None) in NO_DRAFT_KV
 
 
 def _off(value: Any, default: Any) -> bool:
-    """Whether a setting is empty, and that is its default: as in a version without it."""
+    """Return whether a setting is empty by default, which equals a version without it."""
     if value is None:
         return default is None or default is dataclasses.MISSING
     empty = value is False or (isinstance(value, str | tuple | list | dict | set) and not value)
@@ -269,25 +270,25 @@ def _refuse_if_set(kind: str, name: str, value: Any) -> None:
     if value:
         reason = next(r for r, names in CONFIG_FIELDS[kind].refused.items() if name in names)
         raise IncompatibleEngineError(
-            f"{name} is set: {reason}. KV that is kept would be wrong later: leave it out, or "
-            "leave KVHaven out"
+            f"{name} is set: {reason}. Cached KV would be wrong in other runs. Unset it, or "
+            "serve without KVHaven."
         )
 
 
 def _refuse_dynamic_scales(model: Any) -> None:
-    """Refuse an encoder's scales that follow what the engine was sent."""
+    """Raise `IncompatibleEngineError` if an encoder's scales depend on earlier requests."""
     multimodal = getattr(model, "multimodal_config", None)
     dtype = getattr(multimodal, "mm_encoder_attn_dtype", None)
     if dtype is not None and not getattr(multimodal, "mm_encoder_fp8_scale_path", None):
         raise IncompatibleEngineError(
             f"mm_encoder_attn_dtype is {dtype!r} without mm_encoder_fp8_scale_path: the scales "
-            "then follow what the engine was sent before, and an image has another KV each time. "
-            "Give it a file of scales, or leave KVHaven out"
+            "then depend on earlier requests, and an image has different KV each time. Set a file "
+            "of scales, or serve without KVHaven."
         )
 
 
 def _bounded(fields: dict[str, str]) -> dict[str, str]:
-    """Return fields of which there are not too many: the last ones together, if need be."""
+    """Return at most `MOST_FIELDS` fields, plus one that digests the remaining ones, if any."""
     names = sorted(fields)
     kept = {name: fields[name] for name in names[:MOST_FIELDS]}
     if rest := {name: fields[name] for name in names[MOST_FIELDS:]}:
@@ -325,11 +326,11 @@ def _table_of(
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Return the fields of a configuration class with their defaults, where these are simple."""
+    """Return the fields of a configuration class with their defaults, if these are simple."""
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
         described: Any = field.default
-        if not hasattr(described, "default_factory"):  # else it is pydantic's of a field
+        if not hasattr(described, "default_factory"):  # not pydantic's field
             described = field
         factory = described.default_factory
         simple = factory() if factory in (list, dict, set) else described.default
@@ -337,13 +338,13 @@ def _defaults(kind: type[Any]) -> dict[str, Any]:
     return defaults
 
 
-# --- what is no field of a configuration --------------------------------------------------------
+# --- properties outside of configuration fields -------------------------------------------------
 
 
 def _length_matters(value: object) -> bool:
-    """Whether a model computes other KV with another `max_model_len`, by its configuration.
+    """Return whether a model's KV depends on `max_model_len`, by its configuration.
 
-    Some rotary embeddings do, and Llama 4 tunes the temperature of its attention above 32K.
+    Some rotary embeddings depend on it, and Llama 4 tunes its attention temperature above 32K.
     """
     if isinstance(value, Mapping):
         kinds = {str(value.get(name)) for name in ("rope_type", "type")}
@@ -354,7 +355,7 @@ def _length_matters(value: object) -> bool:
 
 
 def _stages(config: Any) -> str:
-    """Return the layers of each pipeline stage; nothing where there is one."""
+    """Return the layers of each pipeline stage; empty if there is only one."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size == 1:
         return ""
@@ -373,8 +374,8 @@ def _engine_id(config: Any) -> str:
 
 
 def _engine_version() -> str:
-    """Return the versions of vLLM, of PyTorch and of plugins: they decide what is in a page."""
-    import torch  # noqa: PLC0415 - so that the rest can be used without it
+    """Return the versions of vLLM, PyTorch and plugins, which determine a page's content."""
+    import torch  # noqa: PLC0415 - the rest works without it
     import vllm  # noqa: PLC0415 - as above
 
     versions = {f"{plugin.distribution} {plugin.version}" for plugin in _plugins()}
@@ -382,10 +383,10 @@ def _engine_version() -> str:
 
 
 def _model_plugins() -> str:
-    """Return the plugins that may change any model, by name; nothing where there is none.
+    """Return the names of plugins that may change any model; empty if there are none.
 
-    Not those of a platform's distribution: the portable format is for unlike platforms. Nor
-    versions, as of vLLM itself.
+    Plugins of a platform's distribution are excluded, because the portable format is shared
+    between platforms. Versions are excluded, like that of vLLM itself.
     """
     plugins = list(_plugins())
     platforms = {plugin.distribution for plugin in plugins if plugin.group == _PLATFORM_PLUGINS}
@@ -394,7 +395,7 @@ def _model_plugins() -> str:
 
 
 class _Plugin(NamedTuple):
-    """A plugin of vLLM."""
+    """Installed plugin of vLLM."""
 
     group: str
     name: str
@@ -404,7 +405,7 @@ class _Plugin(NamedTuple):
 
 
 def _plugins() -> Iterator[_Plugin]:
-    """Yield each plugin that vLLM loads into engines, but our own and those of vLLM itself."""
+    """Yield each plugin that vLLM loads into engines, except those of KVHaven and vLLM."""
     admitted = os.environ.get("VLLM_PLUGINS")
     for group in (_PLATFORM_PLUGINS, _GENERAL_PLUGINS):
         for entry in importlib.metadata.entry_points(group=group):
@@ -416,7 +417,7 @@ def _plugins() -> Iterator[_Plugin]:
 
 
 def _variables() -> set[str]:
-    """Return the names of the environment variables that vLLM and its plugins know."""
+    """Return the names of the environment variables that vLLM and its plugins declare."""
     packages = {"vllm", *(plugin.package for plugin in _plugins())}
     known: set[str] = set()
     for package in packages:

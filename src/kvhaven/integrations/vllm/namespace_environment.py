@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's environment variables decide the KV: a table like that of `namespace_fields`.
+"""Table of vLLM's environment variables that determine KV, in the form of `namespace_fields`.
 
-The variables are those that `vllm.envs` knows. One counts only where it is set, so that what a
-version does by default is part of that version, which the paged format's namespace has. One that
-is in no list counts in both formats.
+The variables are those that `vllm.envs` declares. A variable counts only if it is set: defaults
+belong to the version of vLLM, which is in the paged format's namespace. A variable that is not in
+any list counts in both formats.
 """
 
 from typing import Final
@@ -27,7 +27,7 @@ ENVIRONMENT: Final = ConfigFields(
         VLLM_TEST_FORCE_LOAD_FORMAT
     """,
     paged={
-        "a kernel's choice: the portable format holds what all kernels compute": """
+        "choice of a kernel: in the portable format, KV of all kernels is interchangeable": """
             VLLM_CPU_ATTN_SPLIT_KV VLLM_TRITON_USE_TD VLLM_USE_TRITON_AWQ
             VLLM_TRITON_FORCE_FIRST_CONFIG VLLM_DISABLED_KERNELS VLLM_USE_HW_AGNOSTIC
             VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE VLLM_GDN_DECODE_KERNEL VLLM_USE_OINK_OPS
@@ -53,13 +53,13 @@ ENVIRONMENT: Final = ConfigFields(
             VLLM_KV_CACHE_LAYOUT VLLM_SSM_CONV_STATE_LAYOUT VLLM_USE_V2_MODEL_RUNNER
             VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE
         """,
-        "how the model is compiled: the portable format holds what all compilers compute": """
+        "compilation of the model: in the portable format, its KV is interchangeable": """
             VLLM_USE_STANDALONE_COMPILE VLLM_ENABLE_PREGRAD_PASSES VLLM_USE_AOT_COMPILE
             VLLM_USE_BYTECODE_HOOK VLLM_USE_MEGA_AOT_ARTIFACT VLLM_USE_LAYERNAME
             VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING
             VLLM_XLA_USE_SPMD
         """,
-        "how the work is divided: portable shards are whole heads": """
+        "distribution of the work: portable shards are whole heads": """
             VLLM_REPLICATE_EMBED VLLM_KIMI_K3_SHARD_SP_SHARED_EXPERT
             VLLM_STEP5_SHARD_SP_SHARED_EXPERT VLLM_DCP_Q_REPLICATE VLLM_USE_DIRECT_DCP_A2A
             VLLM_USE_DIRECT_DCP_Q_GATHER VLLM_USE_DIRECT_DCP_KV_GATHER
@@ -69,13 +69,13 @@ ENVIRONMENT: Final = ConfigFields(
         """,
     },
     ignored={
-        "the build of vLLM, whose version counts": """
+        "build settings of vLLM, whose version counts": """
             VLLM_TARGET_DEVICE VLLM_MAIN_CUDA_VERSION MAX_JOBS NVCC_THREADS VLLM_USE_PRECOMPILED
             VLLM_USE_PRECOMPILED_RUST VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX
             VLLM_SKIP_VERSION_SUFFIX VLLM_DOCKER_BUILD_CONTEXT VLLM_BUILD_COMMIT
             VLLM_BUILD_PIPELINE VLLM_BUILD_URL VLLM_IMAGE_TAG CMAKE_BUILD_TYPE VERBOSE
         """,
-        "where files and libraries lie, or caches of what is derived": """
+        "locations of files and libraries, and caches of derived data": """
             LD_LIBRARY_PATH CUDA_HOME VLLM_NCCL_SO_PATH VLLM_NCCL_INCLUDE_PATH
             VLLM_CUDART_SO_PATH VLLM_CACHE_ROOT VLLM_CONFIG_ROOT VLLM_XLA_CACHE_PATH
             VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_RPC_BASE_PATH
@@ -85,14 +85,14 @@ ENVIRONMENT: Final = ConfigFields(
             VLLM_ENABLE_CUDA_COMPATIBILITY VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_MAX_SIZE_MB
             VLLM_MEDIA_CACHE_TTL_HOURS VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME
         """,
-        "the files that it leads to count": """
+        "the files that it selects count": """
             VLLM_USE_MODELSCOPE VLLM_MODEL_REDIRECT_PATH VLLM_FASTSAFETENSORS_QUEUE_SIZE
             S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY S3_ENDPOINT_URL VLLM_LORA_RESOLVER_CACHE_DIR
             VLLM_LORA_RESOLVER_HF_REPO_LIST VLLM_ALLOW_RUNTIME_LORA_UPDATING
         """,
-        "the field stages has it": "VLLM_PP_LAYER_PARTITION",
-        "the plugins that it admits count": "VLLM_PLUGINS",
-        "an address, a port, an id, or what a rank is": """
+        "the field stages contains it": "VLLM_PP_LAYER_PARTITION",
+        "the plugins that it permits count": "VLLM_PLUGINS",
+        "an address, a port, an id, or a rank": """
             VLLM_HOST_IP VLLM_PORT LOCAL_RANK CUDA_VISIBLE_DEVICES VLLM_DP_RANK VLLM_DP_RANK_LOCAL
             VLLM_DP_SIZE VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT VLLM_LOOPBACK_IP
             VLLM_PROCESS_NAME_PREFIX VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT
@@ -102,7 +102,7 @@ ENVIRONMENT: Final = ConfigFields(
             VLLM_NIC_SELECTION_VARS VLLM_RAY_DP_PLACEMENT_NODE_IPS VLLM_RAY_BUNDLE_INDICES
             VLLM_API_KEY
         """,
-        "how processes are started, and how they talk": """
+        "start of processes and communication between them": """
             VLLM_WORKER_MULTIPROC_METHOD VLLM_ENABLE_V1_MULTIPROCESSING
             VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM
             VLLM_USE_RAY_WRAPPED_PP_COMM VLLM_USE_RAY_V2_EXECUTOR_BACKEND VLLM_RAY_PER_WORKER_GPUS
@@ -116,14 +116,14 @@ ENVIRONMENT: Final = ConfigFields(
             VLLM_ELASTIC_EP_SCALE_UP_LAUNCH VLLM_ELASTIC_EP_DRAIN_REQUESTS
             VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE
         """,
-        "which streams and cores work at a time": """
+        "use of streams, cores and graphs": """
             VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_CI_ENV
             VLLM_KIMI_K3_AUX_ATTN_RES_STREAM VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
             VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD VLLM_LORA_ENABLE_DUAL_STREAM
             VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD VLLM_LORA_DISABLE_PDL
             VLLM_USE_BREAKABLE_CUDAGRAPH VLLM_XPU_ENABLE_XPU_GRAPH VLLM_ENABLE_CUDAGRAPH_GC
         """,
-        "it says how much memory is used, or where it lies": """
+        "amount or location of memory": """
             VLLM_CPU_KVCACHE_SPACE VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE
             VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
             VLLM_PLE_CPU_OFFLOAD VLLM_WSL2_ENABLE_PIN_MEMORY VLLM_SPARSE_INDEXER_MAX_LOGITS_MB
@@ -132,7 +132,7 @@ ENVIRONMENT: Final = ConfigFields(
             VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO VLLM_XGRAMMAR_CACHE_MB
             VLLM_V1_USE_OUTLINES_CACHE
         """,
-        "a limit, or how long something may take": """
+        "a limit on sizes or durations": """
             VLLM_ENGINE_READY_TIMEOUT_S VLLM_ENGINE_ITERATION_TIMEOUT_S
             VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_CHAT_TEMPLATE_FUEL VLLM_HTTP_TIMEOUT_KEEP_ALIVE
             VLLM_HTTP_MAX_REQUEST_BODY_SIZE VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
@@ -150,18 +150,18 @@ ENVIRONMENT: Final = ConfigFields(
             VLLM_P2P_HANDSHAKE_TIMEOUT_S VLLM_P2P_IDLE_TIMEOUT_S VLLM_MOONCAKE_CONNECTOR_TIMEOUT
             VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
         """,
-        "it decides the tokens, which are in the key": """
+        "it determines tokens, which are in the key": """
             VLLM_USE_FASTOKENS VLLM_ENABLE_COHERE_API VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT
             VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS
             VLLM_SYSTEM_START_DATE VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY
             VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_ENABLE_RESPONSES_API_STORE
         """,
-        "it acts on the output, after the KV was computed": """
+        "it affects only the output, after KV is computed": """
             VLLM_USE_FLASHINFER_SAMPLER VLLM_XPU_USE_SAMPLER_KERNEL VLLM_COMPUTE_NANS_IN_LOGITS
             VLLM_RAISE_ON_LOGIT_NANS VLLM_V1_OUTPUT_PROC_CHUNK_SIZE
             VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN
         """,
-        "it concerns the interface to clients, warm-up, or logs": """
+        "it affects only the interface to clients, warm-up, or logs": """
             VLLM_USE_RUST_FRONTEND VLLM_USE_RUST_BENCH VLLM_SERVER_DEV_MODE
             VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
             VLLM_TRITON_JIT_WARMUP_NUM_THREADS VLLM_DEEP_GEMM_WARMUP
@@ -175,13 +175,13 @@ ENVIRONMENT: Final = ConfigFields(
             VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_GC_DEBUG VLLM_DEBUG_WORKSPACE
             VLLM_LOG_MODEL_INSPECTION VLLM_DEBUG_MFU_METRICS VLLM_DISABLE_LOG_LOGO
         """,
-        "it concerns the engine's own prefix cache and its events": """
+        "it affects only the engine's own prefix cache and its events": """
             VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES VLLM_PREFIX_CACHE_RETENTION_INTERVAL
             VLLM_MM_HASHER_ALGORITHM
         """,
     },
 )
-"""vLLM's environment variables; those of `counts` and `paged` count where they are set."""
+"""vLLM's environment variables; those of `counts` and `paged` count if they are set."""
 
 LIBRARIES: Final = ConfigFields(
     counts="""
@@ -191,15 +191,15 @@ LIBRARIES: Final = ConfigFields(
         MKL_BLAS_COMPUTE_MODE TRITON_F32_DEFAULT
     """,
     paged={
-        "a kernel's choice: the portable format holds what all kernels compute": """
+        "choice of a kernel: in the portable format, KV of all kernels is interchangeable": """
             CUBLAS_WORKSPACE_CONFIG TORCH_BLAS_PREFER_CUBLASLT TORCH_BLAS_PREFER_HIPBLASLT
             DISABLE_ADDMM_CUDA_LT ONEDNN_MAX_CPU_ISA DNNL_MAX_CPU_ISA MKL_CBWR
             MKL_ENABLE_INSTRUCTIONS ATEN_CPU_CAPABILITY
         """,
     },
 )
-"""Environment variables of numerical libraries below vLLM, which does not name them.
+"""Environment variables of numerical libraries that vLLM uses but does not declare.
 
-Those of `counts` choose a precision, as `VLLM_FLOAT32_MATMUL_PRECISION` does; the others one of
-several kernels for the same precision.
+Those of `counts` select a precision, as `VLLM_FLOAT32_MATMUL_PRECISION` does; the others select
+one of several kernels with the same precision.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's settings decide the KV: a table with each field of each configuration class.
+"""Table of vLLM's settings that determine KV: each field of each configuration class.
 
-A field that is in no list counts, in both formats: a setting that a later vLLM adds costs a miss,
-never a wrong answer. A field is taken out only with the reason for which it cannot matter.
-`tests/unit/test_namespace_fields.py` fails for a field of the installed vLLM that is not here.
+A field that is not in any list counts in both formats: a setting that a later vLLM adds causes a
+miss, never wrong output. Each excluded field has a reason why it cannot affect KV.
+`tests/unit/test_namespace_fields.py` fails if a field of the installed vLLM is missing here.
 
 Names that the installed vLLM does not have belong to other versions, 0.29 to 0.33.
 """
@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Reasons = Mapping[str, str]
-"""Names separated by blanks, by the reason that they have in common."""
+"""Names separated by blanks, by their common reason."""
 
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """How the fields of one configuration class are treated; all are names, by the class.
+    """Treatment of the fields of one configuration class, by field name.
 
-    `counts` are part of the namespace in both formats. Those of `paged` count in that format
-    alone. `ignored` never count. `files` name a file or folder, whose content counts and not its
-    path. `partly` are mappings, of which the keys that follow a colon do not count. `refused`
-    must not be set.
+    `counts` are part of the namespace in both formats. Those of `paged` count only in that format.
+    `ignored` never count. `files` name a file or folder, whose content counts and not its path.
+    `partly` are mappings, in which the keys after the colon do not count. `refused` must not be
+    set.
     """
 
     counts: str = ""
@@ -34,22 +34,22 @@ class ConfigFields:
 
 
 # Reasons that several classes share.
-_AFTER = "it acts on the output, after the KV was computed"
-_API = "it concerns the interface to clients"
-_ADDRESS = "an address, a port or an id: it differs from run to run"
+_AFTER = "it affects only the output, after KV is computed"
+_API = "it affects only the interface to clients"
+_ADDRESS = "an address, a port or an id, which differs between runs"
 _DERIVED = "vLLM derives it from fields that count"
-_LIMIT = "a limit on how much is taken or computed at a time"
-_LOCATION = "it says where something lies; its content counts"
-_MEMORY = "it says how much memory is used, or where it lies"
-_OBSERVED = "it only observes"
-_START_UP = "it concerns loading, warm-up or shutdown"
+_LIMIT = "a limit on accepted requests, or on the work of a step"
+_LOCATION = "the location of files, whose content counts"
+_MEMORY = "amount or location of memory"
+_OBSERVED = "it affects only logs, metrics, traces or profiles"
+_START_UP = "it affects only loading, warm-up or shutdown"
 _STATE = "the engine's state at run time"
-_TIMES = "it decides when a token is computed, not from what"
-_TOKENS = "it decides the tokens, which are in the key"
-# Reasons why the portable format does without.
-_BACKEND = "a kernel's choice: the portable format holds what all kernels compute"
-_COMPILED = "how the model is compiled: the portable format holds what all compilers compute"
-_DIVIDED = "how the work is divided: portable shards are whole heads"
+_TIMES = "it determines when a token is computed, not its inputs"
+_TOKENS = "it determines tokens, which are in the key"
+# Reasons why fields do not count in the portable format.
+_BACKEND = "choice of a kernel: in the portable format, KV of all kernels is interchangeable"
+_COMPILED = "compilation of the model: in the portable format, its KV is interchangeable"
+_DIVIDED = "distribution of the work: portable shards are whole heads"
 
 
 CONFIG_FIELDS: Mapping[str, ConfigFields] = {
@@ -64,10 +64,12 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
         """,
         paged={_COMPILED: "optimization_level performance_mode"},
         ignored={
-            "made of model_config.quantization, hf_config and files, which count": "quant_config",
+            "derived from model_config.quantization, hf_config and files, which count": """
+                quant_config
+            """,
             _ADDRESS: "instance_id",
             _START_UP: "shutdown_timeout",
-            "weights that a trainer sends begin a new epoch": "weight_transfer_config",
+            "weights from a trainer start a new epoch": "weight_transfer_config",
         },
     ),
     "ModelConfig": ConfigFields(
@@ -78,10 +80,10 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
             attention_chunk_size runner_type convert_type _architecture
         """,
         ignored={
-            "the files that it leads to count": """
+            "the files that it selects count": """
                 model model_weights revision hf_config_path _hf_config_revision config_format
             """,
-            "what it changes shows in hf_config": "config_updated",
+            "its effects are visible in hf_config": "config_updated",
             _DERIVED: """
                 model_arch_config _model_info is_submodel_config
                 word_embeddings_untied_by_checkpoint _pooler_config_sources
@@ -89,10 +91,10 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
             """,
             "runner_type and convert_type are the results": "runner convert",
             "it sets compilation_config.mode": "enforce_eager",
-            "it limits requests; where a model depends on it, the field max_model_len is added": """
+            "a limit on requests; the field max_model_len is added if the model depends on it": """
                 max_model_len original_max_model_len spec_target_max_model_len
             """,
-            "MultiModalConfig keeps it, and says whether it counts": """
+            "MultiModalConfig contains it, and the table of that class applies": """
                 language_model_only limit_mm_per_prompt enable_mm_embeds media_io_kwargs
                 mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type
                 mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only
@@ -103,7 +105,7 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
                 mm_device_do_normalize mm_processor_device
             """,
             _TOKENS: "tokenizer_mode tokenizer_revision skip_tokenizer_init",
-            "its files count where a model reads the tokenizer itself": "tokenizer",
+            "its files count if the model reads the tokenizer itself": "tokenizer",
             _AFTER: """
                 seed logits_processors logprobs_mode max_logprobs return_sampling_mask
                 use_fp64_gumbel enable_trace_replay enable_return_routed_experts
@@ -112,11 +114,11 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
                 served_model_name io_processor_plugin renderer_num_workers hf_token
                 allowed_local_media_path allowed_media_domains
             """,
-            "what it allows shows in hf_config, in quantization and in the files": """
+            "its effects are visible in hf_config, quantization and the files": """
                 trust_remote_code allow_deprecated_quantization
             """,
             "requests with prompt embeddings are not cached": "enable_prompt_embeds",
-            "it has no effect (cascade attention is gone)": "disable_cascade_attn",
+            "it has no effect, as cascade attention was removed": "disable_cascade_attn",
             "sleep resets the cache": """
                 enable_sleep_mode sleep_mode_backend sleep_mode_offload_cudagraph
                 sleep_preserve_parameter_names
@@ -124,8 +126,8 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
             _MEMORY: "enable_cumem_allocator enable_nccl_comm_suspend",
         },
         files={
-            "generation_config.json there decides more than sampling": "generation_config",
-            "quantization_config_file in it; all else shows in hf_config": "hf_overrides",
+            "its generation_config.json determines more than sampling": "generation_config",
+            "its quantization_config_file; the rest is visible in hf_config": "hf_overrides",
         },
         partly={
             "defaults of sampling": """
@@ -150,14 +152,14 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
                 mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
                 mm_tensor_ipc mm_ipc_gpu_memory_gb
             """,
-            "names of items by different algorithms are never equal": "mm_hasher_algorithm",
+            "hashes of different algorithms are never equal": "mm_hasher_algorithm",
             _TOKENS: "interleave_mm_strings",
             _START_UP: "skip_mm_profiling",
-            "it is for scales by traffic, which are refused": """
+            "it affects only scales that depend on traffic, which are refused": """
                 mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin
             """,
         },
-        files={"the scales count": "mm_encoder_fp8_scale_path"},
+        files={"the scales in it count": "mm_encoder_fp8_scale_path"},
     ),
     "CacheConfig": ConfigFields(
         counts="""
@@ -166,7 +168,7 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
             use_replayssm replayssm_buffer_len use_kda_recoverssm
         """,
         paged={
-            "portable shards are of single tokens": """
+            "portable shards do not depend on blocks": """
                 block_size mamba_block_size
             """,
         },
@@ -176,7 +178,7 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
                 num_gpu_blocks num_cpu_blocks kv_cache_size_tokens kv_cache_max_concurrency
                 kv_offloading_size kv_offloading_backend simple_cpu_offload_num_blocks
             """,
-            "it concerns the engine's own prefix cache": """
+            "it affects only the engine's own prefix cache": """
                 enable_prefix_caching prefix_caching_hash_algo prefix_match_unit
                 prefix_cache_retention_interval hash_block_size cache_hit_alignment_tokens
                 enable_mamba_shared_prefix_checkpoint enable_mamba_fine_grained_prefix_cache
@@ -190,7 +192,7 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
                 _block_size_resolved
             """,
         },
-        refused={"scales come from an engine's first request": "calculate_kv_scales"},
+        refused={"scales come from the engine's first request": "calculate_kv_scales"},
     ),
     "ParallelConfig": ConfigFields(
         counts="""
@@ -202,17 +204,17 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
                 cp_kv_cache_interleave_size dcp_kv_cache_interleave_size dcp_comm_backend
                 dcp_q_replicate disable_custom_all_reduce
             """,
-            "each platform has a worker of its own": "worker_cls sd_worker_cls",
+            "each platform has its own worker class": "worker_cls sd_worker_cls",
         },
         ignored={
-            "the field stages says more": "pipeline_parallel_size",
-            "replicas compute the same": """
+            "the field stages contains it": "pipeline_parallel_size",
+            "replicas compute the same KV": """
                 data_parallel_size data_parallel_size_local data_parallel_rank
                 data_parallel_rank_local data_parallel_index data_parallel_backend
                 data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval
                 disable_nccl_for_dp_synchronization enable_elastic_ep elastic_ep_max_dp_size
             """,
-            "copies of an expert compute the same, wherever they lie": """
+            "copies of an expert compute the same at any place": """
                 enable_eplb eplb_config expert_placement_strategy enable_ep_weight_filter
             """,
             "it differs between the ranks of an engine": """
@@ -223,7 +225,7 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
                 data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port
                 _data_parallel_master_port_list _coord_store_port master_addr master_port
             """,
-            "how processes are started, and how they talk": """
+            "start of processes and communication between them": """
                 distributed_executor_backend nnodes ray_runtime_env placement_group
                 ray_workers_use_nsight enable_shm_tensor_arena
                 distributed_timeout_seconds cpu_distributed_timeout_seconds
@@ -239,14 +241,14 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
     ),
     "EPLBConfig": ConfigFields(
         ignored={
-            "copies of an expert compute the same, wherever they lie": """
+            "copies of an expert compute the same at any place": """
                 window_size step_interval num_redundant_experts log_balancedness
                 log_balancedness_interval use_async policy communicator enable_migration_batching
             """,
         },
     ),
     "FaultToleranceConfig": ConfigFields(
-        ignored={"how long a failed engine may take": "engine_recovery_timeout_sec"},
+        ignored={"a timeout for recovery": "engine_recovery_timeout_sec"},
     ),
     "SchedulerConfig": ConfigFields(
         ignored={
@@ -266,7 +268,7 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
         },
     ),
     "DeviceConfig": ConfigFields(
-        paged={"the portable format is for unlike devices": "device_type"},
+        paged={"the portable format is shared between device types": "device_type"},
         ignored={"it differs between the ranks of an engine": "device"},
     ),
     "LoadConfig": ConfigFields(
@@ -277,10 +279,10 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
                 safetensors_load_strategy safetensors_prefetch_num_threads
                 safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location
             """,
-            "it limits what is downloaded; what is there counts": "ignore_patterns",
+            "it restricts downloads; the files that are present count": "ignore_patterns",
         },
         partly={
-            "how files are read; what lies where tensorizer's settings point to counts": """
+            "ways of reading; the content at tensorizer's locations counts": """
                 model_loader_extra_config: enable_multithread_load num_threads concurrency
                 memory_limit distributed enable_weights_track tensorizer_uri tensorizer_dir
                 num_readers limit_cpu_concurrency verify_hash s3_access_key_id
@@ -289,21 +291,21 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
         },
     ),
     "OffloadConfig": ConfigFields(
-        ignored={"where weights lie, not what they are": "offload_backend uva prefetch"}
+        ignored={"location of weights, not their content": "offload_backend uva prefetch"}
     ),
     "UVAOffloadConfig": ConfigFields(
-        ignored={"where weights lie, not what they are": "cpu_offload_gb cpu_offload_params"}
+        ignored={"location of weights, not their content": "cpu_offload_gb cpu_offload_params"}
     ),
     "PrefetchOffloadConfig": ConfigFields(
         ignored={
-            "where weights lie, not what they are": """
+            "location of weights, not their content": """
                 offload_group_size offload_num_in_group offload_prefetch_step offload_params
             """,
         },
     ),
     "EngramConfig": ConfigFields(
         ignored={
-            "where tables of embeddings lie, not what they are": """
+            "location of embedding tables, not their content": """
                 cpu_offload embedding_across_dp dp_shared_memory use_thp
             """,
         },
@@ -356,9 +358,9 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
         """,
         paged={_DIVIDED: "fully_sharded_loras", _BACKEND: "enable_mixed_moe_lora_format"},
         ignored={
-            "room for adapters": "max_lora_rank max_loras max_cpu_loras",
+            "limits on adapters": "max_lora_rank max_loras max_cpu_loras",
             "requests get it as their adapter, which is in the key": "default_mm_loras",
-            "which graphs are captured": "specialize_active_lora",
+            "choice of captured graphs": "specialize_active_lora",
             _AFTER: "max_lora_cls_labels",
         },
     ),
@@ -373,14 +375,14 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
             _DIVIDED: "draft_tensor_parallel_size",
         },
         ignored={
-            "the files that it leads to count": "model revision code_revision",
-            "the engine's own, which counts by itself": """
+            "the files that it selects count": "model revision code_revision",
+            "configuration of the engine, which counts elsewhere": """
                 target_model_config target_parallel_config draft_parallel_config
             """,
             _LIMIT: "max_model_len num_speculative_tokens_per_batch_size",
             "it sets compilation_config.mode": "enforce_eager",
-            "it has no effect (draft_tensor_parallel_size is meant)": "tensor_parallel_size",
-            "it decides which proposals are made or accepted, not what the KV of a token is": """
+            "it has no effect; draft_tensor_parallel_size is used": "tensor_parallel_size",
+            "it determines proposals and their acceptance, not the KV of a token": """
                 disable_padded_drafter_batch disable_eagle_block_drop use_local_argmax_reduction
                 prompt_lookup_max prompt_lookup_min suffix_decoding_max_tree_depth
                 suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor
@@ -401,10 +403,10 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
             """,
         },
         ignored={
-            "where the compiler keeps its files": """
+            "location of the compiler's files": """
                 debug_dump_path cache_dir compile_cache_save_format local_cache_dir
             """,
-            "which sizes are compiled or captured; limits of the scheduler decide": """
+            "sizes that are compiled or captured, which depend on the scheduler's limits": """
                 compile_sizes compile_ranges_endpoints cudagraph_mode cudagraph_num_of_warmups
                 cudagraph_capture_sizes cudagraph_copy_inputs cudagraph_specialize_lora
                 max_cudagraph_capture_size cudagraph_mm_encoder encoder_cudagraph_token_budgets
@@ -443,11 +445,11 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
         },
     ),
     "EncoderCacheManagerConfig": ConfigFields(
-        ignored={"it keeps what the encoder computed": "encoder_cache_manager_cls manager_config"},
+        ignored={"it caches the encoder's output": "encoder_cache_manager_cls manager_config"},
     ),
     "KVTransferConfig": ConfigFields(
         ignored={
-            "how KV is moved, not what it is: the layout is read from the tensors": """
+            "transfer of KV, not its content; the layout is read from the tensors": """
                 kv_connector kv_role kv_connector_extra_config kv_connector_module_path
                 enable_permute_local_kv kv_load_failure_policy kv_buffer_device kv_buffer_size
             """,
@@ -531,19 +533,19 @@ CONFIG_FIELDS: Mapping[str, ConfigFields] = {
 }
 
 UNREACHED_CLASSES: Reasons = {
-    "only the ignored field model_arch_config leads to it": "ModelArchitectureConfig",
-    "only the ignored field limit_per_prompt leads to it": """
+    "only the ignored field model_arch_config contains it": "ModelArchitectureConfig",
+    "only the ignored field limit_per_prompt contains it": """
         BaseDummyOptions VideoDummyOptions ImageDummyOptions AudioDummyOptions
     """,
-    "it is of a request, or of a model's code, and no part of VllmConfig": """
+    "it belongs to a request or to a model's code, not to VllmConfig": """
         Range SpeechToTextParams SpeechToTextConfig
     """,
-    "only the ignored field weight_transfer_config leads to it": "WeightTransferConfig",
+    "only the ignored field weight_transfer_config contains it": "WeightTransferConfig",
 }
-"""Classes of `vllm.config` whose fields need no decision, by the reason."""
+"""Classes of `vllm.config` whose fields need no treatment, by reason."""
 
 MODEL_CONFIG_PLACES = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
-"""Fields of a model's own configuration that say from where it came, not what it computes."""
+"""Fields of a model's own configuration that record its origin and do not affect computation."""
 
 NO_DRAFT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Methods of speculation that keep no KV of their own: they leave the namespace as it is."""
+"""Methods of speculation without their own KV: they do not change the namespace."""

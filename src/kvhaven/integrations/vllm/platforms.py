@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's platforms do and do not do for a connector."""
+"""Differences between vLLM's platforms in their support for a connector."""
 
 import os
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Platform:
-    """How a platform's model runner treats a connector."""
+    """Connector support of a platform's model runner."""
 
     loads_between_steps: bool
-    """Whether an asynchronous load is worth it: its end is reported, and steps go on meanwhile."""
+    """Whether asynchronous loads are useful: steps continue meanwhile, and ends are reported."""
     hears_workers: bool
-    """Whether the scheduler's side hears the workers: saves that ended, loads that failed."""
+    """Whether the scheduler side receives the workers' reports of ended saves and failed loads."""
 
 
 _PLATFORMS = {
-    # On a CPU a load would only wait for a step to end.
+    # On a CPU an asynchronous load would only wait for the running step.
     "cpu": Platform(loads_between_steps=False, hears_workers=True),
-    # vllm-gaudi's runner returns finished transfers of forward steps and nothing else.
+    # vllm-gaudi's runner returns only the finished transfers of forward steps.
     "hpu": Platform(loads_between_steps=False, hears_workers=False),
 }
 _OTHERS = Platform(loads_between_steps=True, hears_workers=True)
@@ -36,13 +36,13 @@ def platform_of(config: "VllmConfig") -> Platform:
 
 
 def require_supported_platform(config: "VllmConfig") -> None:
-    """Raise `IncompatibleEngineError` for set-ups that a platform makes wrong."""
+    """Raise `IncompatibleEngineError` for settings with which a platform gives wrong results."""
     if str(config.device_config.device_type) != "hpu":
         return
     if not config.cache_config.enable_prefix_caching:
         raise IncompatibleEngineError(
-            "enable_prefix_caching is off: vllm-gaudi then moves blocks while requests run, and "
-            "the block ids that the scheduler knows are not where their KV lies; switch it on"
+            "enable_prefix_caching is off: vllm-gaudi then moves blocks while requests run, so "
+            "the scheduler's block ids no longer match the KV; switch it on"
         )
     if (
         str(config.cache_config.cache_dtype).startswith("fp8")
@@ -50,6 +50,6 @@ def require_supported_platform(config: "VllmConfig") -> None:
         and os.environ.get("VLLM_DYNAMIC_KV_QUANT") is not None
     ):
         raise IncompatibleEngineError(
-            "VLLM_DYNAMIC_KV_QUANT is set: vllm-gaudi keeps scales beside the KV then, and hands "
-            "a connector K alone; unset it, or leave KVHaven out"
+            "VLLM_DYNAMIC_KV_QUANT is set: vllm-gaudi then keeps scales beside the KV, and passes "
+            "only K to a connector; unset it, or serve without KVHaven"
         )

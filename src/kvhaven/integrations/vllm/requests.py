@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's requests, plans and reports in the form that `kvhaven.engine` reads."""
+"""Adapters of vLLM's requests, plans and reports to the interface of `kvhaven.engine`."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class VllmRequest:
 
     @property
     def request_id(self) -> str:
-        """VLLM's name for it."""
+        """The request's id in vLLM."""
         return str(self.raw.request_id)
 
     @property
@@ -59,17 +59,17 @@ class VllmRequest:
 
     @property
     def priority(self) -> int:
-        """VLLM's priority: a larger number is less important."""
+        """The request's priority in vLLM: a larger number is less important."""
         return int(self.raw.priority)
 
     @property
     def resumable(self) -> bool:
-        """Whether it is a streaming session."""
+        """Whether the request is a streaming session."""
         return bool(getattr(self.raw, "resumable", False))
 
     @property
     def turn(self) -> Hashable:
-        """A value that changes when a session gets more input. Its clients may choose the times."""
+        """A value that changes when a session gets more input; clients may set `arrival_time`."""
         request = self.raw
         features = getattr(request, "mm_features", None) or ()
         parameters = id(request.sampling_params)
@@ -77,12 +77,12 @@ class VllmRequest:
 
     @property
     def adapter_name(self) -> CacheName:
-        """What vLLM's prefix cache knows the request's adapter by."""
+        """The name of the request's adapter in vLLM's prefix cache."""
         return cache_name(self.raw.lora_request)
 
     @property
     def permissions(self) -> Permissions:
-        """What the request may do by its own parameters."""
+        """The transfers that the request's own parameters permit."""
         request = self.raw
         parameters: Mapping[str, Any] = request.kv_transfer_params or {}
         load = save = request.prompt_embeds is None
@@ -98,9 +98,9 @@ class VllmRequest:
 
 
 def cache_name(lora_request: Any) -> CacheName:
-    """Return what vLLM puts into its blocks' hashes for an adapter (`LoRARequest` or None).
+    """Return the part of vLLM's block hashes that identifies an adapter (`LoRARequest` or None).
 
-    That is the name, and in newer versions the path too, so vLLM itself is asked.
+    That is the name, and in newer versions also the path, so vLLM's own function computes it.
     """
     if lora_request is None:
         return ()
@@ -110,7 +110,7 @@ def cache_name(lora_request: Any) -> CacheName:
         hashed = kv_cache_utils._gen_lora_extra_hash_keys  # noqa: SLF001 - no public way
         name = tuple(hashed(SimpleNamespace(lora_request=lora_request)))
         hash(name)
-    except Exception:  # noqa: BLE001 - it is not public: whatever has become of it, the name counts
+    except Exception:  # noqa: BLE001 - not public: if it changed, the name is used
         name = ()
     return name or (getattr(lora_request, "lora_name", None),)
 
@@ -139,7 +139,7 @@ def scheduled_requests(output: "SchedulerOutput") -> list[ScheduledRequest]:
 
 
 def held_blocks(pool: "BlockPool") -> list[int]:
-    """Return the blocks of vLLM's pool that requests use, or that its prefix cache has."""
+    """Return the blocks of vLLM's pool that requests use or its prefix cache holds."""
     return [
         block.block_id for block in pool.blocks if block.ref_cnt > 0 or block.block_hash is not None
     ]
@@ -147,21 +147,21 @@ def held_blocks(pool: "BlockPool") -> list[int]:
 
 @dataclass
 class PlanMetadata(KVConnectorMetadata):
-    """A step's plan, on its way to the workers."""
+    """Plan of a step, as sent to the workers."""
 
     plan: StepPlan
     requests: list[object] = field(default_factory=list)
-    """vllm-gaudi's runner reads this; an empty list is what it needs."""
+    """vllm-gaudi's runner reads this; it must be an empty list."""
 
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """The report of one or several ranks, on its way to the scheduler."""
+    """Report of one or several ranks, as sent to the scheduler."""
 
     report: StepReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
-        """Add up the reports of two ranks."""
+        """Return the sum of the reports of two ranks."""
         assert isinstance(other, ReportMetadata)
         return ReportMetadata(self.report.aggregate(other.report))
 
@@ -174,14 +174,14 @@ def _parameter(parameters: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_on(value: Any) -> bool:
-    """Return whether a switch is on; JSON clients also write it as text."""
+    """Return whether a switch is on; JSON clients may also send it as text."""
     if isinstance(value, str):
         return value.strip().lower() in {"true", "1", "yes", "on"}
     return bool(value)
 
 
 def _tags(given: Any) -> tuple[str, ...]:
-    """Return a request's tags, whatever a client sent."""
+    """Return a request's tags; values of other types than text or a list yield none."""
     if not isinstance(given, str | list | tuple):
         return ()
     texts: Sequence[Any] = (given,) if isinstance(given, str) else given

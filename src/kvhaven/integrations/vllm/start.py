@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting the connector's two sides: settings, identity, layout, service."""
+"""Start of the connector's two sides: settings, identity, layout, service."""
 
 import logging
 import threading
@@ -72,12 +72,11 @@ def start_worker(
     member: str,
     before: WorkerSide | None = None,
 ) -> WorkerSide:
-    """Read the layout, prove the device copies right, attach to the service as a rank.
+    """Read the layout, test the device's copies, attach to the service as a rank.
 
-    With `before`, which is this rank's side over other tensors, it goes on with these. Raises
-    `KVHavenError` for what is refused. Neither a service that does not answer is a reason to
-    refuse, nor storage in trouble, nor other ranks that are missing or loaded unlike files: the
-    engine serves without a cache then.
+    With `before`, this rank's side over earlier tensors, that side continues with the new ones.
+    Raises `KVHavenError` if the engine is refused. If the service does not answer, storage fails,
+    or other ranks are missing or have loaded other files, the engine serves without a cache.
     """
     settings = resolve_settings(config).settings
     own = own_layers(config, tensors)
@@ -105,7 +104,7 @@ def start_worker(
             member=member,
             rank=rank,
             world_size=config.parallel_config.world_size,
-            namespace=namespace_digest({}),  # until the content of the files is known
+            namespace=namespace_digest({}),  # replaced once the content of the files is known
             fields={},
             shards=_shards(config, layout, rank, blocks_per_chunk),
             shared=isinstance(layout, PortableLayout),
@@ -123,9 +122,9 @@ def start_worker(
 
 
 def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str) -> SchedulerSide:
-    """Attach to the service that the ranks attached to. Raises as `start_worker` does."""
+    """Attach to the service of the ranks. Raises as `start_worker` does."""
     resolved = resolve_settings(config)
-    for note in resolved.notes:  # here and not in the ranks, to say it once
+    for note in resolved.notes:  # here and not in the ranks, to log it once
         logger.warning("%s", note)
     settings = resolved.settings
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
@@ -136,7 +135,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
     hello = AttachScheduler(1, _engine_id(config), member, world_size, RANKS_WAIT_MS)
     client = scheduler_client(settings, hello)
 
-    def attach(_: Mapping[str, str], wait_s: float) -> None:  # the ranks say what is known
+    def attach(_: Mapping[str, str], wait_s: float) -> None:  # the ranks send the content
         client.start(wait_s)
 
     _attach(settings, config, description, client.closing, attach)
@@ -159,7 +158,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
 
 
 def resolve_settings(config: "VllmConfig") -> Resolved:
-    """Return the settings of this engine. Raises `ConfigError`."""
+    """Return the settings of this engine. Raises `ConfigError` if one is invalid."""
     transfer = config.kv_transfer_config
     extra = transfer.kv_connector_extra_config if transfer is not None else {}
     resolved = load_settings(extra=extra)
@@ -178,7 +177,10 @@ def _layout(
     device: Device,
     kv_format: str,
 ) -> PagedLayout | PortableLayout:
-    """Read the layout of a rank's KV tensors, for the format. Raises `KVHavenError`."""
+    """Return the layout of a rank's KV tensors for a format.
+
+    Raises `KVHavenError` if the layout or the attention backend is not supported.
+    """
     specs = {}
     for group in kv_cache.kv_cache_groups:
         for layer in group.layer_names:
@@ -198,8 +200,8 @@ def _layout(
         return paged
     if backend is None:
         raise LayoutError(
-            "format is portable, but this vLLM does not say which attention backend its layers "
-            "have, so the inside of a page is not known; set format: paged"
+            "format is portable, but this vLLM does not report the attention backend of its "
+            "layers, so the page layout is not known; set format: paged"
         )
     spec = next(iter(specs.values()))
     head_dims: tuple[int, ...] = (spec.head_size,)
@@ -222,7 +224,7 @@ def _attach(
     closing: threading.Event,
     attach: Attach,
 ) -> None:
-    """Attach one side, as soon as it is known what the model's files contain."""
+    """Attach one side, as soon as the content of the model's files is identified."""
     wait_s = wait_seconds(settings)
     with serving_without_a_cache():
         if settings.model_fingerprint:
@@ -240,7 +242,7 @@ def _attach(
 
 
 def _layout_fields(config: "VllmConfig", layout: PagedLayout | PortableLayout) -> dict[str, str]:
-    """Return what engines must have in common to read each other's shards."""
+    """Return the layout's namespace fields, equal in engines that can read each other's shards."""
     if isinstance(layout, PagedLayout):
         return {"layout": layout.fingerprint}
     model = config.model_config
@@ -253,7 +255,10 @@ def _layout_fields(config: "VllmConfig", layout: PagedLayout | PortableLayout) -
 def _shards(
     config: "VllmConfig", layout: PagedLayout | PortableLayout, rank: int, blocks: int
 ) -> tuple[Shard, ...]:
-    """Return what a rank holds of each chunk: one shard, or in the portable format one a head."""
+    """Return a rank's shards of each chunk: one, or in the portable format one for each head.
+
+    Raises `LayoutError` if their number does not match the layout.
+    """
     ids = [shard_id(config, rank)]
     if isinstance(layout, PortableLayout):
         model, parallel = config.model_config, config.parallel_config
@@ -267,14 +272,15 @@ def _shards(
         )
     if len(ids) != layout.shards:
         raise LayoutError(
-            f"by the model's configuration rank {rank} has {len(ids)} KV heads, its KV tensors "
-            f"have {layout.shards} ({layout.description}); set format: paged"
+            f"rank {rank}: its KV tensors have another number of KV heads than the model's "
+            f"configuration (got {layout.shards}, {layout.description}); expected {len(ids)}. "
+            "Set format: paged."
         )
     return tuple(Shard(id_, layout.shard_bytes(blocks)) for id_ in ids)
 
 
 def _loads_asynchronously(settings: Settings, config: "VllmConfig") -> bool:
-    """Whether loads run between steps."""
+    """Return whether loads run between steps."""
     if settings.load_mode != "auto":
         return settings.load_mode == "async"
     return platform_of(config).loads_between_steps
@@ -286,17 +292,17 @@ def _publishes_events(config: "VllmConfig") -> bool:
 
 
 def _require_same_layout(before: Layout, now: Layout) -> None:
-    """Refuse KV tensors of another layout than those that were registered first."""
+    """Raise `LayoutError` if KV tensors have another layout than the first registered ones."""
     if (before.description, before.num_blocks) != (now.description, now.num_blocks):
         raise LayoutError(
             "KV caches: registered again with another layout "
             f"(got {now.num_blocks} blocks, {now.description}); expected {before.num_blocks} "
-            f"blocks, {before.description}. Start the engine anew."
+            f"blocks, {before.description}. Restart the engine."
         )
 
 
 def _role(config: "VllmConfig") -> Permissions:
-    """Return what the engine's `kv_role` permits: a producer saves, a consumer loads."""
+    """Return the permissions of the engine's `kv_role`: a producer saves, a consumer loads."""
     transfer = config.kv_transfer_config
     assert transfer is not None
     return Permissions(load=bool(transfer.is_kv_consumer), save=bool(transfer.is_kv_producer))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters that go through vLLM's own channel: its log line and its Prometheus endpoint."""
+"""Counters that are exported through vLLM's log line and its Prometheus endpoint."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ class KVHavenStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM's log line shows."""
+        """Return the values for vLLM's log line."""
         line: dict[str, int | float] = dict(self.data)
         looked_up = line.get("looked_up_tokens", 0)
         if looked_up:
@@ -79,7 +79,7 @@ class KVHavenPromMetrics(KVConnectorPromMetrics):
 
 def hit_sources(offer: PendingLoad | None, tokens: int) -> "dict[CacheHitSource, int]":
     """Split `tokens` loaded tokens by the tier that supplied them; the counts add up."""
-    # vLLM before 0.32 has no such thing, and does not ask.
+    # vLLM before 0.32 has no such class and does not call this.
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415
 
     if offer is None or tokens <= 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocking half of the filesystem tier: files that many nodes write. Runs in its threads."""
+"""Blocking file operations of the filesystem tier, which many nodes write; run in its threads."""
 
 import contextlib
 import errno
@@ -35,33 +35,33 @@ from kvhaven.types import Checksum
 _log = logging.getLogger(__name__)
 
 MARKER: Final = "kvhaven.store"
-"""Tells the store from the empty directory that is left when its mount vanishes."""
+"""Distinguishes the store from the empty directory that remains when its mount vanishes."""
 
 DEBRIS_S: Final = 3600.0
-"""A temporary file this old, by the server's clock, is nobody's any more."""
+"""Age in seconds, by the server's clock, at which a temporary file counts as abandoned."""
 
 TOUCH_S: Final = 3600.0
-"""Use is noted as precisely as this."""
+"""Resolution of recorded last-use times in seconds."""
 
 _MARKER_TEXT: Final = b"KVHaven keeps KV-cache shards here. See docs/tiers.md.\n"
 _SUBFOLDER: Final = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY: Final = re.compile(r"\.[0-9a-f]+\.[0-9]+\.tmp")
 _GONE: Final = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
-"""Another node removed it: before it was opened, or (NFS: a stale handle) since."""
+"""Another node removed the file, before it was opened or afterwards (NFS: a stale handle)."""
 
 
 class SharedFiles:
-    """Reads, writes and lists the files of one opened directory that others use too.
+    """Files of one open directory that other nodes use as well. Thread-safe.
 
-    Thread-safe. It relies on nothing that NFS lacks: no locks, no links; a file appears by
-    rename, whole and checked, and is never changed. All raise `OSError` for what the file
-    system says, besides what each method names.
+    The class needs nothing that NFS lacks: no locks, no links. A file appears by rename,
+    complete and flushed, and is never modified. All methods raise `OSError` for errors of the
+    file system, besides the errors that each method names.
     """
 
     def __init__(self, path: Path, *, mode: int, codec: ShardCodec, known: bool) -> None:
-        """Open `path`; `known`: it was opened before, and must be the same store.
+        """Open `path`. With `known`, it must already be a store, as it was opened before.
 
-        Raises `TierError` when it is not there.
+        Raises `TierError` if the directory does not exist, or `known` is set and it is not a store.
         """
         self.path = path
         self.direct = False
@@ -72,11 +72,11 @@ class SharedFiles:
         self._numbers = itertools.count()  # its next() is atomic
         self._local = threading.local()
         self._ahead_s: float | None = None
-        """The server's clock less our own monotonic one, once that is known."""
+        """Server's clock minus this process's monotonic clock; None until measured."""
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            raise TierError(f"{path} does not exist: mount it, or make the directory") from None
+            raise TierError(f"{path} does not exist: mount it, or create the directory") from None
         try:
             self._mark(known=known)
         except BaseException:
@@ -84,11 +84,11 @@ class SharedFiles:
             raise
 
     def close(self) -> None:
-        """Give the descriptor up."""
+        """Close the descriptor."""
         os.close(self.fd)
 
     def still_there(self) -> bool:
-        """Return whether the path still leads to the directory that was opened, marker and all."""
+        """Return whether the path still leads to the open directory, and its marker is present."""
         try:
             there = os.path.samestat(self.path.stat(), os.fstat(self.fd))
             os.stat(MARKER, dir_fd=self.fd)
@@ -97,9 +97,9 @@ class SharedFiles:
         return there
 
     def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Write a temporary file, see it on the server's disk, and give it its name.
+        """Write a temporary file, flush it to the server's disk, and rename it.
 
-        Returns how many bytes; 0 when it was there.
+        Returns the bytes written; 0 if the shard was present.
         """
         path = blob_name(shard)
         if self.contains([shard])[0]:
@@ -114,7 +114,7 @@ class SharedFiles:
         return packed.size
 
     def read(self, shard: StoredShard, into: memoryview) -> Checksum:
-        """Read and verify. Raises `DamagedShardError` or `TierMissError`."""
+        """Read and verify. Raises `TierMissError` if absent, `DamagedShardError` if damaged."""
         path = blob_name(shard)
         page = self._header_page()
         began = time.perf_counter()
@@ -124,17 +124,17 @@ class SharedFiles:
             if error.errno in _GONE:
                 raise TierMissError(f"{path} is not stored") from None
             if error.errno == errno.ELOOP:
-                raise DamagedShardError(f"{path} is a link", b"link") from None
+                raise DamagedShardError(f"{path} is a symbolic link", b"link") from None
             raise
         require_size(size, shard, path)
         if got != size:
-            raise OSError(errno.EIO, f"{got} of {size} bytes of {path} could be read")
+            raise OSError(errno.EIO, f"only {got} of {size} bytes of {path} could be read")
         seconds = time.perf_counter() - began
         self._packing.moved(Lane.READ, shard.namespace, size, seconds)
         return unpack(self._packing, page[:], into, size, shard, path)
 
     def contains(self, shards: Sequence[StoredShard]) -> list[bool]:
-        """Return whether each is there with a size that it may have."""
+        """Return whether each shard is present with a possible size."""
         return [
             (size := self._size(blob_name(shard))) is not None
             and may_hold(size, shard.payload_bytes)
@@ -142,17 +142,17 @@ class SharedFiles:
         ]
 
     def remove_all(self, paths: Sequence[str]) -> None:
-        """Remove files in turn."""
+        """Remove files one after the other."""
         for path in paths:
             self.remove(path)
 
     def load(self, name: str) -> bytes | None:
-        """Return the content of a small file; None when it is not there."""
+        """Return the content of a small file; None if it does not exist."""
         found = self.load_dated(name)
         return None if found is None else found[0]
 
     def load_dated(self, name: str) -> tuple[bytes, float] | None:
-        """Return a small file's content and its time of change by the server's clock."""
+        """Return a small file's content and mtime (server's clock); None if it does not exist."""
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             with os.fdopen(os.open(name, flags, dir_fd=self.fd), "rb") as file:
@@ -163,21 +163,21 @@ class SharedFiles:
             raise
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder, temporaries aside; none when there is no such folder."""
+        """Return the names in a folder, except temporary files; empty if there is no folder."""
         names = self._remove_old_temporaries(folder, self._names(folder))
         return [name for name in names if not name.startswith(".")]
 
     def save(self, name: str, content: bytes) -> None:
-        """Write a small file in one step, over an older one."""
+        """Write a small file atomically; an existing file is replaced."""
         self._put(name, [memoryview(content)], 0)
 
     def folders(self) -> list[str]:
-        """Return the names of namespaces' folders."""
+        """Return the names of the namespaces' folders."""
         names = self._remove_old_temporaries("", self._names(""))
         return sorted(name for name in names if FOLDER.fullmatch(name))
 
     def list_blobs(self, folder: str) -> Iterator[list[Blob]]:
-        """Yield the names and sizes of files, a subfolder at a time; remove old temporaries."""
+        """Yield the files of a folder, one subfolder at a time; remove old temporary files."""
         self._remove_old_temporaries(folder, self._names(folder))
         for subfolder in self._names(folder):
             if not _SUBFOLDER.fullmatch(subfolder):
@@ -187,12 +187,12 @@ class SharedFiles:
             yield self._blobs(f"{folder}/{subfolder}", names)
 
     def list_subfolder(self, subfolder: str) -> list[Blob]:
-        """Return the shards' files in a subfolder; remove old temporaries."""
+        """Return the shard files in a subfolder; remove old temporary files."""
         names = [name for name in self.names(subfolder) if name.endswith(".kv")]
         return self._blobs(subfolder, names)
 
     def remove_unused(self, blob: Blob) -> bool:
-        """Remove a file unless it was used since it was listed; return whether it was removed."""
+        """Remove a file unless it was used after it was listed; return whether it was removed."""
         status = self._status(blob.name)
         if status is None or blob.used_at is None or status.st_mtime > blob.used_at:
             return False
@@ -200,13 +200,13 @@ class SharedFiles:
         return True
 
     def probe_write(self) -> None:
-        """Show that a file can be written and removed."""
+        """Verify that a file can be written and removed."""
         name = self._temporary("")
         self._write_new(name, [self._header_page()], 0)
         self.remove(name)
 
     def server_time(self) -> float:
-        """Return the server's time in seconds: that of a file which is made now."""
+        """Return the server's time in seconds, taken from a file created now."""
         name = self._temporary("")
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode, dir_fd=self.fd)
         try:
@@ -223,8 +223,8 @@ class SharedFiles:
         except FileNotFoundError:
             if known:
                 raise TierError(
-                    f"{self.path} has no {MARKER}, so it is no store of KVHaven: mount the store "
-                    f"(again), or start a service there to begin a new one"
+                    f"{self.path} is not a KVHaven store: the file {MARKER} is missing. Mount the "
+                    f"store, or start a service on this directory to create a new store."
                 ) from None
         else:
             return
@@ -235,7 +235,7 @@ class SharedFiles:
             os.close(file)
 
     def _put(self, path: str, buffers: list[mmap.mmap | memoryview], flag: int) -> None:
-        """Write a new file and give it its name in one step; make its folder if need be."""
+        """Write a file under a temporary name and rename it; create its folder if necessary."""
         folder = path.rpartition("/")[0]
         temporary = self._temporary(folder)
         try:
@@ -252,9 +252,9 @@ class SharedFiles:
             raise
 
     def _write_new(self, name: str, buffers: list[mmap.mmap | memoryview], flag: int) -> None:
-        """Write a file that is not there yet, or leave none.
+        """Write a new file; on failure leave none.
 
-        NFS tells of a full or failing server only when data are flushed: at fsync or close.
+        NFS reports a full or failing server only when data are flushed, at fsync or close.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | flag
         file = os.open(name, flags, self._mode, dir_fd=self.fd)
@@ -271,7 +271,7 @@ class SharedFiles:
     def _read_whole(
         self, path: str, shard: StoredShard, page: mmap.mmap, into: memoryview
     ) -> tuple[int, int]:
-        """Return a file's size and, if it may be the shard's, how many bytes were read."""
+        """Return a file's size, and the bytes read (0 if the size is impossible for the shard)."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECT if self.direct else 0)
         file = os.open(path, flags, dir_fd=self.fd)
         try:
@@ -286,10 +286,10 @@ class SharedFiles:
             os.close(file)
 
     def _note_use(self, file: int, used_at: float) -> None:
-        """Make a file that is read new again, at most once an hour: eviction takes the oldest."""
+        """Update a file's mtime, at most once an hour: eviction removes the oldest files first."""
         if self._ahead_s is None or time.monotonic() + self._ahead_s - used_at < TOUCH_S:
             return
-        with contextlib.suppress(OSError):  # without the right to, it only looks older
+        with contextlib.suppress(OSError):  # without permission the file only looks older
             os.utime(file)
 
     def _blobs(self, folder: str, names: Iterable[str]) -> list[Blob]:
@@ -302,7 +302,7 @@ class SharedFiles:
         return found
 
     def _size(self, path: str) -> int | None:
-        """Return a file's size; None when there is nothing, -1 when it is no file."""
+        """Return a file's size; None if the path does not exist, -1 if it is not a regular file."""
         status = self._status(path)
         if status is None:
             return None
@@ -317,7 +317,7 @@ class SharedFiles:
             raise
 
     def _names(self, folder: str) -> list[str]:
-        """Return the names in a folder; none when there is no such folder."""
+        """Return the names in a folder; empty if the folder does not exist."""
         try:
             fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd)
         except OSError as error:
@@ -331,7 +331,7 @@ class SharedFiles:
             os.close(fd)
 
     def _remove_old_temporaries(self, folder: str, names: list[str]) -> list[str]:
-        """Return the names that are no temporaries; remove those that nobody writes any more."""
+        """Remove abandoned temporary files; return the names without temporary files."""
         temporaries = [name for name in names if _TEMPORARY.fullmatch(name)]
         if not temporaries:
             return names
@@ -349,7 +349,7 @@ class SharedFiles:
         return f"{folder}/{name}" if folder else name
 
     def remove(self, path: str) -> None:
-        """Remove a file, whoever else does so too."""
+        """Remove a file or an empty folder; one that is already gone is not an error."""
         try:
             os.unlink(path, dir_fd=self.fd)
         except IsADirectoryError:
@@ -365,7 +365,7 @@ class SharedFiles:
             _log.info("could not remove %s: %s", self.path / path, error)
 
     def _header_page(self) -> mmap.mmap:
-        """Return this thread's page-aligned 4096 bytes for headers."""
+        """Return this thread's page-aligned buffer of 4096 bytes for headers."""
         page: mmap.mmap | None = getattr(self._local, "page", None)
         if page is None:
             page = self._local.page = mmap.mmap(-1, HEADER_BYTES)
@@ -373,5 +373,5 @@ class SharedFiles:
 
 
 def _size_of(status: os.stat_result) -> int:
-    """Return a file's size; -1 for what is no file."""
+    """Return a file's size; -1 if it is not a regular file."""
     return status.st_size if stat.S_ISREG(status.st_mode) else -1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who looks after a shared directory: one service, elected by a file. Runs in a tier's threads.
+"""Election of the one service that maintains a shared directory. Runs in a tier's threads.
 
-Ownership saves work and is no safety property: files are immutable, deletes are idempotent, so
-two owners at once remove more than one would have, and nothing worse. Expiry is the lease
-file's age by the server's clock; the nodes' own clocks are never asked for the time.
+Ownership saves work and is not a safety property: files are immutable and deletes idempotent, so
+two concurrent owners at worst remove more than one would have. A lease expires by its file's
+age on the server's clock; the clocks of the nodes are never used.
 """
 
 import os
@@ -17,18 +17,18 @@ NAME: Final = "owner"
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The lease file's content, in JSON: who holds it, and how often it changed hands."""
+    """Content of the lease file, in JSON: the holder, and the number of claims so far."""
 
     holder: str
     epoch: int
 
 
 class Ownership:
-    """The lease of an opened directory, for `holder`, a name that nobody else has.
+    """Lease of an open directory for `holder`, a unique name.
 
-    A lease that was not renewed for `lease_s` seconds is anybody's. After `claim` the holder
-    waits for longer than others take to claim, and asks `held` whether it was the last to do
-    so. All raise `OSError` for what the file system says.
+    Any service may claim a lease that was not renewed for `lease_s` seconds. After `claim`, the
+    holder waits longer than a concurrent claim takes, then calls `held` to find out whether its
+    claim was the last one. All methods raise `OSError` for errors of the file system.
     """
 
     def __init__(self, files: SharedFiles, holder: str, lease_s: float) -> None:
@@ -37,7 +37,7 @@ class Ownership:
         self._lease_s = lease_s
 
     def claim(self) -> bool:
-        """Take the lease if it is nobody's, or ours from before; return whether that was so."""
+        """Claim the lease if it is free, expired or already ours; return whether it was."""
         owner, age_s = self._read()
         if owner is not None and owner.holder != self._holder and age_s <= self._lease_s:
             return False
@@ -46,9 +46,9 @@ class Ownership:
         return True
 
     def renew(self) -> bool:
-        """Make it as new as the server's clock says; return whether it is still ours.
+        """Set the lease file's time to the server's current time; return whether it is still ours.
 
-        It is renewed through an open file: one that was replaced meanwhile stays as it is.
+        The renewal goes through an open file, so a lease that replaced it is left unchanged.
         """
         try:
             file = os.open(NAME, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._files.fd)
@@ -64,9 +64,10 @@ class Ownership:
         return self.held() is not None
 
     def held(self) -> int | None:
-        """Return the epoch if the lease is ours and not half expired; else None.
+        """Return the epoch if the lease is ours and at most half expired; otherwise None.
 
-        To be asked before each batch of deletes: who was stopped for a while finds out here.
+        The owner calls this before each batch of deletes, to detect that its process was stopped
+        for too long.
         """
         owner, age_s = self._read()
         if owner is None or owner.holder != self._holder or age_s > self._lease_s / 2:
@@ -74,12 +75,12 @@ class Ownership:
         return owner.epoch
 
     def give_up(self) -> None:
-        """Leave the lease to others at once, if it is ours."""
+        """Release the lease if it is ours."""
         if self.held() is not None:
             self._files.remove(NAME)
 
     def _read(self) -> tuple[Owner | None, float]:
-        """Return what the file says, and its age in seconds by the server's clock."""
+        """Return the lease file's content, and its age in seconds by the server's clock."""
         found = self._files.load_dated(NAME)
         if found is None:
             return None, 0.0
@@ -91,4 +92,4 @@ def _owner(raw: bytes) -> Owner | None:
     try:
         return msgspec.json.decode(raw, type=Owner)
     except ValueError:
-        return None  # damaged: anybody's
+        return None  # a damaged lease is free

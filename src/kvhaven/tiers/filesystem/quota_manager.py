@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a shared directory within its limits: asks for credits, and, if elected, looks after it."""
+"""Quota manager of a shared directory: requests write credits and, as the owner, evicts files."""
 
 import asyncio
 import contextlib
@@ -25,28 +25,28 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BATCH: Final = 64
-"""Files that are deleted between two looks at the lease."""
+"""Files deleted between two checks of the lease."""
 
 
 class Runner(Protocol):
-    """Runs blocking work on the directory in a thread of the tier."""
+    """Function that runs blocking work on the directory in a thread of the tier."""
 
     async def __call__(self, lane: Lane, work: Callable[[SharedFiles], T]) -> T:
-        """Return what `work` returns. Raises `TierError`."""
+        """Return the result of `work`. Raises `TierError` if the store fails or is not open."""
 
 
 class _LostError(Exception):
-    """The lease is another's now."""
+    """Another service holds the lease now."""
 
 
 class QuotaManager:
     """One service's part in keeping a directory within `limits`. Used on the event loop.
 
-    Every service is a writer: at each beat it tells what it spent and reads what it was granted.
-    Whoever holds the lease also shares out the free bytes, and removes what is too old or too
-    much. What is in use is known from a survey of all files, plus what writers said they spent
-    since it began: so it is never less than what is really there, unless somebody writes who
-    does not keep to this.
+    Every service is a writer: at each beat it reports the bytes it spent and reads its grant. The
+    holder of the lease also distributes the free bytes, and removes files that are expired or
+    exceed a limit. The usage is computed from a survey of all files plus the bytes that writers
+    reported as spent since the survey began. It is therefore never too low, unless a writer
+    ignores the limits.
     """
 
     def __init__(self, limits: Limits, run: Runner, title: str) -> None:
@@ -58,14 +58,14 @@ class QuotaManager:
         self.owner = False
         self.removed_files = 0
         self._tasks: list[asyncio.Task[None]] = []
-        self._spent: Counter[str] = Counter()  # by writer, as last told
+        self._spent: Counter[str] = Counter()  # by writer, as last reported
         self._surveyed: Counter[str] = Counter()  # the same when the survey began
         self._base_bytes = 0
         self._next_survey = 0.0
         self._next_beat = 0.0
 
     def start(self) -> None:
-        """Begin, when the directory is open."""
+        """Start the periodic tasks; the directory must be open."""
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._forever(self._tell), name="kvhaven-fs-writer"),
@@ -73,7 +73,7 @@ class QuotaManager:
         ]
 
     async def stop(self) -> None:
-        """End; hand the lease and the credits back, if the directory lets us."""
+        """Stop the tasks; release the lease and the credits if the directory is reachable."""
         for task in self._tasks:
             task.cancel()
         if not self._tasks:
@@ -92,12 +92,12 @@ class QuotaManager:
                 await beat()
             except TierError as error:
                 _log.debug("%s: %s", self._title, str(error))
-            except Exception:  # noqa: BLE001 - nobody else would do it any more
-                _log.exception("%s: keeping to its limits failed", self._title)
+            except Exception:  # noqa: BLE001 - the task must survive any error
+                _log.exception("%s: enforcing the limits failed", self._title)
             await asyncio.sleep(self._limits.beat_s)
 
     async def _tell(self) -> None:
-        """Say what was spent, and take note of what was granted."""
+        """Report the bytes spent, and read the grant."""
         writer, credit_s = self.purse.beat(), self._limits.credit_s
         asked = time.monotonic()
         grant, good_for_s = await self._run(
@@ -106,7 +106,7 @@ class QuotaManager:
         self.purse.granted(grant, good_for_s - (time.monotonic() - asked))
 
     async def _look_after(self) -> None:
-        """Be elected, or do an owner's round."""
+        """Try to become the owner, or do the owner's periodic work."""
         try:
             if not self.owner:
                 await self._stand()
@@ -114,19 +114,19 @@ class QuotaManager:
                 await self._round()
         except _LostError:
             self.owner = False
-            _log.info("%s: another service looks after it now", self._title)
+            _log.info("%s: another service is the owner now", self._title)
 
     async def _stand(self) -> None:
         if not await self._run(Lane.WRITE, lambda files: self._lease(files).claim()):
             return
-        await asyncio.sleep(self._limits.beat_s)  # longer than others take to claim
+        await asyncio.sleep(self._limits.beat_s)  # longer than a concurrent claim takes
         epoch = await self._run(Lane.WRITE, lambda files: self._lease(files).held())
         if epoch is None:
             return
         self.owner = True
-        self._next_survey = 0.0  # nothing is known, so nothing is granted before the first one
+        self._next_survey = 0.0  # usage is unknown: no grants before the first survey
         self._base_bytes = self._limits.most_bytes
-        _log.info("%s: this service looks after it, epoch %d", self._title, epoch)
+        _log.info("%s: this service is the owner, epoch %d", self._title, epoch)
 
     async def _round(self) -> None:
         self._next_beat = 0.0
@@ -135,7 +135,7 @@ class QuotaManager:
             await self._tidy(in_vain)
 
     async def _pulse(self) -> int:
-        """Once a beat: renew the lease and the grants; return what was asked for in vain."""
+        """Renew the lease and the grants, once a beat; return the bytes not granted."""
         if time.monotonic() < self._next_beat:
             return 0
         self._next_beat = time.monotonic() + self._limits.beat_s
@@ -150,7 +150,7 @@ class QuotaManager:
         return credit.grant(files, accounts, free)
 
     async def _tidy(self, wanted_bytes: int) -> None:
-        """Count everything, remove what has to go, and take note of what is left."""
+        """Survey all files, remove those beyond a limit, and record the remaining usage."""
         accounts = await self._run(
             Lane.WRITE, lambda files: credit.accounts(files, self._limits.credit_s)
         )
@@ -161,25 +161,25 @@ class QuotaManager:
         async for folder, page in self._files():
             survey.add(folder, page)
         now = await self._run(Lane.WRITE, SharedFiles.server_time)
-        doomed = survey.doomed(self._limits, now, wanted_bytes + outstanding)
-        removed = await self._remove_all(doomed) if doomed.bytes else 0
+        deletions = survey.deletions(self._limits, now, wanted_bytes + outstanding)
+        removed = await self._remove_all(deletions) if deletions.bytes else 0
         self._base_bytes = survey.used_bytes - removed
         self._surveyed = told
         self._next_survey = time.monotonic() + self._limits.survey_s
         if removed:
             _log.info("%s: removed %d bytes of %d", self._title, removed, survey.used_bytes)
 
-    async def _remove_all(self, doomed: Deletions) -> int:
-        """Remove what has to go; return its bytes."""
+    async def _remove_all(self, deletions: Deletions) -> int:
+        """Remove the selected files; return their bytes."""
         removed = 0
         async for _, page in self._files():
-            gone = [blob for blob in page if doomed.take(blob)]
+            gone = [blob for blob in page if deletions.take(blob)]
             for at in range(0, len(gone), _BATCH):
                 removed += await self._remove(gone[at : at + _BATCH])
         return removed
 
     async def _files(self) -> AsyncIterator[tuple[str, list[Blob]]]:
-        """Yield all files, a subfolder at a time; the beat goes on meanwhile."""
+        """Yield all files, one subfolder at a time, renewing the lease in between."""
         for folder in await self._run(Lane.WRITE, SharedFiles.folders):
             for part in range(256):
                 await self._pulse()
@@ -208,11 +208,11 @@ class QuotaManager:
         return Ownership(files, self._id, self._limits.lease_s)
 
     def _hear(self, accounts: dict[str, Account]) -> None:
-        """Take note of what writers have spent; those who went have spent it all the same."""
+        """Record the bytes that writers have spent; those of departed writers still count."""
         for writer_id, account in accounts.items():
             self._spent[writer_id] = account.spent
 
     def _used_bytes(self) -> int:
-        """Return what is in use at most."""
+        """Return an upper bound of the bytes in use."""
         since = sum(spent - self._surveyed[writer_id] for writer_id, spent in self._spent.items())
         return self._base_bytes + max(0, since)

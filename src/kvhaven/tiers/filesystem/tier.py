@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filesystem tier: a directory on NFS, CephFS, VAST, ... that many nodes write."""
+"""Filesystem tier: a directory on NFS, CephFS, VAST, ... that many nodes write."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BATCH: Final = 64
-"""Names that one thread asks the server for in turn: several threads share a large batch."""
+"""Names that one thread looks up one after the other; threads share larger batches."""
 
 
 def filesystem_tier(
@@ -46,11 +46,11 @@ def filesystem_tier(
     deadline_s: float = 10.0,
     limits: Limits | None = None,
     known: bool = False,
-    **watching: Any,  # SharedTier's own settings, passed on
+    **watching: Any,  # settings of SharedTier, passed on
 ) -> SharedTier:
     """Return a tier over the directory `path`, which must exist; see `FilesystemStore`.
 
-    `known`: it must be a store already; otherwise any directory becomes one.
+    With `known`, the directory must already be a store; otherwise opening makes it one.
     """
     store = FilesystemStore(
         path,
@@ -66,14 +66,14 @@ def filesystem_tier(
 
 
 class FilesystemStore:
-    """The directory `path` as a `SharedStore`. See there for the methods.
+    """`SharedStore` over the directory `path`; `SharedStore` documents the methods.
 
-    `executor` is the store's own; `close` closes it. `direct_io` "auto" uses direct I/O where
-    the file system takes it, "on" stays offline where it does not. Files get `mode` (the
-    process's umask applies), folders the same and search rights. What waits for a thread for
-    `deadline_s` is given up; what a thread has begun ends when the system call does. With
-    `limits`, writes need credits, and one of the services that use the directory removes what
-    is too old or too much (see `QuotaManager`); without, nobody does.
+    The store owns `executor`; `close` closes it. `direct_io` "auto" uses direct I/O if the file
+    system supports it; "on" keeps the store offline if it does not. Files get `mode` (the
+    process's umask applies), folders the same plus search permission. An operation that waits
+    for a thread for `deadline_s` seconds fails; an operation that a thread has begun ends with
+    its system call. With `limits`, writes need credits, and one of the services that use the
+    directory removes expired and excess files (see `QuotaManager`); without, no files are removed.
     """
 
     name = "fs"
@@ -102,7 +102,7 @@ class FilesystemStore:
         self.quota_manager = QuotaManager(limits, self._run, self.title) if limits else None
 
     async def open(self) -> None:
-        """Open the directory; a mount that vanished must be there again."""
+        """Open the directory; a directory opened before must still be the same store."""
         if self.quota_manager is not None:
             await self.quota_manager.stop()
         if self._files is not None:
@@ -117,11 +117,11 @@ class FilesystemStore:
             self.quota_manager.start()
 
     async def still_open(self) -> bool:
-        """Return whether the path still leads there."""
+        """Return whether the path still leads to the open directory."""
         return await self._run(Lane.BACKGROUND, SharedFiles.still_there)
 
     async def close(self, deadline_s: float) -> None:
-        """Finish, end the threads and close the directory."""
+        """Finish running operations, end the threads and close the directory."""
         if self.quota_manager is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s):
@@ -136,7 +136,7 @@ class FilesystemStore:
         return await self._run(Lane.READ, lambda files: files.read(shard, into))
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Write in a thread, if there is credit for it."""
+        """Write in a thread. Raises `TierError` if the write has no credit."""
         size = stored_bytes(shard.payload_bytes)
         if self.quota_manager is not None:
             self.quota_manager.purse.take(size)
@@ -146,7 +146,7 @@ class FilesystemStore:
                 Lane.WRITE, lambda files: files.write(shard, payload, checksum)
             )
         except asyncio.CancelledError:
-            written = size  # perhaps
+            written = size  # it may have been written
             raise
         finally:
             if self.quota_manager is not None:
@@ -154,7 +154,7 @@ class FilesystemStore:
         return written
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Ask for the batch in as many threads as there are."""
+        """Look up the batch, divided among the threads."""
 
         def ask(files: SharedFiles, part: Sequence[StoredShard]) -> list[bool]:
             return files.contains(part)
@@ -166,7 +166,7 @@ class FilesystemStore:
         return [there for answer in answers for there in answer]
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Remove the batch, a part at a time, so that writes get their turn."""
+        """Remove the batch in parts, so that writes run in between."""
         for at in range(0, len(names), _BATCH):
             part = names[at : at + _BATCH]
             await self._run(Lane.WRITE, functools.partial(SharedFiles.remove_all, paths=part))
@@ -184,8 +184,8 @@ class FilesystemStore:
         return await self._run(Lane.BACKGROUND, SharedFiles.folders)
 
     async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
-        """List a folder; the threads are free between its subfolders."""
-        with self._require().used() as files:  # the listing uses it from one page to the next
+        """List a folder; each subfolder is a separate job of the threads."""
+        with self._require().used() as files:  # the listing needs the descriptor between pages
             listing = files.list_blobs(folder)
             while True:
                 page = await self._run(Lane.BACKGROUND, lambda _: next(listing, None))
@@ -194,7 +194,7 @@ class FilesystemStore:
                 yield page
 
     async def now(self) -> float:
-        """Ask what time a new file gets."""
+        """Return the time that the server gives a new file."""
         return await self._run(Lane.BACKGROUND, SharedFiles.server_time)
 
     async def probe(self, lane: Lane) -> None:
@@ -209,19 +209,23 @@ class FilesystemStore:
         return self._executor.queued(lane)
 
     def longest_running_s(self) -> float:
-        """Return for how long the oldest system call has been going on."""
+        """Return the seconds since the oldest running system call began."""
         return self._executor.longest_running_s()
 
     async def _run(self, lane: Lane, work: Callable[[SharedFiles], T]) -> T:
-        """Call `work` in a thread; what the file system complains of becomes an error of ours."""
+        """Call `work` in a thread.
+
+        Raises `StoreFailedError` for errors of the file system, and `TierError` if the directory
+        is not open or the deadline has passed.
+        """
         limit = asyncio.timeout(self._deadline_s)
         with self._require().used() as files:
             try:
                 async with limit:
                     return await self._executor.run(lane, lambda: work(files))
-            except OSError as error:  # a TimeoutError may be the file system's own
+            except OSError as error:  # a TimeoutError may come from the file system
                 if limit.expired():
-                    reason = f"{self.title}: nothing within {self._deadline_s} s"
+                    reason = f"{self.title}: not finished within {self._deadline_s} s"
                     raise TierError(reason) from None
                 raise StoreFailedError(str(error)) from error
 
@@ -236,11 +240,13 @@ class FilesystemStore:
             undo.callback(files.close)
             files.direct = self._direct_io != "off" and direct_io_works(files.fd)
             if self._direct_io == "on" and not files.direct:
-                raise TierError('its file system takes no direct I/O: set it "auto" or "off"')
+                raise TierError(
+                    'its file system does not support direct I/O: set it to "auto" or "off"'
+                )
             if self.quota_manager is None and not self._known and files.load(OWNER) is not None:
                 _log.warning(
-                    "%s: other services keep it within limits, and this one will write beyond "
-                    "them: set max_remote_size and its like as they do",
+                    "%s: other services enforce limits on it, this service has none and may "
+                    "exceed them: set max_remote_size and the other limits as they do",
                     self.title,
                 )
             undo.pop_all()
@@ -248,7 +254,7 @@ class FilesystemStore:
 
 
 class _Users:
-    """Keeps an opened directory's descriptor while calls use it. Used on the event loop only."""
+    """Reference count of an open directory's descriptor. Used on the event loop only."""
 
     def __init__(self, files: SharedFiles) -> None:
         self._files = files
@@ -257,7 +263,7 @@ class _Users:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[SharedFiles]:
-        """Enclose a call."""
+        """Keep the directory open during a call."""
         self._count += 1
         try:
             yield self._files
@@ -266,7 +272,7 @@ class _Users:
             self._close_when_idle()
 
     def retire(self) -> None:
-        """Close the directory as soon as no call uses it."""
+        """Close the directory once no call uses it."""
         self._retired = True
         self._close_when_idle()
 

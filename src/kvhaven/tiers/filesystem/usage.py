@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in a shared directory, how old it is, and what has to go. No I/O of its own."""
+"""Usage of a shared directory by folder and age, and the choice of files to delete. No I/O."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,57 +11,58 @@ from kvhaven.tiers.shared.store import Blob, tenant_of
 from kvhaven.types import TenantId, align_up
 
 _STEP_S = 10.0
-"""Ages are counted in steps of this many seconds; within a step any file may go first."""
+"""Ages are counted in steps of this many seconds; files within a step have no order."""
 
 
 _UNBOUNDED = 1 << 60
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the owner of a shared directory keeps to. The same in every service that uses it.
+    """Limits that the owner of a shared directory enforces. Must be equal in all its services.
 
-    A lease that is not renewed for `lease_s` is anybody's; credits are good for `credit_s`.
+    A lease that was not renewed for `lease_s` seconds expires; a grant of credits is valid for
+    `credit_s` seconds.
     """
 
     quota_bytes: int | None = None
-    """All files together, blocks of 4096 bytes, the few small ones of KVHaven itself aside."""
+    """Limit of all files in bytes, in blocks of 4096, except the few small files of KVHaven."""
     namespace_bytes: int | None = None
-    """Each namespace (a model, with all that must match) at most this much."""
+    """Limit of each namespace (a model, with all that must match) in bytes."""
     ttl_s: float | None = None
-    """What nobody used for so long goes."""
+    """Files unused for this many seconds are deleted."""
     tenants: Quotas = Quotas()
-    """Each tenant, in all namespaces together, at most this much."""
+    """Limit of each tenant, summed over all namespaces, in bytes."""
     beat_s: float = 2.0
     lease_s: float = 30.0
     credit_s: float = 20.0
     survey_s: float = 300.0
     least_wanted_bytes: int = 64 << 20
-    """A writer asks for credits for at least this much ahead."""
+    """Smallest amount of credits that a writer requests, in bytes."""
 
     @property
     def any(self) -> bool:
-        """Whether there is anything to keep to."""
+        """Whether any limit is set."""
         limits = (self.quota_bytes, self.namespace_bytes, self.ttl_s)
         return limits != (None, None, None) or bool(self.tenants)
 
     @property
     def most_bytes(self) -> int:
-        """The quota; without one, more than any store holds."""
+        """The quota in bytes; without a quota, more than any store holds."""
         return _UNBOUNDED if self.quota_bytes is None else self.quota_bytes
 
     @property
     def ceiling_bytes(self) -> int:
-        """What is in use and what is granted, together at most: a little below the quota."""
+        """Limit of used plus granted bytes: slightly below the quota."""
         return self.most_bytes - self.most_bytes // 32
 
     @property
     def floor_bytes(self) -> int:
-        """What is left after an eviction, at most."""
+        """Limit of the bytes that remain after an eviction."""
         return self.most_bytes - self.most_bytes // 5
 
 
 class DirectoryUsage:
-    """Sums of what was found, by folder of a namespace or of a tenant in it, and by age."""
+    """Bytes in a directory, by folder (of a namespace, or of a tenant in it) and by age."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
@@ -69,7 +70,7 @@ class DirectoryUsage:
         self._steps: dict[str, Counter[int]] = {}
 
     def add(self, folder: str, page: Iterable[Blob]) -> None:
-        """Count a page of files of a folder."""
+        """Add a page of files of a folder."""
         steps = self._steps.setdefault(folder, Counter())
         for blob in page:
             size = align_up(blob.size)
@@ -77,11 +78,12 @@ class DirectoryUsage:
             self.by_folder[folder] += size
             steps[_step(blob.used_at)] += size
 
-    def doomed(self, limits: Limits, now: float, wanted_bytes: int) -> "Deletions":
-        """Return what has to go for the limits, with room for `wanted_bytes` besides.
+    def deletions(self, limits: Limits, now: float, wanted_bytes: int) -> "Deletions":
+        """Choose the files to delete so that the limits hold and `wanted_bytes` more fit.
 
-        First what is too old, then what tenants have too much, then namespaces. What is too much
-        altogether comes last, and goes down to the limits' floor.
+        The order is: expired files, then tenants beyond their quota, then namespaces beyond their
+        limit. If the total still exceeds the ceiling, the oldest files are deleted down to the
+        floor.
         """
         cuts = {folder: _Cut(steps) for folder, steps in self._steps.items()}
         if limits.ttl_s is not None:
@@ -103,21 +105,21 @@ class DirectoryUsage:
 
 
 class Deletions:
-    """Tells which files of a survey have to go, each once; they have `bytes` together."""
+    """Files of a survey that are to be deleted, each once; their sizes add up to `bytes`."""
 
     def __init__(self, cuts: dict[str, "_Cut"], bytes_: int) -> None:
         self._cuts = cuts
         self.bytes = bytes_
 
     def take(self, blob: Blob) -> bool:
-        """Return whether a file has to go; count it if so."""
+        """Return whether a file is to be deleted; if so, count it."""
         cut = self._cuts.get(blob.name.partition("/")[0])
-        # A folder without one was not there when all was counted.
+        # A folder without a cut was created after the survey.
         return cut is not None and cut.take(blob)
 
 
 class _Cut:
-    """The age from which on a folder's files go: all older than a step, and some bytes of it."""
+    """Cut-off age of a folder: delete all files older than a step, and some bytes of that step."""
 
     def __init__(self, steps: Counter[int]) -> None:
         self.left = Counter(steps)
@@ -125,12 +127,12 @@ class _Cut:
         self._rest = 0
 
     def expire(self, before: int) -> None:
-        """Have everything go that is older than a step."""
+        """Mark all files older than a step for deletion."""
         self._before = before
         self.left = Counter({step: size for step, size in self.left.items() if step >= before})
 
     def add(self, step: int, size: int) -> None:
-        """Have more go: nothing older than this step is left, and now less of it is."""
+        """Mark `size` more bytes of a step; all older steps must be marked already."""
         if step != self._before:
             self._before, self._rest = step, 0
         self._rest += size
@@ -147,7 +149,7 @@ class _Cut:
 
 
 def _keep(cuts: Sequence[_Cut], most_bytes: int | None) -> None:
-    """Have the oldest of all these folders' files go, until they keep so many bytes."""
+    """Mark the oldest files of these folders until at most `most_bytes` remain."""
     if most_bytes is None:
         return
     excess = _left(cuts) - most_bytes
@@ -165,5 +167,5 @@ def _left(cuts: Iterable[_Cut]) -> int:
 
 def _step(used_at: float | None) -> int:
     if used_at is None:
-        raise ValueError("what does not tell its age has none to go by")
+        raise ValueError("the store does not report when data was used: limits cannot be enforced")
     return int(used_at // _STEP_S)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may write how much into a shared directory. The blocking half runs in a tier's threads.
+"""Write credits of a shared directory. The functions block and run in a tier's threads.
 
-Eviction alone cannot hold a quota: 100 MB are 0.2 s of writing. So whoever writes needs credits,
-bytes that the directory's owner has granted, and drops what it has none for.
+Eviction alone cannot enforce a quota: 100 MB are 0.2 s of writing. A writer therefore needs
+credits, bytes granted by the directory's owner, and drops writes without credit.
 
-- `writers/<id>` is written by a writer at each beat: what it has `spent` in its life, and what it
-  `wants` beyond that.
-- `grants/<id>` is written by the owner: the limit up to which that writer may spend. It is good
-  for `credit_s` seconds by the server's clock, and the owner renews it as long as the writer
-  beats.
+- `writers/<id>` is written by a writer at each beat: the bytes it has `spent` since it began, and
+  the bytes it `wants` beyond that.
+- `grants/<id>` is written by the owner: the limit up to which that writer may spend. A grant is
+  valid for `credit_s` seconds by the server's clock, and the owner renews it as long as the
+  writer beats.
 
-A limit is absolute, so two owners at once do not grant twice, and a new owner finds in these
-files what the old one had granted. Who has no beat for three times `credit_s` has no grant that
-is still good, and is forgotten.
+A limit is absolute, so two concurrent owners do not grant twice, and a new owner reads the grants
+of the previous one from these files. A writer without a beat for three times `credit_s` has no
+valid grant and is removed.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,20 +31,20 @@ _DEAD_AFTER: Final = 3
 
 
 class Writer(msgspec.Struct, frozen=True):
-    """What a writer says: bytes it has spent since it began, and how many more it wants."""
+    """Report of a writer: bytes spent since it began, and further bytes requested."""
 
     spent: int
     wants: int
 
 
 class CreditGrant(msgspec.Struct, frozen=True):
-    """Up to how many spent bytes a writer may go."""
+    """Limit of a writer's spent bytes."""
 
     limit: int
 
 
 class Account(msgspec.Struct, frozen=True):
-    """A writer as its owner sees it. `alive`: it beat within `credit_s`."""
+    """State of a writer as seen by the owner. `alive`: its last beat is within `credit_s`."""
 
     spent: int
     wants: int
@@ -53,14 +53,14 @@ class Account(msgspec.Struct, frozen=True):
 
     @property
     def outstanding(self) -> int:
-        """Bytes that it may still write."""
+        """Bytes that the writer may still write."""
         return max(0, self.limit - self.spent)
 
 
 class Purse:
-    """A writer's credits. Used on the event loop; `clock` returns seconds that never go back.
+    """Credits of a writer. Used on the event loop; `clock` returns monotonic seconds.
 
-    `clock` only measures how long ago something was read: nodes need not agree on the time.
+    `clock` only measures the time since a grant was read, so nodes need not agree on the time.
     """
 
     def __init__(self, clock: Callable[[], float], least_wanted: int) -> None:
@@ -72,24 +72,26 @@ class Purse:
         self._until = 0.0
 
     def take(self, size: int) -> None:
-        """Spend `size` bytes. Raises `TierError` when there is no credit for them."""
+        """Spend `size` bytes. Raises `TierError` if the credit does not suffice or has expired."""
         if self._clock() >= self._until or self._spent + size > self._limit:
             self._missing += size
-            raise TierError(f"no credit for {size} bytes: the owner of the store has none left yet")
+            raise TierError(
+                f"no credit for {size} bytes: the owner of the store has not granted it yet"
+            )
         self._spent += size
 
     def refund(self, size: int) -> None:
-        """Give back what was not written after all."""
+        """Return credit for bytes that were not written."""
         self._spent -= size
 
     def beat(self) -> Writer:
-        """Return what to tell the owner: it wants what it lacked, and what it will need soon."""
+        """Return the report for the owner; it requests at least twice the bytes without credit."""
         wants = max(self._least, 2 * self._missing)
         self._missing = 0
         return Writer(self._spent, wants)
 
     def granted(self, grant: CreditGrant | None, good_for_s: float) -> None:
-        """Take note of a grant that was just read."""
+        """Record a grant that was just read and stays valid for `good_for_s` seconds."""
         if grant is not None:
             self._limit = grant.limit
             self._until = self._clock() + good_for_s
@@ -98,25 +100,25 @@ class Purse:
 def tell(
     files: SharedFiles, writer_id: str, writer: Writer, credit_s: float
 ) -> tuple[CreditGrant | None, float]:
-    """Write a writer's beat; return its grant, and for how many seconds that is good."""
+    """Write a writer's beat; return its grant, and the seconds that the grant stays valid."""
     name = f"{WRITERS}/{writer_id}"
     files.save(name, msgspec.json.encode(writer))
     beat, found = files.load_dated(name), files.load_dated(f"{GRANTS}/{writer_id}")
     if beat is None or found is None:
         return None, 0.0
     raw, granted_at = found
-    now = beat[1]  # the server's clock, by a file that was written just now
+    now = beat[1]  # the server's clock, from the file written just now
     return _decode(raw, CreditGrant), credit_s - max(0.0, now - granted_at)
 
 
 def forget(files: SharedFiles, writer_id: str) -> None:
-    """Remove a writer that will write no more."""
+    """Remove a writer that has ended."""
     for folder in (GRANTS, WRITERS):
         files.remove(f"{folder}/{writer_id}")
 
 
 def accounts(files: SharedFiles, credit_s: float) -> dict[str, Account]:
-    """Return all writers by id; forget those whose grants have long expired."""
+    """Return all writers by id; remove those whose grants expired long ago."""
     now = files.server_time()
     found: dict[str, Account] = {}
     for writer_id in {*files.names(WRITERS), *files.names(GRANTS)}:
@@ -135,9 +137,9 @@ def accounts(files: SharedFiles, credit_s: float) -> dict[str, Account]:
 
 
 def grant(files: SharedFiles, found: Mapping[str, Account], free: int) -> int:
-    """Share `free` bytes among those who want some; return how many were wanted in vain.
+    """Distribute `free` bytes among the writers that request more; return the bytes not granted.
 
-    Who is alive gets its grant renewed, also where it cannot be raised.
+    Every live writer's grant is renewed, even if its limit cannot be raised.
     """
     alive = {writer_id: account for writer_id, account in found.items() if account.alive}
     lacking = {
@@ -163,4 +165,4 @@ def _decode(raw: bytes, kind: type[T]) -> T | None:
     try:
         return msgspec.json.decode(raw, type=kind)
     except ValueError:
-        return None  # damaged: as if it were not there
+        return None  # damaged: treated as absent

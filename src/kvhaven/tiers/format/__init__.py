@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format of a stored shard: header, manifest of a namespace, compression."""
+"""Storage format of shards: header, manifest of a namespace, compression."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a payload to the bytes that a tier stores, and back: header, compression, checks."""
+"""Codec between payloads and stored bytes: header, compression, checks."""
 
 import logging
 import threading
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 ZSTD: Final = 1
-"""The codec's number in headers."""
+"""Number of the codec in headers."""
 WIDTHS: Final = (1, 2, 4)
-"""Of byte planes. Which suits is measured: one rule for any type of numbers, also mixed ones."""
+"""Widths of byte planes. The best one is measured, so any data type works, also mixed ones."""
 
 _OR_OFF: Final = ", or write without disk_compression and remote_compression (off)"
 _SAMPLES: Final = 4
@@ -41,7 +41,7 @@ _SAMPLE_BYTES: Final = 1 << 18
 
 
 class DamagedShardError(TierMissError):
-    """What is stored is damaged; `evidence` tells two damages apart."""
+    """Stored bytes are damaged; equal `evidence` means equal damage."""
 
     def __init__(self, message: str, evidence: bytes) -> None:
         super().__init__(message)
@@ -49,11 +49,11 @@ class DamagedShardError(TierMissError):
 
 
 class UnreadableError(TierMissError):
-    """What is stored may be right, but cannot be read here: leave it to others."""
+    """Stored bytes may be valid, but this service cannot decode them: keep them for others."""
 
 
 class EncodedShard(NamedTuple):
-    """What to store: a header, and whole pages, on a page, that stay until the next `pack`."""
+    """Bytes to store: a header, and page-aligned whole pages, valid until the next `pack`."""
 
     head: bytes
     body: memoryview
@@ -65,7 +65,7 @@ class EncodedShard(NamedTuple):
 
 
 class _Tally:
-    """One namespace's choice, and what was written of it so far."""
+    """Compression policy of one namespace, and its bytes written so far."""
 
     def __init__(self) -> None:
         self.worth = CompressionPolicy()
@@ -74,10 +74,11 @@ class _Tally:
 
 
 class ShardCodec:
-    """Packs and unpacks the shards of one tier, whose `title` the log shows. Thread-safe.
+    """Encoder and decoder of the shards of one tier, named `title` in the log. Thread-safe.
 
-    With `zstd`, payloads are compressed where that pays (see `CompressionPolicy`); compressed
-    ones are read in any case. Raises `ConfigError` when a package for `zstd` is not installed.
+    With `zstd`, payloads are compressed if that pays off (see `CompressionPolicy`). Compressed
+    shards can be read in either case. Raises `ConfigError` if `zstd` is set and its package is
+    not installed.
     """
 
     def __init__(self, title: str, *, zstd: bool = False) -> None:
@@ -90,8 +91,8 @@ class ShardCodec:
             import_optional("format.zstd", "zstd", f"{title}: compression", _OR_OFF)
 
     def pack(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> EncodedShard:
-        """Return what to store for a payload (whole pages). Takes long: not for an event loop."""
-        if not self.compresses or shard.payload_bytes <= PAGE_BYTES:  # a page cannot be saved
+        """Encode a payload (whole pages). Takes long: do not call on an event loop."""
+        if not self.compresses or shard.payload_bytes <= PAGE_BYTES:  # no page can be saved
             return EncodedShard(pack_header(shard, checksum), payload)
         packed = self._compress(shard, payload[: shard.payload_bytes], checksum)
         if packed is None:
@@ -105,11 +106,11 @@ class ShardCodec:
     def unpack(
         self, head: bytes | memoryview, into: memoryview, size: int, shard: StoredShard
     ) -> Checksum:
-        """Turn what was stored into the payload, in place; return its checksum, verified.
+        """Decode stored bytes into the payload, in place; return its verified checksum.
 
-        `size` bytes were read (`may_hold` is true of them): `head`, and the rest at the
-        beginning of `into`. Takes long if they are compressed. Raises `DamagedShardError` or
-        `UnreadableError`.
+        `size` bytes were read (`may_hold` is true for that size): `head`, and the remaining bytes
+        at the start of `into`. Takes long if they are compressed. Raises `DamagedShardError` if a
+        check fails, `UnreadableError` if this version or installation cannot decode the bytes.
         """
         stored = into[: size - HEADER_BYTES]
         try:
@@ -130,14 +131,14 @@ class ShardCodec:
             raise DamagedShardError(str(error), evidence.digest()) from error
 
     def moved(self, lane: Lane, namespace: NamespaceDigest, size: int, seconds: float) -> None:
-        """Note how long the tier took to write or read `size` bytes of a namespace."""
+        """Record that the tier took `seconds` to write or read `size` bytes of a namespace."""
         if self.compresses:
             with self._lock:
                 if namespace in self._tallies:
                     self._tallies[namespace].worth.moved(lane, size, seconds)
 
     def status(self) -> list[CompressionStatus]:
-        """Return what was chosen for each namespace that was written, and what it stored."""
+        """Return the decision and the bytes written for each namespace that was written."""
         with self._lock:
             return [
                 CompressionStatus(
@@ -153,7 +154,7 @@ class ShardCodec:
     def _compress(
         self, shard: StoredShard, payload: memoryview, checksum: Checksum
     ) -> EncodedShard | None:
-        """Return a payload compressed; None when that does not save a page, or never pays."""
+        """Compress a payload; return None if that saves no page, or if compression is off."""
         with self._lock:
             worth = self._tallies.setdefault(shard.namespace, _Tally()).worth
             turn, width = worth.turn(), worth.width
@@ -193,16 +194,16 @@ class ShardCodec:
             _log.info("%s: zstd is %s for namespace %s: %s", self._title, state, short, why)
 
     def _codec_of(self, header: ShardHeader) -> "Zstd | None":
-        """Return what decompresses a payload; None when it is stored as it is."""
+        """Return the decompressor for a payload; None if it is stored uncompressed."""
         form = header.form
         if form == PLAIN:
             return None
         if not form.codec:
-            raise TierMissError(f"it is stored without codec, and yet as {form}")
+            raise TierMissError(f"the header is contradictory: no codec, but form {form}")
         if form.codec != ZSTD or form.width not in WIDTHS:
             raise UnreadableError(
-                f"it is stored by codec {form.codec} with planes of {form.width} bytes, which "
-                f"this version does not know"
+                f"stored with codec {form.codec} and byte planes of width {form.width}, which "
+                f"this version does not support; update KVHaven to read it"
             )
         try:
             return self._zstd()
@@ -210,7 +211,7 @@ class ShardCodec:
             raise UnreadableError(str(error)) from error
 
     def _zstd(self) -> "Zstd":
-        """Return this thread's. Raises `ConfigError`."""
+        """Return this thread's compressor. Raises `ConfigError` if zstandard is not installed."""
         zstd: Zstd | None = getattr(self._local, "zstd", None)
         if zstd is None:
             module = import_optional("format.zstd", "zstd", "reading compressed shards", _OR_OFF)
@@ -219,7 +220,7 @@ class ShardCodec:
 
 
 def compression_of(codec: ShardCodec | None) -> list[CompressionStatus] | None:
-    """Return what `TierHealth` tells of a tier's packing."""
+    """Return the value of `TierHealth.compression` for a tier's codec."""
     return codec.status() if codec is not None and codec.compresses else None
 
 
@@ -229,7 +230,7 @@ def _require_size(size: int, length: int) -> None:
 
 
 def _suitable(zstd: "Zstd", payload: memoryview) -> tuple[int, float]:
-    """Return the width of planes that suits a payload, and the seconds to decompress a byte."""
+    """Return the best plane width for a payload, and the seconds to decompress a byte with it."""
     starts = range(0, len(payload), align_up(-(-len(payload) // _SAMPLES)))
     samples = [payload[at : at + _SAMPLE_BYTES] for at in starts]
     scratch = memoryview(bytearray(max(map(len, samples))))
@@ -238,7 +239,7 @@ def _suitable(zstd: "Zstd", payload: memoryview) -> tuple[int, float]:
         length, seconds = 0, 0.0
         for sample in samples:
             packed = zstd.compress(sample, width, 2 * len(sample) + PAGE_BYTES)
-            assert packed is not None  # zstd never makes it twice as long
+            assert packed is not None  # zstd output is never twice as long
             began = time.perf_counter()
             zstd.decompress(packed[0][: packed[1]], width, scratch[: len(sample)])
             seconds += time.perf_counter() - began

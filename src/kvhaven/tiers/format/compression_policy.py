@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether compressing pays for a namespace in a tier, found out on some of its shards."""
+"""Policy that turns compression on or off for a namespace in a tier, from measured trials."""
 
 import enum
 import statistics
@@ -8,37 +8,37 @@ from typing import Final
 from kvhaven.tiers.executor import Lane
 
 TRIAL_SHARDS: Final = 16
-"""So many shards are compressed and measured before it is decided."""
+"""Shards that are compressed and measured before a decision."""
 EVERY_SHARDS: Final = 1024
-"""After so many more it is measured and decided anew."""
+"""Shards after a decision until the next trial."""
 LEAST_SAVED: Final = 0.10
-"""Less than this part of the bytes saved is not worth it."""
+"""Smallest fraction of the bytes that compression must save."""
 MOST_SLOWER: Final = 2.0
-"""Writing and reading a shard once may take this many times as long as uncompressed."""
+"""Largest accepted ratio of write-plus-read time of a shard, compressed to uncompressed."""
 
 
 class Turn(enum.Enum):
-    """What is to be done with a shard."""
+    """Treatment of the next shard."""
 
     PLAIN = enum.auto()
     COMPRESS = enum.auto()
     MEASURE = enum.auto()
-    """Compress it, and tell `compressed`."""
+    """Compress it, and report to `compressed`."""
     SURVEY = enum.auto()
-    """The same, after finding out what `suits`."""
+    """The same, after choosing a width and reporting it to `suits`."""
 
 
 class CompressionPolicy:
-    """The measurements and the choice, for one namespace. Not thread-safe.
+    """Measurements and decision for one namespace. Not thread-safe.
 
-    `on` is what was chosen last, and `why` says it in words; before the first choice it is on.
+    `on` is the latest decision (initially True), and `why` states its reason.
     """
 
     def __init__(self) -> None:
         self.on = True
-        self.why = "being measured"
+        self.why = "the first trial is not complete"
         self.width = 0
-        """Of the byte planes that suit this namespace; 0: not known yet."""
+        """Best width of byte planes for this namespace; 0: not measured yet."""
         self._unpack_s = 0.0  # per byte of payload
         self._chosen = False
         self._left = 0  # shards until the next trial
@@ -47,7 +47,7 @@ class CompressionPolicy:
         self._seconds = dict.fromkeys(Lane, 0.0)
 
     def turn(self) -> Turn:
-        """Return what to do with the next shard."""
+        """Return the treatment of the next shard."""
         if self._left:
             self._left -= 1
             return Turn.COMPRESS if self.on else Turn.PLAIN
@@ -55,18 +55,18 @@ class CompressionPolicy:
         return Turn.SURVEY if self._trial.begun == 1 else Turn.MEASURE
 
     def suits(self, width: int, unpack_s: float) -> None:
-        """Note the width that suits, and the seconds to decompress a byte of payload with it."""
+        """Record the best width, and the seconds to decompress a byte of payload with it."""
         self.width = width
         self._unpack_s = unpack_s
 
     def moved(self, lane: Lane, size: int, seconds: float) -> None:
-        """Note how long the tier took to write or read `size` bytes."""
+        """Record that the tier took `seconds` to write or read `size` bytes."""
         self._bytes[lane] += size
         self._seconds[lane] += seconds
 
     def compressed(self, payload_bytes: int, stored_bytes: int, seconds: float) -> bool:
-        """Note a shard that was measured. Returns whether this changed or made a choice."""
-        if self._left:  # it was begun for the trial that has ended
+        """Record a measured shard. Returns whether this made the first or a different decision."""
+        if self._left:  # started for a trial that has ended
             return False
         trial = self._trial
         trial.payload_bytes += payload_bytes
@@ -79,14 +79,14 @@ class CompressionPolicy:
         self._chosen = True
         self._trial = _Trial()
         self._left = EVERY_SHARDS
-        for lane in Lane:  # older speeds count less and less
+        for lane in Lane:  # decay older speeds
             self._bytes[lane] /= 2
             self._seconds[lane] /= 2
         return before != self.on
 
     def _choose(self, trial: "_Trial") -> None:
         stored = trial.stored_bytes / trial.payload_bytes
-        # The median: a thread that had to wait for a core says nothing about compression.
+        # The median ignores threads that had to wait for a core.
         slower = self._slower(statistics.median(trial.pack_s), stored)
         if stored > 1 - LEAST_SAVED:
             self.on = False
@@ -99,7 +99,7 @@ class CompressionPolicy:
             self.why = f"{pace}, more than {MOST_SLOWER:g} times, for {stored:.0%} of the bytes"
 
     def _slower(self, pack_s: float, stored: float) -> float:
-        """Return how many times as long a write and a read take, as far as speeds are known."""
+        """Return the ratio of write-plus-read times, compressed to plain; 1.0 if none is known."""
         write_s = self._byte_s(Lane.WRITE)
         if not write_s:
             return 1.0
@@ -111,7 +111,7 @@ class CompressionPolicy:
 
 
 class _Trial:
-    """What was measured so far. `begun` may be more shards than that; `pack_s` is per byte."""
+    """Running measurements; `begun` includes unfinished shards, `pack_s` is per byte."""
 
     def __init__(self) -> None:
         self.begun = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 4096 bytes before the payload of every stored shard.
+"""Header of stored shards: the 4096 bytes before the payload.
 
 Little-endian; version 1:
 
@@ -16,15 +16,15 @@ Little-endian; version 1:
 | 100 | 4 | shard: replica |
 | 104 | 8 | payload length in bytes, without padding |
 | 112 | 16 | xxh3-128 of the payload, big-endian (its canonical form) |
-| 128 | 8 | the tenant's name, zero if it is nobody's |
-| 136 | 4 | codec of what follows: 0 none, 1 zstd |
+| 128 | 8 | tenant id; zero: no tenant |
+| 136 | 4 | codec of the stored payload: 0 none, 1 zstd |
 | 140 | 4 | width of its byte planes: 1, 2 or 4; 0 without codec |
-| 144 | 8 | length of what follows in bytes, without padding; 0 without codec |
+| 144 | 8 | length of the stored payload in bytes, without padding; 0 without codec |
 | 152 | 3928 | zero |
 | 4080 | 16 | xxh3-128 of bytes 0 to 4079 of this header, big-endian |
 
-The payload follows at 4096, as the codec made it (see `zstd`), padded to a multiple of 4096 with
-bytes that mean nothing. Length and checksum at 104 and 112 are of the payload itself.
+The payload follows at offset 4096, as the codec encoded it (see `zstd`), padded to a multiple of
+4096 with arbitrary bytes. Length and checksum at 104 and 112 are those of the decoded payload.
 """
 
 import struct
@@ -60,7 +60,7 @@ _CHECKSUM_AT: Final = HEADER_BYTES - 16
 
 
 class Form(msgspec.Struct, frozen=True):
-    """How a payload is stored: codec, width of its byte planes, length. All 0: as it is."""
+    """Encoding of a stored payload: codec, width of byte planes, length. All 0: uncompressed."""
 
     codec: int = 0
     width: int = 0
@@ -71,7 +71,7 @@ PLAIN: Final = Form()
 
 
 class ShardHeader(msgspec.Struct, frozen=True):
-    """What a header says: whose payload follows, its checksum, and how it is stored."""
+    """Content of a header: the shard's name, the payload's checksum, and its encoding."""
 
     stored: StoredShard
     checksum: Checksum
@@ -79,39 +79,42 @@ class ShardHeader(msgspec.Struct, frozen=True):
 
 
 def stored_bytes(payload_bytes: int) -> int:
-    """Return what a payload takes in a store: header, payload and padding, in bytes.
+    """Return the stored size of an uncompressed payload in bytes: header, payload and padding.
 
-    That is also the most that it takes: compressed only if that makes it shorter.
+    It is also the largest stored size, since payloads are compressed only if that saves space.
     """
     return HEADER_BYTES + align_up(payload_bytes)
 
 
 def may_hold(size: int, payload_bytes: int) -> bool:
-    """Return whether `size` bytes in a store may be a payload's, compressed or not."""
+    """Return whether `size` is a possible stored size of a payload, compressed or not."""
     whole = size % PAGE_BYTES == 0
     return whole and HEADER_BYTES < size <= stored_bytes(payload_bytes)
 
 
 def require_length(stored: StoredShard, buffer: memoryview) -> None:
-    """Raise `ValueError` unless a buffer is as long as `Tier` wants it for this shard."""
+    """Raise `ValueError` unless a buffer has the size that `Tier` requires for a shard."""
     wanted = align_up(stored.payload_bytes)
     if buffer.nbytes != wanted or buffer.itemsize != 1 or not buffer.contiguous:
         raise ValueError(
-            f"a buffer of {buffer.nbytes} bytes was given for a shard of {stored.payload_bytes}; "
-            f"{wanted} contiguous bytes are needed"
+            f"buffer: wrong size for a shard of {stored.payload_bytes} bytes "
+            f"(got {buffer.nbytes}); expected {wanted} contiguous bytes"
         )
 
 
 def pack_header(stored: StoredShard, checksum: Checksum, form: Form = PLAIN) -> bytes:
-    """Return the 4096 bytes to write before a payload. Raises `ValueError` for bad fields."""
+    """Return the 4096-byte header of a payload. Raises `ValueError` for invalid fields."""
     shard = stored.shard
     if (len(stored.key), len(stored.namespace), len(checksum)) != (32, 32, 16):
         raise ValueError(
-            f"key, namespace and checksum are {len(stored.key)}, {len(stored.namespace)} and "
-            f"{len(checksum)} bytes long; 32, 32 and 16 are needed"
+            f"header: wrong length of key, namespace or checksum (got {len(stored.key)}, "
+            f"{len(stored.namespace)} and {len(checksum)} bytes); expected 32, 32 and 16"
         )
     if len(stored.tenant) not in {0, TENANT_BYTES} or stored.tenant == _NOBODY:
-        raise ValueError(f"{stored.tenant.hex()} names no tenant; {TENANT_BYTES} bytes do")
+        raise ValueError(
+            f"header: not a tenant id (got {stored.tenant.hex()}); expected {TENANT_BYTES} bytes, "
+            f"not all zero"
+        )
     try:
         fields = _FIELDS.pack(
             MAGIC,
@@ -128,16 +131,16 @@ def pack_header(stored: StoredShard, checksum: Checksum, form: Form = PLAIN) -> 
             stored.tenant,
         )
     except struct.error as error:
-        raise ValueError(f"shard {shard} does not fit into a header: {error}") from error
+        raise ValueError(f"header: shard {shard} does not fit: {error}") from error
     stored_as = _FORM.pack(form.codec, form.width, form.length)
     body = (fields.ljust(_FORM_AT, b"\0") + stored_as).ljust(_CHECKSUM_AT, b"\0")
     return body + xxhash.xxh3_128_digest(body)
 
 
 def unpack_header(raw: bytes | memoryview) -> ShardHeader:
-    """Return what the first 4096 bytes of `raw` say.
+    """Parse the header in the first 4096 bytes of `raw`.
 
-    Raises `TierMissError` with the reason when they are no whole header of this version.
+    Raises `TierMissError` with the reason if they are not a complete header of this version.
     """
     if len(raw) < HEADER_BYTES:
         raise TierMissError(f"the header is {len(raw)} bytes long instead of {HEADER_BYTES}")
@@ -146,8 +149,8 @@ def unpack_header(raw: bytes | memoryview) -> ShardHeader:
         raise TierMissError(f"the header starts with {magic!r} instead of {MAGIC!r}")
     if (version, size) != (FORMAT_VERSION, HEADER_BYTES):
         raise TierMissError(
-            f"the header is of format version {version} with {size} bytes; "
-            f"this reader knows version {FORMAT_VERSION} with {HEADER_BYTES}"
+            f"the header has format version {version} and {size} bytes; "
+            f"this reader supports version {FORMAT_VERSION} with {HEADER_BYTES}"
         )
     if xxhash.xxh3_128_digest(raw[:_CHECKSUM_AT]) != raw[_CHECKSUM_AT:HEADER_BYTES]:
         raise TierMissError("the header does not match its own checksum")
@@ -160,12 +163,12 @@ def unpack_header(raw: bytes | memoryview) -> ShardHeader:
 
 
 def form_of(raw: bytes | memoryview) -> Form:
-    """Return what a whole header says of how its payload is stored. Nothing is checked."""
+    """Return the encoding given in a complete header, without any check."""
     return Form(*_FORM.unpack_from(raw, _FORM_AT))
 
 
 def header_of(raw: bytes | memoryview, wanted: StoredShard) -> ShardHeader:
-    """Return the header in `raw`. Raises `TierMissError` unless it is that of `wanted`."""
+    """Return the header in `raw`. Raises `TierMissError` unless it belongs to `wanted`."""
     header = unpack_header(raw)
     found = header.stored
     if found != wanted:
@@ -177,7 +180,7 @@ def header_of(raw: bytes | memoryview, wanted: StoredShard) -> ShardHeader:
             ("tenant", found.tenant.hex() or "none", wanted.tenant.hex() or "none"),
         )
         raise TierMissError(
-            "the header is another shard's: "
+            "the header belongs to another shard: "
             + ", ".join(
                 f"{name} {is_} instead of {want}" for name, is_, want in named if is_ != want
             )
@@ -186,13 +189,13 @@ def header_of(raw: bytes | memoryview, wanted: StoredShard) -> ShardHeader:
 
 
 def require_checksum(header: ShardHeader, payload: memoryview) -> Checksum:
-    """Return the checksum of a header, which `payload` (perhaps with padding) matches.
+    """Return a header's checksum after verifying `payload` (with or without padding).
 
-    Raises `TierMissError` when it does not.
+    Raises `TierMissError` if the payload is too short or does not match.
     """
     length = header.stored.payload_bytes
     if len(payload) < length:
-        raise TierMissError(f"{len(payload)} of {length} payload bytes are there")
+        raise TierMissError(f"only {len(payload)} of {length} payload bytes are present")
     if xxhash.xxh3_128_digest(payload[:length]) != header.checksum:
         raise TierMissError("the payload does not match its checksum")
     return header.checksum

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`namespace.json`: what a folder of the disk tier must remember of its namespace."""
+"""Manifest `namespace.json`: the record of a namespace in a tier's folder."""
 
 from typing import Final
 
@@ -13,12 +13,12 @@ from kvhaven.types import NamespaceDigest, ShardTable
 MANIFEST_NAME: Final = "namespace.json"
 MANIFEST_VERSION: Final = 1
 MOST_BYTES: Final = 1 << 24
-"""Larger ones are not even read."""
+"""Largest manifest in bytes; a longer one is invalid and is not read in full."""
 DIGEST_BYTES: Final = 32
 
 
 class _Manifest(msgspec.Struct, frozen=True):
-    """The file's form: JSON; `checksum` is xxh3-128, in hex, of the JSON with it left empty."""
+    """JSON content; `checksum` is the xxh3-128, in hex, of the JSON with an empty `checksum`."""
 
     version: int
     digest: str
@@ -33,7 +33,7 @@ def folder_name(namespace: Namespace) -> str:
 
 
 def pack_manifest(namespace: Namespace) -> bytes:
-    """Return the file's content."""
+    """Return the content of a namespace's manifest."""
     bare = _Manifest(
         MANIFEST_VERSION, namespace.digest.hex(), dict(namespace.fields), namespace.table
     )
@@ -41,25 +41,25 @@ def pack_manifest(namespace: Namespace) -> bytes:
 
 
 def unpack_manifest(raw: bytes, folder: str) -> Namespace:
-    """Return the namespace that the content of `folder`'s manifest describes.
+    """Return the namespace described by `raw`, the content of the manifest in `folder`.
 
-    Raises `TierMissError` when it is damaged, of another version, or of another folder.
+    Raises `TierMissError` if it is damaged, has another version, or belongs to another folder.
     """
     try:
         manifest = msgspec.json.decode(raw, type=_Manifest)
         digest = bytes.fromhex(manifest.digest)
     except ValueError as error:  # msgspec's errors are ValueErrors
-        raise TierMissError(f"{folder}/{MANIFEST_NAME} is no manifest: {error}") from error
+        raise TierMissError(f"{folder}/{MANIFEST_NAME} is not a valid manifest: {error}") from error
     if manifest.version != MANIFEST_VERSION:
         raise TierMissError(
-            f"{folder}/{MANIFEST_NAME} is of version {manifest.version}, "
-            f"this reader knows {MANIFEST_VERSION}"
+            f"{folder}/{MANIFEST_NAME} has version {manifest.version}; "
+            f"this reader supports version {MANIFEST_VERSION}"
         )
     if manifest != _seal(manifest):
         raise TierMissError(f"{folder}/{MANIFEST_NAME} does not match its own checksum")
     namespace = Namespace(NamespaceDigest(digest), manifest.fields, manifest.table)
     if len(digest) != DIGEST_BYTES or folder_name(namespace) != folder:
-        raise TierMissError(f"{folder}/{MANIFEST_NAME} is of namespace {manifest.digest}")
+        raise TierMissError(f"{folder}/{MANIFEST_NAME} belongs to namespace {manifest.digest}")
     return namespace
 
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Payloads as byte planes, compressed by zstd (`kvhaven[zstd]`).
 
-A payload is cut into blocks of `width * 131072` bytes, the last one shorter. Of each block's
-elements of `width` bytes, all first bytes come first, then all second bytes, and so on: of
-bf16, signs and exponents end up side by side, which compress well, and apart from mantissas, which
-hardly do. What is left of the block (less than an element) follows. Each block is a zstd frame;
+A payload is divided into blocks of `width * 131072` bytes; the last one may be shorter. A block
+holds elements of `width` bytes: all first bytes are stored first, then all second bytes, and so on.
+For bf16 this groups signs and exponents, which compress well, apart from mantissas, which hardly
+compress. The block's remainder (less than one element) follows. Each block is one zstd frame;
 frames follow each other without gaps.
 
-The settings of zstd look for few matches, since there are few: its levels 1 and 3 are slower, and
-mostly longer too. Turning elements by a bit, so that an exponent is a byte of its own, made the
-bf16 KV of the models at hand 2% longer. See docs/performance.md.
+The zstd parameters search for few matches because the data contains few: levels 1 and 3 are slower
+and mostly produce longer output. Rotating elements by one bit, so that the exponent fills a byte,
+made the bf16 KV of the tested models 2% longer. See docs/performance.md.
 """
 
 import mmap
@@ -24,11 +24,11 @@ from kvhaven.errors import TierMissError
 from kvhaven.types import align_up
 
 PLANE_BYTES: Final = 1 << 17
-"""Also the most that one block of zstd's own holds: each plane gets a code of its own."""
+"""Largest block inside a zstd frame, so each plane gets its own entropy code."""
 
 _MOST_WIDTH: Final = 4
 _MOST_WINDOW: Final = 1 << 20
-"""A frame that asks for more memory is none of ours."""
+"""Frames that request a larger window were not written by KVHaven and are rejected."""
 _SETTINGS: Final = zstandard.ZstdCompressionParameters(
     window_log=18,
     hash_log=10,
@@ -41,9 +41,9 @@ _SETTINGS: Final = zstandard.ZstdCompressionParameters(
 
 
 class Zstd:
-    """Compresses and decompresses, in one thread. Its long steps do not hold the interpreter.
+    """Compressor and decompressor for one thread. Long steps release the interpreter lock.
 
-    It keeps a buffer as long as the longest payload it has seen.
+    The instance keeps a buffer of the size of the longest payload so far.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class Zstd:
         self._buffer = memoryview(b"")
 
     def compress(self, payload: memoryview, width: int, most: int) -> tuple[memoryview, int] | None:
-        """Return `payload` compressed, padded to whole pages with zeros, and its length so far.
+        """Compress `payload`; return it zero-padded to whole pages, and its length unpadded.
 
-        What is returned starts on a page, and stays until the next call. None: it would be
-        longer than `most` bytes.
+        The returned buffer starts on a page and is valid until the next call. Returns None if
+        the result is longer than `most` bytes.
         """
         buffer = self._room(most)
         at = 0
@@ -73,15 +73,16 @@ class Zstd:
         return buffer[:end], at
 
     def set_aside(self, stored: memoryview) -> memoryview:
-        """Return a copy of what is to be decompressed. It stays until the next call of this."""
+        """Return a copy of compressed bytes, valid until the next `set_aside` or `compress`."""
         copy = self._room(len(stored))[: len(stored)]
         np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(stored, np.uint8))
         return copy
 
     def decompress(self, stored: memoryview, width: int, into: memoryview) -> None:
-        """Fill `into`, exactly, and nothing beyond it. Raises `TierMissError`.
+        """Decompress `stored` into `into`, which it must fill exactly; nothing else is written.
 
-        `stored` and `into` must not overlap.
+        `stored` and `into` must not overlap. Raises `TierMissError` if the frames are invalid,
+        too short or too long.
         """
         reader = self._decompressor.stream_reader(stored, read_across_frames=True)
         try:
@@ -92,12 +93,12 @@ class Zstd:
                 if width > 1:
                     self._join(block, width)
             if reader.read(1):
-                raise TierMissError(f"there is more than {len(into)} bytes in it")
+                raise TierMissError(f"the compressed payload holds more than {len(into)} bytes")
         except zstandard.ZstdError as error:
-            raise TierMissError(f"it cannot be decompressed: {error}") from error
+            raise TierMissError(f"the payload cannot be decompressed: {error}") from error
 
     def _split(self, block: memoryview, width: int) -> memoryview:
-        """Return a block's planes."""
+        """Split a block into byte planes; return them."""
         if width == 1:
             return block
         count = len(block) // width
@@ -106,13 +107,13 @@ class Zstd:
         shifted = self._elements[:whole].view(elements.dtype)
         for number, plane in enumerate(self._planes_of(count, width)):
             np.right_shift(elements, 8 * number, out=shifted)
-            np.copyto(plane, shifted, casting="unsafe")  # its lowest byte
+            np.copyto(plane, shifted, casting="unsafe")  # the lowest byte
         planes = self._planes.data[: len(block)]
         planes[whole:] = block[whole:]
         return planes
 
     def _join(self, block: memoryview, width: int) -> None:
-        """Make a block of its planes."""
+        """Join byte planes into a block."""
         count = len(block) // width
         whole = count * width
         elements = self._elements[:whole].view(f"<u{width}")
@@ -130,7 +131,7 @@ class Zstd:
         return [self._planes[count * number : count * (number + 1)] for number in range(width)]
 
     def _room(self, size: int) -> memoryview:
-        """Return the buffer, which starts on a page, made as long as need be."""
+        """Return the page-aligned buffer, enlarged to at least `size` bytes."""
         if len(self._buffer) < size:
             self._buffer = memoryview(mmap.mmap(-1, align_up(size)))
         return self._buffer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The audit of a disk tier: what it believes against its files, every byte of them."""
+"""Audit of a disk tier: comparison of its index with its files, and check of every byte."""
 
 import functools
 import mmap
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class Runner(Protocol):
-    """Runs blocking work in a thread of the tier."""
+    """Function that runs blocking work in a thread of the tier."""
 
     async def __call__(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns."""
+        """Return the result of `work`."""
 
 
 async def audit(files: ShardFiles, index: Index, run: Runner) -> TierAudit:
-    """Return what is right and what is not. Raises `TierError` when the store fails."""
+    """Return the valid shards and the problems. Raises `TierError` if the store fails."""
     problems: list[str] = []
     shards = used_bytes = 0
     known = {namespace.digest: namespace for namespace in index.namespaces()}
@@ -34,24 +34,24 @@ async def audit(files: ShardFiles, index: Index, run: Runner) -> TierAudit:
             problems.append(str(error))
             continue
         if known.pop(namespace.digest, None) is None:
-            problems.append(f"{folder} is a namespace that is not known")
+            problems.append(f"{folder} belongs to a namespace that is not registered")
             continue
         right = await _audit_namespace(files, index, namespace, run, problems)
         shards += len(right)
         used_bytes += sum(right.values())
     for namespace in known.values():
         lost = list(index.shards(namespace.digest))
-        problems += [f"{shard_path(shard)} is believed to be there" for shard in lost]
-    problems += [f"{path} is unfinished" for path in await run(files.unfinished)]
+        problems += [f"{shard_path(shard)} is in the index but has no file" for shard in lost]
+    problems += [f"{path} is an unfinished file" for path in await run(files.unfinished)]
     if used_bytes != index.used_bytes and not problems:
-        problems.append(f"{used_bytes} bytes are there, {index.used_bytes} are believed to be")
+        problems.append(f"files have {used_bytes} bytes, but the index has {index.used_bytes}")
     return TierAudit(shards, used_bytes, tuple(problems))
 
 
 async def _audit_namespace(
     files: ShardFiles, index: Index, namespace: Namespace, run: Runner, problems: list[str]
 ) -> dict[StoredShard, int]:
-    """Return what is right of a namespace, with its sizes; note the rest in `problems`."""
+    """Return a namespace's valid shards with their sizes; add others to `problems`."""
     believed = set(index.shards(namespace.digest))
     right = {}
     listings = files.list_shards(namespace)
@@ -60,10 +60,10 @@ async def _audit_namespace(
         if listed is None:
             break
         problems += [f"{shard_path(shard)} has a wrong size" for shard, _ in listed.misfits]
-        problems += [f"{path} is no shard" for path in listed.debris]
+        problems += [f"{path} is not a shard" for path in listed.debris]
         for shard, size in listed.found.items():
             if shard not in believed:
-                problems.append(f"{shard_path(shard)} is not believed to be there")
+                problems.append(f"{shard_path(shard)} is not in the index")
             try:
                 await run(functools.partial(_verify, files, shard))
             except TierMissError as error:
@@ -71,7 +71,7 @@ async def _audit_namespace(
             else:
                 right[shard] = size
         believed.difference_update(listed.found)
-    problems += [f"{shard_path(shard)} is believed to be there" for shard in believed]
+    problems += [f"{shard_path(shard)} is in the index but has no file" for shard in believed]
     return right
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocking half of the disk tier: its files. Runs in the tier's threads."""
+"""Blocking file operations of the disk tier; they run in the tier's threads."""
 
 import contextlib
 import itertools
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 REJECTED: Final = "rejected"
 BATCH: Final = 128
-"""Names a listing looks at before it hands over what it found."""
+"""Names that a listing examines before it yields a batch."""
 
 _FOLDER: Final = re.compile(r"[0-9a-f]{16}")
 _SUBFOLDER: Final = re.compile(r"[0-9a-f]")
@@ -46,7 +46,7 @@ _TEMPORARY: Final = re.compile(r"\.([0-9a-f]+)\.[0-9]+\.tmp")
 
 
 class DamagedFileError(TierMissError):
-    """A file that is there failed a check. `inode` tells it from a better one put there since."""
+    """A file failed a check. `inode` distinguishes it from a file that replaced it since."""
 
     def __init__(self, message: str, inode: int) -> None:
         super().__init__(message)
@@ -54,21 +54,21 @@ class DamagedFileError(TierMissError):
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A part of a listing: files that may be right, and those whose size says otherwise."""
+    """Batch of a listing: plausible shards, files of a wrong size, and debris."""
 
     found: dict[StoredShard, int]
-    """With their sizes."""
+    """Shards with a possible size, and that size in bytes."""
     misfits: list[tuple[StoredShard, int]]
-    """The shard that should be there, and the inode of what is."""
+    """Shards whose file has a wrong size or type, and the inode of that file."""
     debris: list[str]
-    """Paths of what is no shard of the table."""
+    """Paths of files that are not shards of the table."""
 
 
 class ShardFiles:
-    """Reads, writes and lists the shard files of one opened directory.
+    """Shard files of one open directory: read, write, delete, list.
 
-    Thread-safe for different shards; two changes of one shard must not overlap. All raise
-    `OSError` for what the file system says, besides what each method names.
+    Thread-safe for different shards; two changes of one shard must not overlap. All methods
+    raise `OSError` for errors of the file system, besides the errors that each method names.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ShardFiles:
     def write(
         self, namespace: Namespace, shard: StoredShard, payload: memoryview, checksum: Checksum
     ) -> int:
-        """Write a temporary file in one call and give it its name; return its size."""
+        """Write a temporary file in one call and rename it; return its size in bytes."""
         packed = self._packing.pack(shard, payload, checksum)
         page = self._header_page()
         page[:] = packed.head
@@ -117,8 +117,8 @@ class ShardFiles:
     def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read and verify a shard; return its checksum.
 
-        Raises `DamagedFileError` for a file that is not what it should be, `TierMissError`
-        when there is none.
+        Raises `DamagedFileError` if the file fails a check, and `TierMissError` if there is no
+        file.
         """
         path = shard_path(shard)
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | self._flag
@@ -149,15 +149,16 @@ class ShardFiles:
             raise DamagedFileError(f"{path}: {error}", status.st_ino) from error
 
     def delete(self, shards: Sequence[StoredShard], gone: list[StoredShard]) -> None:
-        """Remove shards in turn, and append to `gone` each that is gone."""
+        """Remove shards one after the other; append each removed or absent one to `gone`."""
         for shard in shards:
             self._unlink(shard_path(shard))
             gone.append(shard)
 
     def set_aside(self, shard: StoredShard, inode: int) -> bool:
-        """Move a shard's file into `rejected`, of which the newest few are kept.
+        """Move a shard's file into `rejected`, which keeps only the newest few.
 
-        Does nothing when the file is another one by now. Returns whether none is left.
+        Does nothing if the file was replaced (its inode differs). Returns whether the shard has
+        no file now.
         """
         path = shard_path(shard)
         try:
@@ -175,9 +176,9 @@ class ShardFiles:
         return True
 
     def add_namespace(self, namespace: Namespace) -> None:
-        """Make a namespace's folder with its manifest.
+        """Create a namespace's folder with its manifest.
 
-        Raises `TierError` when the folder is another namespace's.
+        Raises `TierError` if the folder belongs to another namespace.
         """
         folder = folder_name(namespace)
         with contextlib.suppress(FileExistsError):
@@ -187,9 +188,9 @@ class ShardFiles:
             if (there.digest, there.table) == (namespace.digest, namespace.table):
                 return
             raise TierError(
-                f"{self.directory.path / folder} is of namespace {there.digest.hex()} with "
+                f"{self.directory.path / folder} belongs to namespace {there.digest.hex()} with "
                 f"{len(there.table.shards)} shards; {namespace.digest.hex()} with "
-                f"{len(namespace.table.shards)} cannot be kept there: remove the folder"
+                f"{len(namespace.table.shards)} cannot be stored there: remove the folder"
             )
         temporary = self._temporary(folder)
         try:
@@ -203,27 +204,27 @@ class ShardFiles:
             raise
 
     def manifest(self, folder: str) -> Namespace:
-        """Return the namespace of a folder. Raises `TierMissError` when that is not known."""
+        """Return a folder's namespace. Raises `TierMissError` if it has no valid manifest."""
         name = f"{folder}/{MANIFEST_NAME}"
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             with os.fdopen(os.open(name, flags, dir_fd=self._fd), "rb") as file:
                 return unpack_manifest(file.read(MOST_BYTES), folder)
         except (FileNotFoundError, NotADirectoryError):
-            raise TierMissError(f"{name} is not there") from None
+            raise TierMissError(f"{name} does not exist") from None
 
     def folders(self) -> list[str]:
-        """Return the names of all namespaces' folders."""
+        """Return the names of the namespaces' folders."""
         return sorted(name for name in self._names("") if _FOLDER.fullmatch(name))
 
     def discard_folder(self, folder: str) -> None:
-        """Remove a namespace's folder, out of sight first, so that a new one can be made."""
+        """Rename a namespace's folder, so that a new one can be created, then remove it."""
         aside = f".{self._nonce}.{next(self._numbers)}.tmp"
         os.rename(folder, aside, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         self._remove(aside)
 
     def list_shards(self, namespace: Namespace) -> Iterator[Listed]:
-        """Yield what is in a namespace's folder, in parts of at most `BATCH` names."""
+        """Yield the files in a namespace's folder, in batches of at most `BATCH` names."""
         sizes = {str(shard.id): shard for shard in namespace.table.shards}
         folder = folder_name(namespace)
         for subfolder in self._names(folder):
@@ -247,15 +248,15 @@ class ShardFiles:
                 yield listed
 
     def remove_debris(self, paths: Sequence[str]) -> None:
-        """Remove what a listing found to be no shard, unless it is being written now."""
+        """Remove debris found by a listing, except files that are being written."""
         for path in paths:
             if self._being_written(path):
                 continue
-            _log.info("disk tier %s: removed %s, which is no shard", self.directory.path, path)
+            _log.info("disk tier %s: removed %s, which is not a shard", self.directory.path, path)
             self._remove(path)
 
     def unfinished(self) -> list[str]:
-        """Return the paths of unfinished files outside of the shards' folders."""
+        """Return the paths of unfinished files outside the shards' folders."""
         return [
             path
             for folder in ("", *self.folders())
@@ -264,16 +265,16 @@ class ShardFiles:
         ]
 
     def remove_unfinished(self) -> None:
-        """Remove what a former owner left unfinished outside of the shards' folders."""
+        """Remove files outside the shards' folders that a former owner left unfinished."""
         self.remove_debris(self.unfinished())
 
     def room(self) -> int:
-        """Return how many bytes the file system has left, less a sixty-fourth of its size."""
+        """Return the free bytes of the file system, minus a reserve of 1/64 of its size."""
         status = os.statvfs(self._fd)
         return status.f_frsize * (status.f_bavail - status.f_blocks // 64)
 
     def probe_write(self, size: int) -> None:
-        """Show that a file of `size` bytes could be written."""
+        """Verify that a file of `size` bytes can be written."""
         name = self._temporary("")
         file = os.open(
             name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flag, 0o600, dir_fd=self._fd
@@ -287,14 +288,14 @@ class ShardFiles:
             self._remove(name)
 
     def probe_read(self) -> None:
-        """Show that the directory and a file in it can be read."""
+        """Verify that the directory and a file in it can be read."""
         for folder in self.folders():
             with contextlib.suppress(TierMissError):
                 self.manifest(folder)
                 return
 
     def _make_folder(self, namespace: Namespace, folder: str) -> None:
-        """Make a folder for shards, and its namespace's too if somebody removed that."""
+        """Create a folder for shards, and that of its namespace if it was removed."""
         try:
             os.mkdir(folder, 0o700, dir_fd=self._fd)
         except FileExistsError:
@@ -305,7 +306,7 @@ class ShardFiles:
                 os.mkdir(folder, 0o700, dir_fd=self._fd)
 
     def _names(self, folder: str) -> list[str]:
-        """Return the names in a folder; none when there is no such folder."""
+        """Return the names in a folder; empty if the folder does not exist."""
         try:
             fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._fd)
         except (FileNotFoundError, NotADirectoryError):
@@ -317,7 +318,7 @@ class ShardFiles:
             os.close(fd)
 
     def _weigh(self, path: str, stored: StoredShard, listed: Listed) -> None:
-        """Put a file among the found or the misfits, by its size."""
+        """Add a file to `found` or `misfits`, by its size and type."""
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
             fits = may_hold(status.st_size, stored.payload_bytes)
@@ -331,23 +332,23 @@ class ShardFiles:
         return f"{folder}/{name}" if folder else name
 
     def _being_written(self, path: str) -> bool:
-        """Return whether this is one of our own temporary files."""
+        """Return whether this is a temporary file of this instance."""
         temporary = _TEMPORARY.fullmatch(path.rpartition("/")[2])
         return temporary is not None and temporary[1] == self._nonce
 
     def _reject_oddity(self, path: str) -> None:
-        """Raise when what could not be opened is no file at all (a link, a folder, a pipe)."""
+        """Raise `DamagedFileError` if the path is not a regular file (a link, a folder, a pipe)."""
         with contextlib.suppress(OSError):
             status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
             if not stat.S_ISREG(status.st_mode):
-                raise DamagedFileError(f"{path} is not a file", status.st_ino)
+                raise DamagedFileError(f"{path} is not a regular file", status.st_ino)
 
     def _unlink(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path, dir_fd=self._fd)
 
     def _remove(self, path: str) -> None:
-        """Remove a file or folder as far as that is possible."""
+        """Remove a file or folder; log a failure."""
         try:
             self._unlink(path)
         except IsADirectoryError:
@@ -356,7 +357,7 @@ class ShardFiles:
             _log.info("disk tier %s: could not remove %s: %s", self.directory.path, path, error)
 
     def _header_page(self) -> mmap.mmap:
-        """Return this thread's page-aligned 4096 bytes for headers."""
+        """Return this thread's page-aligned buffer of 4096 bytes for headers."""
         page: mmap.mmap | None = getattr(self._local, "page", None)
         if page is None:
             page = self._local.page = mmap.mmap(-1, HEADER_BYTES)
@@ -366,13 +367,14 @@ class ShardFiles:
 def shard_folder(shard: StoredShard) -> str:
     """Return the path of a shard's folder below the tier's directory.
 
-    One of 16: with 256, ext4 spreads them, and writing 1 MiB files was a fifth slower.
+    A namespace has 16 such folders: with 256, ext4 spreads them over the disk, and writes of
+    1 MiB files were a fifth slower.
     """
     return f"{shard.namespace.hex()[:16]}/{shard.key.hex()[:1]}"
 
 
 def shard_name(shard: StoredShard) -> str:
-    """Return a shard's file name: a listing tells from it whose it is."""
+    """Return a shard's file name, from which a listing reconstructs the shard."""
     tenant = f".t{shard.tenant.hex()}" if shard.tenant else ""
     return f"{shard.key.hex()}{tenant}.{shard.shard}.kv"
 

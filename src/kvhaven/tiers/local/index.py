@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a disk tier believes to hold: each chunk's shards, and their bytes."""
+"""Index of a disk tier: the shards of each chunk, and their stored sizes."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +15,10 @@ _LARGEST: Final = (1 << _DIGIT) - 1
 
 
 class _Space:
-    """One namespace's chunks, each as one number, which takes less memory than a collection.
+    """Chunks of one namespace, each encoded as one integer, which needs less memory than a list.
 
-    Its digits of 32 bits are the pages that each shard of the namespace's table takes, the first
-    one lowest; 0: it is not there.
+    The integer's 32-bit digits are the stored pages of each shard in the namespace's table,
+    lowest digit first; 0 means absent.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -27,14 +27,14 @@ class _Space:
         self.positions = {shard.id: at for at, shard in enumerate(namespace.table.shards)}
 
     def size(self, shard: StoredShard) -> int:
-        """Return the bytes that a shard of the table takes; 0 when it is not there."""
+        """Return the stored size in bytes of a shard in the table; 0 if it is absent."""
         digits = (self.chunks.get(shard.key + shard.tenant) or 0) >> self.positions[
             shard.shard
         ] * _DIGIT
         return (digits & _LARGEST) * PAGE_BYTES
 
     def resize(self, shard: StoredShard, size: int) -> int:
-        """Note the bytes that a shard takes; return by how many that is more than before."""
+        """Set a shard's stored size in bytes; return the difference to its former size."""
         grown = size - self.size(shard)
         shift = self.positions[shard.shard] * _DIGIT
         chunk = shard.key + shard.tenant
@@ -47,7 +47,7 @@ class _Space:
 
 
 class Index:
-    """The shards of all namespaces. Used on the event loop only, so it needs no lock."""
+    """Index of the shards of all namespaces. Used on the event loop only, so it needs no lock."""
 
     def __init__(self) -> None:
         self._spaces: dict[NamespaceDigest, _Space] = {}
@@ -55,28 +55,29 @@ class Index:
         self.used_bytes = 0
 
     def namespaces(self) -> tuple[Namespace, ...]:
-        """Return the namespaces that were added."""
+        """Return the registered namespaces."""
         return tuple(space.namespace for space in self._spaces.values())
 
     def namespace(self, digest: NamespaceDigest) -> Namespace | None:
-        """Return a namespace, if it was added."""
+        """Return a namespace; None if it is not registered."""
         space = self._spaces.get(digest)
         return space.namespace if space else None
 
     def add_namespace(self, namespace: Namespace) -> None:
-        """Make room for a namespace's shards; those it has already stay.
+        """Register a namespace; shards that it already has are kept.
 
-        Raises `TierError` when it is known with another table.
+        Raises `TierError` if it is registered with another table.
         """
         known = self._spaces.setdefault(namespace.digest, _Space(namespace)).namespace
         if known.table != namespace.table:
             raise TierError(
-                f"namespace {namespace.digest.hex()} has {len(known.table.shards)} shards of "
-                f"other names or sizes than the {len(namespace.table.shards)} given now"
+                f"namespace {namespace.digest.hex()} is registered with another shard table: "
+                f"{len(known.table.shards)} shards, of other names or sizes than the "
+                f"{len(namespace.table.shards)} given now"
             )
 
     def fits(self, shard: StoredShard) -> bool:
-        """Return whether the shard, with this size, is of its namespace's table."""
+        """Return whether the shard, with this size, is in its namespace's table."""
         space = self._spaces.get(shard.namespace)
         at = space.positions.get(shard.shard) if space else None
         if space is None or at is None:
@@ -84,19 +85,19 @@ class Index:
         return space.namespace.table.shards[at].payload_bytes == shard.payload_bytes
 
     def size(self, shard: StoredShard) -> int:
-        """Return the bytes that a shard takes; 0 when it is not there."""
+        """Return a shard's stored size in bytes; 0 if it is absent."""
         return self._spaces[shard.namespace].size(shard) if self.fits(shard) else 0
 
     def __contains__(self, shard: StoredShard) -> bool:
         return self.size(shard) > 0
 
     def add(self, shard: StoredShard, size: int) -> None:
-        """Note that a shard is there and takes `size` bytes; one not of the table is none."""
+        """Record a shard with its stored `size` in bytes; ignored if it is not in the table."""
         if self.fits(shard):
             self.used_bytes += self._spaces[shard.namespace].resize(shard, size)
 
     def discard(self, shard: StoredShard) -> None:
-        """Note that a shard is not there."""
+        """Record that a shard is absent."""
         for forgotten in self._listings:
             forgotten.add(shard)
         if self.fits(shard):
@@ -104,10 +105,10 @@ class Index:
 
     @contextlib.contextmanager
     def listing(self) -> Iterator[Callable[[Mapping[StoredShard, int]], dict[StoredShard, int]]]:
-        """Enclose the listing of files by a thread, which may name what is deleted meanwhile.
+        """Guard a listing of files by a thread: it may find shards that are deleted meanwhile.
 
-        Yields a function that takes what was found, with its sizes, adds all of it that was not
-        discarded since the listing began, and returns that.
+        Yields a function that takes the shards found, with their stored sizes, adds those that
+        were not discarded since the listing began, and returns them.
         """
         forgotten: set[StoredShard] = set()
         self._listings.append(forgotten)
@@ -124,7 +125,7 @@ class Index:
             self._listings = [other for other in self._listings if other is not forgotten]
 
     def shards(self, digest: NamespaceDigest) -> Iterator[StoredShard]:
-        """Yield every shard of a namespace. The index must not change meanwhile."""
+        """Yield every shard of a namespace. The index must not change during the iteration."""
         space = self._spaces[digest]
         for chunk in space.chunks:
             key, tenant = ChunkKey(chunk[:KEY_BYTES]), TenantId(chunk[KEY_BYTES:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One directory, one service: opening a store's directory and holding its lock."""
+"""Directory lock: opens a store's directory for one service and holds its lock."""
 
 import contextlib
 import datetime
@@ -21,14 +21,15 @@ _HOLDER_BYTES: Final = 512
 
 
 def private_name() -> str:
-    """Return the name of our own directory in one where others may write, too."""
+    """Return the name of this user's private directory inside a world-writable one."""
     return f"kvhaven-{os.geteuid()}"
 
 
 def check_place(path: Path) -> None:
-    """Say at the start how private a store's directory is; one that is not there is fine.
+    """Check at startup that a store's directory is private; it need not exist yet.
 
-    Raises `ConfigError` where the store cannot be ours alone, or `OSError` as `stat` does.
+    Logs a warning if all users, or the group, may write to it. Raises `ConfigError` if the store
+    cannot be private, and `OSError` as `stat` does.
     """
     try:
         status = path.stat()
@@ -37,21 +38,21 @@ def check_place(path: Path) -> None:
     if status.st_mode & stat.S_IWOTH:
         own = path / private_name()
         _log.warning(
-            "local_disk: all users may write to %s (mode %o), and whoever may decides which KV "
-            "engines load; %s is used, which nobody else may write",
+            "local_disk: all users may write to %s (mode %o), and a user who may write decides "
+            "which KV engines load; %s is used instead, which only this user may write",
             path,
             stat.S_IMODE(status.st_mode),
             own,
         )
         path = own
         try:
-            status = path.lstat()  # a link could lead to any directory of ours
+            status = path.lstat()  # a link could lead to any of our directories
         except FileNotFoundError:
             return
     _require_private(path, status)
     if status.st_mode & stat.S_IWGRP:
         _log.warning(
-            "local_disk: group %d may write to %s, and so decide which KV engines load; if that "
+            "local_disk: group %d may write to %s and thus decide which KV engines load; if this "
             "is not intended, run `chmod g-w %s`",
             status.st_gid,
             path,
@@ -60,27 +61,27 @@ def check_place(path: Path) -> None:
 
 
 def _require_private(path: Path, status: os.stat_result) -> None:
-    """Refuse a directory in which other users may put files. Raises `ConfigError`.
+    """Raise `ConfigError` if other users may create files in a directory.
 
-    Checksums find damage, not forgery: whoever may write there decides what engines load.
+    Checksums detect damage, not forgery: a user who may write there decides what engines load.
     """
     mode, own = stat.S_IMODE(status.st_mode), os.geteuid()
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"local_disk: {path} is no directory; remove it, or name another one.")
+        raise ConfigError(f"local_disk: {path} is not a directory. Remove it, or name another one.")
     if mode & stat.S_IWOTH or status.st_uid not in {0, own}:
         raise ConfigError(
             f"local_disk: other users may write to {path} (got mode {mode:o}, owner "
-            f"{status.st_uid}); expected a directory that only user {own} may write, as stored KV "
-            f"is checked for damage, not for forgery. Run `chown {own} {path}; chmod go-w {path}`, "
-            "or name another directory."
+            f"{status.st_uid}); expected a directory that only user {own} may write, since stored "
+            f"KV is checked for damage, not for forgery. Run `chown {own} {path}; chmod go-w "
+            f"{path}`, or name another directory."
         )
 
 
 def _open_private(path: Path) -> tuple[Path, int]:
-    """Open a directory, or our own one in it where all users may write there.
+    """Open a directory, or this user's private directory in it if it is world-writable.
 
-    Everything goes by what is open: others may rename what they find at a path. Raises
-    `ConfigError` where neither is ours alone, `OSError`.
+    All checks use open descriptors, since other users may rename paths. Raises `ConfigError` if
+    neither directory is private, and `OSError` if one cannot be opened.
     """
     with contextlib.ExitStack() as undo:
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -96,22 +97,23 @@ def _open_private(path: Path) -> tuple[Path, int]:
 
 
 class DirectoryHeldError(Exception):
-    """Another service holds the directory; the message is what it wrote into the lock."""
+    """Another service holds the directory; the message is the text in its lock file."""
 
 
 class Directory:
-    """A store's directory, opened and locked; its descriptor serves all further paths.
+    """Open and locked directory of a store; all paths are relative to its descriptor `fd`.
 
-    The lock is an OFD lock on the file `lock`: the kernel drops it when the process is gone,
-    however it went. All work goes through `fd`, never through the path again, so a directory
-    that was moved, removed or mounted over cannot make us write where our lock is not held.
+    The lock is an OFD lock on the file `lock`: the kernel releases it when the process ends,
+    for whatever reason. No operation uses the path again, so a directory that is moved, removed
+    or mounted over cannot cause writes where the lock is not held.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open and lock `path`, making it where its parent exists, or our own directory in it.
+        """Open and lock `path`, or the private directory in it if `path` is world-writable.
 
-        The latter where all users may write to `path`. Raises `DirectoryHeldError`, `ConfigError`
-        where others may write, or `OSError` when it cannot be made, opened or written.
+        The directory is created if its parent exists. Raises `DirectoryHeldError` if another
+        service holds it, `ConfigError` if other users may write to it, and `OSError` if it
+        cannot be created, opened or written.
         """
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -128,7 +130,7 @@ class Directory:
             raise
 
     def ours(self) -> bool:
-        """Return whether the lock is still the one that others would ask for."""
+        """Return whether the lock file in the directory is still the one that this object holds."""
         try:
             named = os.stat(LOCK_NAME, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -136,7 +138,7 @@ class Directory:
         return os.path.samestat(named, os.fstat(self._lock_fd))
 
     def close(self) -> None:
-        """Give the lock and the descriptors up."""
+        """Release the lock and close the descriptors."""
         os.close(self._lock_fd)
         os.close(self.fd)
 
@@ -147,11 +149,11 @@ class Directory:
             fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, wanted)
         except (BlockingIOError, PermissionError) as error:
             holder = os.pread(self._lock_fd, _HOLDER_BYTES, 0).decode(errors="replace").strip()
-            raise DirectoryHeldError(holder or "a process that did not say who it is") from error
+            raise DirectoryHeldError(holder or "a process that left no name in it") from error
         if not self.ours():
-            raise DirectoryHeldError("somebody who removed the lock at this moment")
+            raise DirectoryHeldError("a process that replaced the lock file just now")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         text = f"pid {os.getpid()} on {socket.gethostname()} since {now}\n"
         os.ftruncate(self._lock_fd, 0)
-        with contextlib.suppress(OSError):  # a full disk: it is held, only without a name
+        with contextlib.suppress(OSError):  # on a full disk the lock is held without a name
             os.pwrite(self._lock_fd, text.encode(), 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An opened disk store on the event loop: who uses it, and which of its shards change now."""
+"""Open disk store on the event loop: users of its descriptors, and shards being changed."""
 
 import asyncio
 import contextlib
@@ -12,10 +12,11 @@ from kvhaven.types import NamespaceDigest
 
 
 class OpenStore:
-    """The files and the index of one opening of the directory. Not thread-safe.
+    """Files and index of one opening of the directory. Not thread-safe.
 
-    `manifests` are the namespaces whose folders are known to be right; `writing_bytes` is
-    what writes on their way will take; `room_bytes` is what the file system has left.
+    `manifests` holds the namespaces whose manifests are known to be valid; `writing_bytes` is
+    the stored size of the writes in progress; `room_bytes` is the free space of the file system
+    (None until measured).
     """
 
     def __init__(self, files: ShardFiles, index: Index) -> None:
@@ -31,7 +32,7 @@ class OpenStore:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Keep the descriptors while a thread may use them, also after `retire`."""
+        """Keep the descriptors open while a thread may use them, also after `retire`."""
         self._users += 1
         try:
             yield
@@ -40,13 +41,13 @@ class OpenStore:
             self._close_when_idle()
 
     def retire(self) -> None:
-        """Give the directory up as soon as no call uses it."""
+        """Close the directory once no call uses it."""
         self._retired = True
         self._close_when_idle()
 
     @contextlib.asynccontextmanager
     async def change(self, shards: Sequence[StoredShard]) -> AsyncIterator[None]:
-        """Enclose a change of shards' files: changes of the same shard follow each other."""
+        """Serialize changes of shards' files: changes of the same shard run one after the other."""
         while others := {self._changing[shard] for shard in shards if shard in self._changing}:
             await asyncio.wait(others)
         done = asyncio.get_running_loop().create_future()
@@ -65,5 +66,5 @@ class OpenStore:
 
 
 def name_of(shard: StoredShard) -> bytes:
-    """Return what tells a shard from all others; it begins with the key."""
+    """Return a unique name of a shard, which begins with its key."""
     return shard.key + shard.namespace + shard.tenant + str(shard.shard).encode()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier: shards as files in a local directory that belongs to one service."""
+"""Disk tier: shards as files in a local directory that belongs to one service."""
 
 import asyncio
 import contextlib
@@ -35,21 +35,24 @@ T = TypeVar("T")
 _LOCK_POLL_S: Final = 0.05
 _DELETED_AT_ONCE: Final = 256
 _SLACK: Final = 16
-"""Capacity may be exceeded by 1/16: the catalog's deletes may arrive after its writes."""
+"""Writes may exceed the capacity by 1/16, since the catalog's deletes may follow its writes."""
 
 
 class DiskTier:
-    """Keeps shards in files `<namespace>/<x>/<key>.<shard>.kv` below `path`.
+    """Tier that stores shards in files `<namespace>/<x>/<key>.<shard>.kv` below `path`.
 
-    `executor` is the tier's own; `close` closes it. `capacity_bytes` is what the catalog keeps
-    to; writes beyond it and a sixteenth are refused. `direct_io` "auto" uses direct I/O where
-    the file system takes it, "on" stays offline where it does not. `compress`: where it pays
-    (see `ShardCodec`). Another service may hold the directory: `start` waits `lock_wait_s` for it.
-    Every `retry_s` the tier looks whether it still owns the directory, opens it again if not,
-    and probes what its breakers switched off: one for reads, one for writes, each after
-    `failures` in a row. A system call that takes longer than `stall_s` turns the tier off until
-    it returns. The newest `keep_rejected` files that failed a check are kept in `rejected/`,
-    beyond the capacity. `clock` returns seconds that never go back. See `Tier` for the methods.
+    The tier owns `executor`; `close` closes it. The catalog enforces `capacity_bytes`; the tier
+    itself refuses writes beyond that plus a sixteenth. `direct_io` "auto" uses direct I/O if the
+    file system supports it; "on" keeps the tier offline if it does not. `compress` enables zstd
+    where it pays off (see `ShardCodec`). If another service holds the directory, `start` waits
+    `lock_wait_s` seconds for it.
+
+    Every `retry_s` seconds the tier verifies that it still owns the directory, reopens it if
+    not, and probes the operations that its breakers turned off: one breaker for reads and one
+    for writes, each opened by `failures` failures in a row. A system call that takes longer than
+    `stall_s` seconds turns the tier off until it returns. The newest `keep_rejected` files that
+    failed a check are kept in `rejected/`, in addition to the capacity. `clock` returns monotonic
+    seconds. `Tier` documents the methods.
     """
 
     name = "disk"
@@ -86,7 +89,7 @@ class DiskTier:
         )
         self._opened: OpenStore | None = None
         self._index = Index()
-        # What was to be deleted and may still be there, by `name_of`; also of former openings.
+        # Shards whose deletion failed, by `name_of`; also those of former openings.
         self._owed = StripedDict[bytes, StoredShard]()
         self._largest_bytes = 4096  # of one file
         self._epoch = 0
@@ -94,13 +97,13 @@ class DiskTier:
         self._reads = self._writes = self._misses = self._rejected = 0
 
     async def start(self) -> None:
-        """Open the directory and watch over it from now on. See `Tier.start`."""
+        """Open the directory and start its periodic maintenance. See `Tier.start`."""
         tried = asyncio.Event()
         self._keeper = asyncio.create_task(self._keep(tried), name="kvhaven-disk-keeper")
         await self._condition.started(tried)
 
     async def close(self, deadline_s: float) -> None:
-        """Finish within `deadline_s` seconds and give the directory up."""
+        """Finish within `deadline_s` seconds and close the directory."""
         if self._keeper is not None:
             self._keeper.cancel()
         await self._executor.close(deadline_s)
@@ -112,7 +115,7 @@ class DiskTier:
         self._condition.offline = "closed"
 
     async def add_namespace(self, namespace: Namespace) -> None:
-        """Remember a namespace and write its manifest; while offline, that is done later."""
+        """Register a namespace and write its manifest (later, if the tier is offline)."""
         self._index.add_namespace(namespace)
         if self._condition.serves(Lane.WRITE):
             await self._ensure_manifest(self._require(Lane.WRITE), namespace)
@@ -120,7 +123,7 @@ class DiskTier:
     async def scan(
         self, tenant: TenantId | None = None
     ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
-        """Yield what is there, a few hundred names at a time, removing debris."""
+        """Yield the shards in batches of a few hundred names, and remove debris."""
         opened = self._require(Lane.READ)
         run = functools.partial(self._run, opened, Lane.BACKGROUND)
         await run(opened.files.remove_unfinished)
@@ -138,17 +141,17 @@ class DiskTier:
                     break
                 await run(functools.partial(opened.files.remove_debris, listed.debris))
                 for shard, inode in listed.misfits:
-                    await self._reject(opened, shard, inode, "its size does not fit")
+                    await self._reject(opened, shard, inode, "its size or type is wrong")
                 yield (
                     namespace,
                     {shard: size for shard, size in kept.items() if tenant in {None, shard.tenant}},
                 )
         if opened is not self._opened:
-            raise TierError(f"{self._title} was closed while it was scanned")
+            raise TierError(f"{self._title} was closed during the scan")
         opened.scanned = True
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Return what the index knows; no file is looked at."""
+        """Return the state in the index; no file is accessed."""
         index = self._require(Lane.READ).index
         return [shard in index for shard in shards]
 
@@ -171,14 +174,14 @@ class DiskTier:
         return checksum
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Write a shard unless it is there."""
+        """Write a shard unless it is present."""
         require_length(shard, payload)
         opened = self._require(Lane.WRITE)
         namespace = opened.index.namespace(shard.namespace)
         if namespace is None or not opened.index.fits(shard):
             raise TierError(
-                f"{self._title}: no namespace {shard.namespace.hex()} with a shard "
-                f"{shard.shard} of {shard.payload_bytes} bytes was added"
+                f"{self._title}: namespace {shard.namespace.hex()} with shard {shard.shard} of "
+                f"{shard.payload_bytes} bytes is not registered; call add_namespace first"
             )
         async with opened.change([shard]):
             self._owed.pop(name_of(shard), None)
@@ -188,8 +191,8 @@ class DiskTier:
             used = opened.index.used_bytes + opened.writing_bytes
             if used + size > self._capacity_bytes + self._capacity_bytes // _SLACK:
                 raise TierError(
-                    f"{self._title}: {size} more bytes than the {used} in use would exceed "
-                    f"the capacity of {self._capacity_bytes}: delete shards first"
+                    f"{self._title}: no room for {size} bytes ({used} of {self._capacity_bytes} "
+                    f"bytes are in use): delete shards first"
                 )
             self._largest_bytes = max(self._largest_bytes, size)
             opened.writing_bytes += size
@@ -204,9 +207,9 @@ class DiskTier:
         return taken
 
     async def delete(self, shards: Sequence[StoredShard]) -> None:
-        """Remove shards' files; what cannot be removed now is tried again later.
+        """Remove shards' files; failed deletes are retried later.
 
-        Also when the directory was opened anew by then: no scan tells of it.
+        Retries continue after the directory was reopened; scans do not report these shards.
         """
         if not self._condition.serves(Lane.READ):
             self._owe(shards)
@@ -215,7 +218,7 @@ class DiskTier:
             await self._remove(opened, shards)
 
     def health(self) -> TierHealth:
-        """Return the figures of this moment."""
+        """Return the current state and counters."""
         online = self._condition.serves(Lane.READ)
         return TierHealth(
             online=online,
@@ -242,7 +245,7 @@ class DiskTier:
         return await audit(opened.files, opened.index, run)
 
     def _require(self, lane: Lane) -> OpenStore:
-        """Return the open store. Raises `TierError` when this kind of work is off."""
+        """Return the open store. Raises `TierError` if operations of `lane` are off."""
         self._condition.require(lane)
         assert self._opened is not None
         return self._opened
@@ -254,7 +257,7 @@ class DiskTier:
         work: Callable[[], T],
         then: Callable[[T], None] | None = None,
     ) -> T:
-        """Run blocking work; what the file system complains of becomes a `TierError`."""
+        """Run blocking work. Raises `TierError` for errors of the file system."""
         with opened.used():
             try:
                 result = await self._executor.run(lane, work, then)
@@ -264,7 +267,7 @@ class DiskTier:
         return result
 
     async def _delete_owed(self, opened: OpenStore) -> None:
-        """Delete what could not be deleted before, unless it was written again since."""
+        """Retry failed deletes, except of shards that were written again since."""
         for part in self._owed.parts():
             for shards in batches(list(part.values()), _DELETED_AT_ONCE):
                 async with opened.change(shards):
@@ -272,12 +275,12 @@ class DiskTier:
                     await self._remove(opened, still)
 
     def _owe(self, shards: Sequence[StoredShard]) -> None:
-        """Remember shards that could not be deleted."""
+        """Record shards whose deletion failed, for a retry."""
         for shard in shards:
             self._owed[name_of(shard)] = shard
 
     def _not_owed(self, found: Mapping[StoredShard, int]) -> Mapping[StoredShard, int]:
-        """Return what was found less what is to be deleted."""
+        """Return the shards found, without those that await deletion."""
         if not self._owed:
             return found
         return {shard: size for shard, size in found.items() if name_of(shard) not in self._owed}
@@ -296,15 +299,15 @@ class DiskTier:
                 opened.index.discard(shard)
 
     async def _reject(self, opened: OpenStore, shard: StoredShard, inode: int, why: str) -> None:
-        """Take a file that failed a check out of sight."""
+        """Set aside a file that failed a check."""
         self._rejected += 1
         _log.warning("%s: set a file aside: %s (%s)", self._title, why, shard.key.hex())
         await self._set_aside(opened, shard, inode)
 
     async def _set_aside(self, opened: OpenStore, shard: StoredShard, inode: int = 0) -> None:
-        """Move the file with `inode` away; forget the shard unless a better one is there.
+        """Move the file with `inode` away; drop the shard from the index if no file remains.
 
-        Never raises `TierError`: what could not be moved is rejected again.
+        Never raises `TierError`: a file that could not be moved is rejected again later.
         """
 
         def forget(absent: bool) -> None:
@@ -329,11 +332,11 @@ class DiskTier:
             namespace: Namespace = await run(functools.partial(opened.files.manifest, folder))
         except TierMissError as error:
             for known in self._index.namespaces():
-                if folder_name(known) == folder:  # it is being made, or was damaged
+                if folder_name(known) == folder:  # its manifest is being written, or was damaged
                     await self._ensure_manifest(opened, known)
                     return known
             self._rejected += 1
-            _log.warning("%s: removed a folder: %s", self._title, error)
+            _log.warning("%s: removed a folder without valid manifest: %s", self._title, error)
             await run(functools.partial(opened.files.discard_folder, folder))
             return None
         try:
@@ -345,22 +348,22 @@ class DiskTier:
         return namespace
 
     def _room_for(self) -> int:
-        """Return the capacity: what was set, or what the file system really has room for."""
+        """Return the capacity in bytes: the configured one, or less if the disk has less room."""
         opened = self._opened
         if opened is None or opened.room_bytes is None or not opened.scanned:
             return self._capacity_bytes
         return min(self._capacity_bytes, opened.index.used_bytes + opened.room_bytes)
 
     async def _keep(self, tried: asyncio.Event) -> None:
-        """Open the directory, again when it is not ours any more; probe what is off."""
+        """Periodically reopen a directory that is closed or no longer ours, and run due probes."""
         lock_wait_s = self._lock_wait_s
         while True:
             try:
                 await self._look_after(lock_wait_s)
             except TierError as error:
                 _log.debug("%s: %s", self._title, error)
-            except Exception:  # noqa: BLE001 - nobody else would look after the tier any more
-                _log.exception("%s: looking after it failed", self._title)
+            except Exception:  # noqa: BLE001 - the maintenance task must survive any error
+                _log.exception("%s: its periodic maintenance failed", self._title)
             tried.set()
             lock_wait_s = 0.0
             await asyncio.sleep(self._retry_s)
@@ -392,12 +395,12 @@ class DiskTier:
             await self._run(opened, Lane.BACKGROUND, work)
             success = True
         except TierError:
-            pass  # counted; the breaker's pause grows
+            pass  # recorded; the breaker's pause grows
         finally:
             self._condition.probed(lane, success=success)
 
     async def _open(self, wait_s: float) -> None:
-        """Try to open the directory for `wait_s` seconds."""
+        """Try to open the directory, for up to `wait_s` seconds while another service holds it."""
         end = self._clock() + wait_s
         while True:
             try:
@@ -418,13 +421,15 @@ class DiskTier:
         direct = self._direct_io != "off" and direct_io_works(directory.fd)
         if self._direct_io == "on" and not direct:
             directory.close()
-            raise TierError('its file system takes no direct I/O: set it "auto" or "off"')
+            raise TierError(
+                'its file system does not support direct I/O: set it to "auto" or "off"'
+            )
         return ShardFiles(
             directory, codec=self._packing, direct=direct, keep_rejected=self._keep_rejected
         )
 
     def _take_over(self, files: ShardFiles) -> None:
-        """Begin with what was opened; the namespaces stay known, their shards do not."""
+        """Adopt an opened directory: namespaces stay registered, but the index starts empty."""
         index = Index()
         for namespace in self._index.namespaces():
             index.add_namespace(namespace)

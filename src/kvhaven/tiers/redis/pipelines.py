@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands for Redis from many callers, gathered into pipelines; connections for long answers."""
+"""Redis pipelines shared by many callers, and connections with large read buffers."""
 
 import asyncio
 from collections import deque
@@ -7,26 +7,26 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 Command = tuple[Any, ...]
-"""A command's words, as `execute_command` of redis-py takes them."""
+"""Words of a command, as redis-py's `execute_command` takes them."""
 
 Execute = Callable[[Sequence[Command]], Awaitable[Sequence[Any]]]
-"""Sends commands in one pipeline; returns a reply, or an exception, for each."""
+"""Function that sends commands in one pipeline; returns a reply or an exception for each."""
 
 MOST_COMMANDS: Final = 128
 MOST_BYTES: Final = 4 << 20
-"""A pipeline's values, larger single ones aside: while it is answered, others keep the server
-busy (shards of 2 MiB were written at 0.8 of the limit with 16 MiB, and at 0.97 with 4)."""
+"""Limit of a pipeline's values in bytes; one larger value is sent alone. Small pipelines overlap:
+2 MiB shards were written at 0.8 of the bare client's rate with 16 MiB, at 0.97 with 4 MiB."""
 
 
 def roomy(connection: type[Any]) -> type[Any]:
-    """Return a redis-py connection class whose stream takes a whole pipeline's answer.
+    """Return a redis-py connection class whose stream buffers a whole pipeline's reply.
 
-    By default a stream stops its socket at 128 KiB and starts it again, a dozen times for a shard:
-    shards of 2 MiB were read at 0.75 of the bare client's rate, and at 1.02 with this. A Unix
-    socket's connection takes no such argument and stays as it is.
+    By default a stream pauses its socket at 128 KiB, a dozen times for a shard. Shards of 2 MiB
+    were read at 0.75 of the bare client's rate, and at 1.02 with the larger buffer. Connections
+    to a Unix socket do not support the argument and are unchanged.
     """
 
-    class Roomy(connection):  # type: ignore[misc]  # a class that is only known now
+    class Roomy(connection):  # type: ignore[misc]  # a class known only at run time
         def _connection_arguments(self) -> Mapping[str, Any]:
             return {**super()._connection_arguments(), "limit": MOST_BYTES}
 
@@ -34,11 +34,11 @@ def roomy(connection: type[Any]) -> type[Any]:
 
 
 class Pipelines:
-    """Runs commands with at most `connections` pipelines at once.
+    """Batcher of commands into at most `connections` concurrent pipelines.
 
-    What comes while all of them are under way goes together into the next one, so a lone
-    command waits for nothing, and many share round trips. Who asks may be cancelled: the
-    pipeline goes on without it. Used in one thread.
+    Commands that arrive while all pipelines are busy are sent together in the next one: a single
+    command is sent immediately, and many commands share round trips. If a caller is cancelled,
+    its pipeline continues. Used in one thread.
     """
 
     def __init__(self, execute: Execute, connections: int) -> None:
@@ -48,9 +48,9 @@ class Pipelines:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, commands: Sequence[Command], moved_bytes: int) -> list[Any]:
-        """Return the replies; raises the first one that is an exception.
+        """Send commands and return their replies. Raises the first reply that is an exception.
 
-        `moved_bytes` is about what their values take.
+        `moved_bytes` is the approximate size of their values in bytes.
         """
         future: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._waiting.append((commands, moved_bytes, future))
@@ -62,7 +62,7 @@ class Pipelines:
         return replies
 
     async def close(self) -> None:
-        """Cancel what goes on."""
+        """Cancel running pipelines."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -76,9 +76,9 @@ class Pipelines:
             task.add_done_callback(self._tasks.discard)
 
     async def _work(self) -> None:
-        """Send pipelines until nothing waits."""
+        """Send pipelines until no command waits."""
         try:
-            await asyncio.sleep(0)  # who asks in this moment comes along
+            await asyncio.sleep(0)  # collect the commands of other tasks that are ready now
             while batch := self._take():
                 await self._send(batch)
         finally:
@@ -107,11 +107,11 @@ class Pipelines:
             for _, future in batch:
                 future.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
+        except Exception as error:  # noqa: BLE001 - raised in the callers of `ask`
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
-                    future.exception()  # who asked may be gone: no complaint about that
+                    future.exception()  # no "never retrieved" warning if the caller is gone
             return
         at = 0
         for commands, future in batch:

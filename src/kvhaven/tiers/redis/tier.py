@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Redis tier: shards as strings in Redis, Valkey or a cluster of them (`kvhaven[redis]`)."""
+"""Redis tier: shards as strings in Redis, Valkey or a cluster of them (`kvhaven[redis]`)."""
 
 import contextlib
 import logging
@@ -51,11 +51,11 @@ T = TypeVar("T")
 
 SCHEMES: Final = ("redis", "rediss", "redis+cluster", "rediss+cluster", "unix")
 PREFIX: Final = "kvhaven/"
-"""All of our keys start with it."""
+"""Prefix of all keys that KVHaven uses."""
 MOST_BYTES: Final = 512 << 20
-"""Redis takes no longer strings."""
+"""Longest string that Redis supports."""
 
-READERS, WRITERS = 4, 2  # pipelines at once
+READERS, WRITERS = 4, 2  # concurrent pipelines
 _CONNECT_S: Final = 2.0
 _SCAN_PAGE: Final = 1000
 
@@ -67,9 +67,9 @@ def redis_tier(
     most_shard_bytes: int = MOST_BYTES,
     compress: bool = False,
     deadline_s: float = 10.0,
-    **watching: Any,  # SharedTier's own settings, passed on
+    **watching: Any,  # settings of SharedTier, passed on
 ) -> SharedTier:
-    """Return a tier over the server at `url`; see `RedisClient`. Raises `ConfigError`."""
+    """Return a tier over the server at `url`; see `RedisClient`, also for errors."""
     client = RedisClient(
         url,
         ttl_s=ttl_s,
@@ -81,13 +81,16 @@ def redis_tier(
 
 
 class RedisClient:
-    """A Redis server or cluster as a `SharedStore`, used in one thread. See there for methods.
+    """`SharedStore` over a Redis server or cluster, used in one thread.
 
     `url` is redis://[user:password@]host[:port][/db], rediss:// for TLS, redis+cluster:// or
     rediss+cluster:// with any node of a cluster, or unix://path; redis-py's options may follow
     (?ssl_ca_certs=FILE). User and password may be in REDIS_USERNAME and REDIS_PASSWORD instead.
-    A shard that nobody reads for `ttl_s` seconds goes (0: never; the server's maxmemory and
-    its policy then decide). Larger shards than `most_shard_bytes` are refused.
+    Redis expires a shard that is not read for `ttl_s` seconds (0: never; the server's maxmemory
+    and its policy then decide). Shards larger than `most_shard_bytes` are refused.
+
+    Raises `ConfigError` if the URL is invalid, or `compress` is set and its package is missing.
+    `SharedStore` documents the methods.
     """
 
     name = "redis"
@@ -98,8 +101,8 @@ class RedisClient:
         parts = urlsplit(url)
         if parts.scheme not in SCHEMES or not (parts.hostname or parts.scheme == "unix"):
             raise ConfigError(
-                f"remote_url of a Redis store is redis://host:port/db; it may begin with "
-                f"{', '.join(SCHEMES)}, and this one begins with {parts.scheme}://"
+                f"remote_url: not a Redis URL (got one that begins with {parts.scheme}://); "
+                f"expected redis://host:port/db, with one of the schemes {', '.join(SCHEMES)}"
             )
         place = parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
         self.title = f"Redis tier {place}"
@@ -110,7 +113,7 @@ class RedisClient:
         self._ttl_s = ttl_s
         self._most_bytes = min(most_shard_bytes, MOST_BYTES)
         self._deadline_s = deadline_s
-        self._redis: Any = None  # Redis or RedisCluster: their types have no common part
+        self._redis: Any = None  # Redis or RedisCluster, which share no type
         self._retries = Retries()
         self._reads = Pipelines(self._execute, READERS)
         self._writes = Pipelines(self._execute, WRITERS)
@@ -118,10 +121,10 @@ class RedisClient:
         self._has_getex = False
 
     async def open(self) -> None:
-        """Connect, and look whether the server bounds its memory."""
+        """Connect; log a warning if the server has no memory limit."""
         await self._disconnect()
         self._redis = self._connect()
-        self._has_getex = not self._cluster  # redis-py asks replicas, if told so, only with GET
+        self._has_getex = not self._cluster  # redis-py sends GET to replicas, if told so
         await self.probe(Lane.READ)
         if self._warned or self._cluster:
             return
@@ -129,14 +132,14 @@ class RedisClient:
         facts = await self._ask(lambda: self._redis.info("memory"))
         if not facts.get("maxmemory"):
             _log.warning(
-                "%s has no maxmemory: shards stay for %s and may fill its machine; set maxmemory "
-                "and maxmemory-policy allkeys-lru",
+                "%s has no maxmemory: shards stay for %s and may fill the server's memory; set "
+                "maxmemory and maxmemory-policy allkeys-lru",
                 self.title,
                 f"{self._ttl_s} s" if self._ttl_s else "ever",
             )
 
     async def still_open(self) -> bool:
-        """Connections come back by themselves."""
+        """Return True: redis-py reconnects by itself."""
         return True
 
     async def close(self, deadline_s: float) -> None:
@@ -147,7 +150,7 @@ class RedisClient:
         await self._disconnect()
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
-        """Get a string and verify it; that it is read keeps it for another `ttl_s`."""
+        """Get a string and verify it; the read extends its expiry by `ttl_s`."""
         name = blob_name(shard)
         most = stored_bytes(shard.payload_bytes)
         began = time.perf_counter()
@@ -162,16 +165,16 @@ class RedisClient:
         return await self._threads.unpack(whole[:HEADER_BYTES], into, size, shard, name)
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Set a string unless one that may be it is there."""
+        """Set a string unless one of a possible size is present."""
         most = stored_bytes(shard.payload_bytes)
         if most > self._most_bytes:
             raise TierError(
-                f"{self.title} takes shards of at most {self._most_bytes} bytes, not {most}: use "
-                f"a smaller chunk_size, or another tier"
+                f"{self.title}: a shard may have at most {self._most_bytes} bytes (got {most}): "
+                f"use a smaller chunk_size, or another tier"
             )
         if (await self.contains([shard]))[0]:
             return 0
-        value = await self._threads.pack(shard, payload, checksum)  # ours while it is sent
+        value = await self._threads.pack(shard, payload, checksum)  # a copy: stays unchanged
         command: Command = ("SET", PREFIX + blob_name(shard), value)
         if self._ttl_s:
             command = (*command, "EX", self._ttl_s)
@@ -181,7 +184,7 @@ class RedisClient:
         return len(value)
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Ask for all lengths in one pipeline."""
+        """Look up all lengths in one pipeline."""
         lengths = await self._lengths([PREFIX + blob_name(shard) for shard in shards])
         return [
             may_hold(length, shard.payload_bytes)
@@ -189,7 +192,7 @@ class RedisClient:
         ]
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Unlink in one pipeline."""
+        """Unlink the strings in one pipeline."""
         commands = [("UNLINK", PREFIX + name) for name in names]
         await self._ask(lambda: self._writes.ask(commands, 0))
 
@@ -200,26 +203,26 @@ class RedisClient:
         return found
 
     async def save_manifest(self, folder: str, content: bytes) -> None:
-        """Set a manifest, without an end: it is small."""
+        """Set a manifest without expiry, since it is small."""
         command = ("SET", PREFIX + manifest_name(folder), content)
         await self._ask(lambda: self._writes.ask([command], len(content)))
 
     async def folders(self) -> Sequence[str]:
-        """Look through all keys for manifests."""
+        """Scan all keys for manifests."""
         found = {
             name.partition("/")[0] async for page in self._scan(manifest_name("*")) for name in page
         }
         return sorted(name for name in found if FOLDER.fullmatch(name))
 
     async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
-        """Look through all keys for a folder's."""
+        """Scan all keys for those of a folder."""
         async for page in self._scan(f"{folder}/*"):
             names = [name for name in page if name != manifest_name(folder)]
             lengths = await self._lengths([PREFIX + name for name in names])
             yield [Blob(name, size, None) for name, size in zip(names, lengths, strict=True)]
 
     async def now(self) -> float:
-        """Ask for the server's time."""
+        """Return the server's time in seconds."""
         seconds, microseconds = (await self._ask(lambda: self._writes.ask([("TIME",)], 0)))[0]
         return int(seconds) + int(microseconds) / 1e6
 
@@ -231,24 +234,24 @@ class RedisClient:
         await self._ask(lambda: self._writes.ask([command], 0))
 
     def queued(self, lane: Lane) -> int:
-        """`RemoteStore` counts."""
+        """Return 0: `RemoteStore` has the queue."""
         del lane
         return 0
 
     def longest_running_s(self) -> float:
-        """Nothing hangs beyond its deadline."""
+        """Return 0: every call ends by its deadline."""
         return 0.0
 
     async def _get(self, key: str, most: int) -> Any:
-        """Get a string of `most` bytes at most, or None, and keep it for another `ttl_s`.
+        """Get a string of at most `most` bytes, or None, and extend its expiry by `ttl_s`.
 
-        With GETEX that is one command (Redis 6.2 and later): two are read 0.9 times as fast. Once
-        it failed where the two did not, they are used until the tier is opened again.
+        GETEX does both in one command (Redis 6.2 and later); GET with EXPIRE reads at 0.9 of its
+        rate. If GETEX fails and the two commands succeed, they are used until the next `open`.
         """
         if not self._ttl_s:
             return (await self._reads.ask([("GET", key)], most))[0]
         if self._has_getex:
-            with contextlib.suppress(ResponseError):  # unknown, not allowed, or refused just now
+            with contextlib.suppress(ResponseError):  # unknown, not permitted or refused now
                 return (await self._reads.ask([("GETEX", key, "EX", self._ttl_s)], most))[0]
         commands = [("GET", key), ("EXPIRE", key, self._ttl_s)]
         value = (await self._reads.ask(commands, most))[0]
@@ -262,7 +265,7 @@ class RedisClient:
         return await self._ask(lambda: self._reads.ask(commands, 0))
 
     async def _scan(self, pattern: str) -> AsyncIterator[list[str]]:
-        """Yield names, from our prefix on, that match; each once."""
+        """Yield matching names, without the prefix, each once."""
         seen: set[str] = set()
         page: list[str] = []
         keys = self._redis.scan_iter(match=PREFIX + pattern, count=_SCAN_PAGE)
@@ -270,7 +273,7 @@ class RedisClient:
         async def following() -> Any:
             return await anext(keys, None)
 
-        # Not again: after a failure the listing would end as if it were whole.
+        # No retry: after a failure the iterator would end as if the listing were complete.
         while (key := await self._ask_once(following)) is not None:
             name = key.decode(errors="replace").removeprefix(PREFIX)
             if name not in seen:
@@ -282,7 +285,7 @@ class RedisClient:
         yield page
 
     async def _execute(self, commands: Sequence[Command]) -> Sequence[Any]:
-        """Send a pipeline; replies that are exceptions are handed out, not raised."""
+        """Send a pipeline; exceptions among the replies are returned, not raised."""
         pipeline = self._redis.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -290,7 +293,7 @@ class RedisClient:
         return replies
 
     async def _ask(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Ask the server, again if need be; raise what its error means."""
+        """Send a request, with retries. Raises the error that `_explain` returns."""
         return await self._retries.run(lambda: self._ask_once(work))
 
     async def _ask_once(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -300,18 +303,18 @@ class RedisClient:
             raise self._explain(error) from None
 
     def _explain(self, error: Exception) -> StoreFailedError:
-        """Return what to raise, in words that say what to do; no secret is in them."""
+        """Return the error to raise, which states the remedy and contains no secret."""
         if isinstance(error, AuthenticationError | NoPermissionError) or "NOAUTH" in str(error):
             return StoreFailedError(
-                "user or password are not accepted, or may not do this: look at the URL, "
+                "user or password is not accepted or lacks permission: check the URL, "
                 "REDIS_USERNAME and REDIS_PASSWORD"
             )
         if isinstance(error, OutOfMemoryError):
             return StoreFailedError(
-                "its memory is full and nothing is evicted: set maxmemory-policy allkeys-lru"
+                "its memory is full and it does not evict: set maxmemory-policy allkeys-lru"
             )
         if isinstance(error, ReadOnlyError):
-            return StoreFailedError("this is a replica, which takes no writes: name the primary")
+            return StoreFailedError("it is a replica, which refuses writes: specify the primary")
         passing = (ConnectionError, TimeoutError, BusyLoadingError, OSError)
         if isinstance(error, (*passing, RedisClusterException)):
             return PassingError(f"it cannot be reached: {error}")
@@ -321,7 +324,7 @@ class RedisClient:
         options: dict[str, Any] = {
             "socket_timeout": self._deadline_s,
             "socket_connect_timeout": min(_CONNECT_S, self._deadline_s),
-            "retry": Retry(NoBackoff(), 0),  # `Retries` does that, within its budget
+            "retry": Retry(NoBackoff(), 0),  # `Retries` retries, within its budget
         }
         parts = urlsplit(self._url)
         for option, given in (("username", parts.username), ("password", parts.password)):

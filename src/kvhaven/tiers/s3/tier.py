@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The S3 tier: shards as objects in a bucket of AWS, Ceph, MinIO, ... (`kvhaven[s3]`)."""
+"""S3 tier: shards as objects in a bucket of AWS, Ceph, MinIO, ... (`kvhaven[s3]`)."""
 
 import asyncio
 import contextlib
@@ -40,11 +40,11 @@ T = TypeVar("T")
 
 _PROBE_TEXT: Final = b"KVHaven was here\n"
 PROBE: Final = "kvhaven.probe"
-"""The name that is asked for, and written, to find out whether the store works."""
+"""Name of the object that probes read and write."""
 
 HEADS_AT_ONCE: Final = 64
 _PIECE_BYTES: Final = 1 << 20
-"""A body arrives in pieces of about this size; each is copied once, into its place."""
+"""Approximate size of the pieces of a body; each is copied once, to its final place."""
 _CONNECT_S: Final = 2.0
 _AVOID_S: Final = 5.0
 _NOT_IMPLEMENTED: Final = 501
@@ -59,11 +59,11 @@ def s3_tier(
     present_s: float = 60.0,
     absent_s: float = 2.0,
     clock: Callable[[], float] = time.monotonic,
-    **watching: Any,  # SharedTier's own settings, passed on
+    **watching: Any,  # settings of SharedTier, passed on
 ) -> SharedTier:
     """Return a tier over `s3://bucket/prefix`; see `S3Client` and `KnownShards`.
 
-    Raises `ConfigError` for another kind of URL.
+    Raises `ConfigError` as `S3Client` does.
     """
     client = S3Client(url, endpoints=endpoints, compress=compress, deadline_s=deadline_s)
     presence = KnownShards(clock, present_s=present_s, absent_s=absent_s)
@@ -72,12 +72,16 @@ def s3_tier(
 
 
 class S3Client:
-    """A bucket as a `SharedStore`, used in one thread. See there for the methods.
+    """`SharedStore` over a bucket, used in one thread; `SharedStore` documents the methods.
 
-    Requests go to the `endpoints` in turn (all of one store), past those that failed a moment
-    ago; default: what the environment says, or AWS. Credentials and region are AWS's own (see
-    `aws`). A request may take `deadline_s`; what fails in passing is tried again. Objects are
-    put whole, in one request: a multipart upload of 8 MiB took 8 times as long on Ceph.
+    Requests alternate between the `endpoints`, which all belong to one store; an endpoint that
+    failed recently is skipped. Default: the endpoint in the environment, or AWS. Credentials and
+    region come from AWS's standard places (see `credentials`). A request may take `deadline_s`
+    seconds; transient failures are retried. An object is put in a single request: a multipart
+    upload of 8 MiB took 8 times as long on Ceph.
+
+    Raises `ConfigError` if the URL or an endpoint is invalid, or if a package is missing that
+    `compress` or the AWS profile needs.
     """
 
     name = "s3"
@@ -88,8 +92,8 @@ class S3Client:
         parts = urlsplit(url)
         if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query:
             raise ConfigError(
-                "remote_url of an S3 store is s3://bucket or s3://bucket/prefix, without "
-                "credentials in it: AWS's own places are looked at for those"
+                "remote_url: not a valid S3 URL; expected s3://bucket or s3://bucket/prefix, no "
+                "credentials. Store credentials where AWS's tools look for them."
             )
         self.title = f"S3 tier s3://{parts.netloc}{parts.path.rstrip('/')}"
         self.codec = ShardCodec(self.title, zstd=compress)
@@ -98,6 +102,7 @@ class S3Client:
         self._prefix = parts.path.strip("/")
         self._deadline_s = deadline_s
         self._region = aws.region(os.environ)
+        aws.credential_provider(os.environ)  # refuses a profile that cannot be read here
         found = tuple(endpoints) or ((named,) if (named := aws.endpoint(os.environ)) else ())
         self._endpoints = [_Endpoint(name) for name in found or ("",)]
         self._retries = Retries()
@@ -105,23 +110,23 @@ class S3Client:
         self._create_only = True
 
     async def open(self) -> None:
-        """Ask for an object that need not be there: bucket, credentials and region show."""
+        """Request an object, which need not exist, to verify bucket, credentials and region."""
         for endpoint in self._endpoints:
             endpoint.store = self._connect(endpoint.url)
         await self.probe(Lane.READ)
 
     async def still_open(self) -> bool:
-        """A bucket has nothing that could be lost but itself, which requests tell."""
+        """Return True: requests report the loss of a bucket."""
         return True
 
     async def close(self, deadline_s: float) -> None:
-        """Let the connections go."""
+        """Drop the connections."""
         await self._threads.close(deadline_s)
         for endpoint in self._endpoints:
             endpoint.store = None
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
-        """Get an object whole, each piece copied into its place, and verify it."""
+        """Get an object, copy each piece to its place, and verify the whole."""
         name = blob_name(shard)
 
         async def get(store: S3Store) -> Checksum:
@@ -141,13 +146,13 @@ class S3Client:
         return await self._ask(get)
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Put an object unless it is there, if need be over one of an impossible size.
+        """Put an object unless it is present; replace one of an impossible size.
 
-        Where the server can refuse to overwrite, it is not asked beforehand: what is written was
-        looked up and absent shortly before, and the question took a quarter of the throughput.
+        If the server can refuse to overwrite, no lookup precedes the put: the shard was absent
+        in a recent lookup, and another lookup cost a quarter of the throughput.
         """
         name = blob_name(shard)
-        body = await self._threads.pack(shard, payload, checksum)  # ours while it is sent
+        body = await self._threads.pack(shard, payload, checksum)  # a copy: stays unchanged
         began = time.perf_counter()
         if self._create_only:
             try:
@@ -164,11 +169,11 @@ class S3Client:
         return self._put_in(shard, len(body), time.perf_counter() - began)
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Ask for the heads of all, many at once."""
+        """Request all HEADs, many concurrently."""
         return await _together([self._is_there(shard) for shard in shards])
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Delete in requests of a thousand."""
+        """Delete a thousand objects a request."""
         if names:
             await self._ask(lambda store: obstore.delete_async(store, list(names)))
 
@@ -178,7 +183,7 @@ class S3Client:
         async def get(store: S3Store) -> bytes | None:
             found = await obstore.get_async(store, manifest_name(folder))
             if found.meta["size"] > MOST_BYTES:
-                return b""  # no manifest of ours
+                return b""  # too long for a manifest
             return bytes(await found.bytes_async())
 
         try:
@@ -187,7 +192,7 @@ class S3Client:
             return None
 
     async def save_manifest(self, folder: str, content: bytes) -> None:
-        """Put a manifest over an older one."""
+        """Put a manifest; an existing one is replaced."""
         name = manifest_name(folder)
         await self._ask(lambda store: _put(store, name, content, create=False))
 
@@ -200,7 +205,7 @@ class S3Client:
     async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
         """List a folder, a thousand objects a request."""
 
-        async def begin(store: S3Store) -> Any:  # obstore's stream has no name at run time
+        async def begin(store: S3Store) -> Any:  # obstore's stream type does not exist at run time
             return obstore.list(store, prefix=folder, chunk_size=1000)
 
         listing = aiter(await self._ask(begin))
@@ -208,7 +213,7 @@ class S3Client:
         async def following(_: S3Store) -> Any:
             return await anext(listing, None)
 
-        # Not again: after a failure the listing would end as if it were whole.
+        # No retry: after a failure the stream would end as if the listing were complete.
         while (page := await self._ask_once(following)) is not None:
             manifest = manifest_name(folder)
             yield [
@@ -218,7 +223,7 @@ class S3Client:
             ]
 
     async def now(self) -> float:
-        """Put an object, and ask when that was."""
+        """Put an object and return its modification time."""
 
         async def put_and_ask(store: S3Store) -> float:
             await _put(store, PROBE, _PROBE_TEXT, create=False)
@@ -227,7 +232,7 @@ class S3Client:
         return await self._ask(put_and_ask)
 
     async def probe(self, lane: Lane) -> None:
-        """Get, or put, an object of a few bytes."""
+        """Get or put an object of a few bytes."""
         if lane is Lane.WRITE:
             await self._ask(lambda store: _put(store, PROBE, _PROBE_TEXT, create=False))
             return
@@ -235,12 +240,12 @@ class S3Client:
             await self._ask(lambda store: obstore.get_async(store, PROBE))
 
     def queued(self, lane: Lane) -> int:
-        """`RemoteStore` counts."""
+        """Return 0: `RemoteStore` has the queue."""
         del lane
         return 0
 
     def longest_running_s(self) -> float:
-        """Nothing hangs beyond its deadline."""
+        """Return 0: every call ends by its deadline."""
         return 0.0
 
     async def _is_there(self, shard: StoredShard) -> bool:
@@ -253,12 +258,12 @@ class S3Client:
         return may_hold(found["size"], shard.payload_bytes)
 
     def _put_in(self, shard: StoredShard, size: int, seconds: float) -> int:
-        """Note how long an object of `size` bytes took; return that size."""
+        """Record the duration of a put of `size` bytes; return that size."""
         self.codec.moved(Lane.WRITE, shard.namespace, size, seconds)
         return size
 
     async def _ask(self, work: Callable[[S3Store], Awaitable[T]]) -> T:
-        """Make a request, again if need be; raise what its error means."""
+        """Send a request, with retries. Raises the error that `_explain` returns."""
         return await self._retries.run(lambda: self._ask_once(work))
 
     async def _ask_once(self, work: Callable[[S3Store], Awaitable[T]]) -> T:
@@ -270,7 +275,7 @@ class S3Client:
         except FileNotFoundError as error:
             if error_code(error) not in {"", "NoSuchKey"}:
                 raise self._explain(error, endpoint) from None
-            raise TierMissError("it is not stored") from None
+            raise TierMissError("the object does not exist") from None
         except (AlreadyExistsError, NotSupportedError):
             raise
         except BaseError as error:
@@ -286,7 +291,7 @@ class S3Client:
         return meant
 
     def _next_endpoint(self) -> "_Endpoint":
-        """Return the next one that did not fail a moment ago; the next one if all did."""
+        """Return the next endpoint that did not fail recently, or the next one if all did."""
         now = time.monotonic()
         best = next((one for one in self._endpoints if one.avoid_until < now), self._endpoints[0])
         self._endpoints.remove(best)
@@ -308,21 +313,21 @@ class S3Client:
                 "timeout": timedelta(seconds=self._deadline_s),
                 "connect_timeout": timedelta(seconds=min(_CONNECT_S, self._deadline_s)),
             },
-            retry_config={"max_retries": 0},  # `Retries` does that, within its budget
+            retry_config={"max_retries": 0},  # `Retries` retries, within its budget
             **config,
         )
 
 
 class _Endpoint:
-    """One way to the store. `shown` is its URL for messages, without credentials."""
+    """Endpoint of the store. `shown` is its URL for messages, without credentials."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         parts = urlsplit(url)
         if url and (parts.scheme not in {"http", "https"} or not parts.hostname):
             raise ConfigError(
-                f"s3_endpoint_url is {parts.scheme}://{parts.hostname}: it must be "
-                f"http://host:port or https://host:port, several of them with spaces between"
+                f"s3_endpoint_url: invalid (got {parts.scheme}://{parts.hostname}); expected "
+                f"http://host:port or https://host:port, or several of them separated by spaces"
             )
         self.shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if url else "AWS"
         self.store: S3Store | None = None
@@ -330,7 +335,7 @@ class _Endpoint:
 
 
 def _place(piece: memoryview, at: int, head: memoryview, into: memoryview) -> int:
-    """Copy a piece of an object, from offset `at` of it, into its place; return where it ends."""
+    """Copy a piece at offset `at` of an object to its place; return the offset of its end."""
     end = at + len(piece)
     if at < HEADER_BYTES:
         first = piece[: HEADER_BYTES - at]
@@ -349,7 +354,7 @@ async def _put(store: S3Store, name: str, body: bytes, *, create: bool) -> None:
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all; when one fails, cancel the others, and raise that when all have ended."""
+    """Await all; if one fails, cancel the others, await them, and raise its error."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared tiers: what stores that several services use have in common."""
+"""Shared tiers: the common part of all stores that several services use."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing for clients that run in an event loop: what takes long is done in threads."""
+"""Codec for clients that run in an event loop: long steps run in threads."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class CodecThreads:
-    """A tier's `codec` for the coroutines of one event loop. Its threads start when needed.
+    """Asynchronous interface of a tier's `codec` for one event loop; threads start on demand.
 
-    A call that is cancelled ends when its thread is done with the buffer: in milliseconds.
+    A cancelled call ends when its thread has finished with the buffer, within milliseconds.
     """
 
     def __init__(self, codec: ShardCodec) -> None:
@@ -25,7 +25,7 @@ class CodecThreads:
         self._executor: TierExecutor | None = None
 
     async def pack(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> bytes:
-        """Return all that is to be stored of a payload, in a copy."""
+        """Return a copy of all bytes to store for a payload."""
 
         def work() -> bytes:
             return b"".join(self.codec.pack(shard, payload, checksum))
@@ -35,7 +35,7 @@ class CodecThreads:
     async def unpack(
         self, head: memoryview, into: memoryview, size: int, shard: StoredShard, where: str
     ) -> Checksum:
-        """Do what `shared_store.unpack` does."""
+        """Decode as `store.unpack` does, with the same errors."""
 
         def work() -> Checksum:
             return unpack(self.codec, head, into, size, shard, where)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a shared tier remembers of its store, so that asking again costs no request."""
+"""Cache of a shared tier's lookup results, which saves requests."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from typing import Final
 from kvhaven.tiers.base import StoredShard
 
 MOST: Final = 100_000
-"""Shards remembered; about 40 MB."""
+"""Largest number of cached shards; about 40 MB."""
 
 
 class KnownShards:
-    """Which shards were there, and which were not, a short while ago.
+    """Cache of recent presences and absences of shards. Used on the event loop only.
 
-    What was there is believed for `present_s` seconds, what was not for `absent_s`: others may
-    delete and write at any time, and who waits for another node's KV polls. At most `most`
-    shards are remembered; the oldest go first. `clock` returns seconds that never go back.
-    Used on the event loop only.
+    A presence is valid for `present_s` seconds and an absence for `absent_s`: other services may
+    delete and write at any time, and engines that wait for another node's KV poll. The cache
+    holds at most `most` shards; the oldest entries are dropped first. `clock` returns monotonic
+    seconds.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class KnownShards:
         return len(self._known)
 
     def note(self, shard: StoredShard, *, there: bool) -> None:
-        """Remember what the store just said."""
+        """Record a lookup result of the store."""
         self._known[shard] = there, self._clock() + self._ages[there]
         self._known.move_to_end(shard)
         while len(self._known) > self._most:
             self._known.popitem(last=False)
 
     def recall(self, shard: StoredShard) -> bool | None:
-        """Return whether the shard is there; None when that is not known (any more)."""
+        """Return whether the shard is present; None if that is unknown or expired."""
         there, until = self._known.get(shard, (None, 0.0))
         if there is None or self._clock() < until:
             return there
@@ -52,5 +52,5 @@ class KnownShards:
         return None
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all entries."""
         self._known.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event loop in a thread of its own: clients of remote stores never delay the service's loop."""
+"""Event loop in a separate thread: clients of remote stores never delay the service's loop."""
 
 import asyncio
 import contextlib
@@ -26,43 +26,43 @@ _KEPT_BYTES: Final = 128 << 20
 
 
 class LoopThread:
-    """Runs coroutines in an event loop and a thread of its own, at nice 10.
+    """Runner of coroutines in its own event loop and thread, at nice 10.
 
-    Parsing and copying megabytes takes milliseconds, which on the service's loop every look-up
-    would wait for. `slots` is how many calls of each lane go on at once; at most 4096 more wait
-    for their turn. Every call ends within its deadline, and at once when it is cancelled: what
-    runs here must keep to that, so it never blocks.
+    Parsing and copying megabytes takes milliseconds; on the service's loop, every lookup would
+    wait for that. `slots` limits the concurrent calls of each lane; at most 4096 more are queued.
+    Every call ends within its deadline, and immediately when it is cancelled. The coroutines
+    must therefore never block.
     """
 
     def __init__(self, name: str, slots: Mapping[Lane, int]) -> None:
         keep_freed_memory()
         self._loop = asyncio.new_event_loop()
-        # Used in the thread alone.
+        # Used in the thread only.
         self._slots = {lane: asyncio.Semaphore(number) for lane, number in slots.items()}
         self._tasks: set[asyncio.Task[Any]] = set()
-        # Used on the caller's loop alone.
+        # Used on the caller's loop only.
         self._waiting: Counter[Lane] = Counter()
         self._calls: set[asyncio.Future[Any]] = set()
         self._closing = False
-        # Written in the thread, read by anybody: a figure for people.
+        # Written in the thread and read without a lock: only a statistic.
         self._begun: Counter[Lane] = Counter()
         self._thread = threading.Thread(target=self._work, name=f"kvhaven-{name}", daemon=True)
         self._thread.start()
 
     def queued(self, lane: Lane) -> int:
-        """Return how many calls of a lane wait for their turn."""
+        """Return the number of queued calls of a lane."""
         return max(0, self._waiting[lane] - self._begun[lane])
 
     async def run(self, lane: Lane, work: Callable[[], Awaitable[T]], deadline_s: float) -> T:
-        """Await `work()` in the thread and return what it returns, or raise what it raises.
+        """Await `work()` in the thread; return its result or raise its exception.
 
-        Raises `TierError` when it waited for its turn until the deadline, when too many wait,
-        or when this is closed; `StoreFailedError` when it had begun by then.
+        Raises `TierError` if the call was still queued at its deadline, the queue is full, or
+        the thread is closed; `StoreFailedError` if the call had begun by its deadline.
         """
         if self._closing:
             raise TierError("the tier is closed")
         if self.queued(lane) >= MOST_WAITING:
-            raise TierError(f"{MOST_WAITING} {lane.name.lower()} calls are waiting already")
+            raise TierError(f"the tier is busy: {MOST_WAITING} {lane.name.lower()} calls wait")
         call = _Call(lane, work, deadline_s)
         self._waiting[lane] += 1
         self._calls.add(call.future)
@@ -76,10 +76,13 @@ class LoopThread:
         finally:
             self._waiting[lane] -= 1
             self._calls.discard(call.future)
-            del call  # else: call, its exception, this frame, call; and the service runs no GC
+            del call  # breaks the cycle call, exception, frame: the service runs no GC
 
     async def close(self, deadline_s: float, last: Callable[[], Awaitable[None]]) -> None:
-        """Take no more calls, finish or cancel within `deadline_s`, await `last()`, and end."""
+        """Refuse new calls, finish or cancel pending ones, await `last()`, end the thread.
+
+        Calls that are not finished within `deadline_s` seconds are cancelled.
+        """
         if self._closing:
             return
         self._closing = True
@@ -93,7 +96,7 @@ class LoopThread:
         await asyncio.to_thread(self._thread.join, max(deadline_s, 1.0))
 
     async def _end(self, last: Callable[[], Awaitable[None]]) -> None:
-        """Cancel what still goes on, and let the store go."""
+        """Cancel running calls, then close the store."""
         for task in self._tasks:
             task.cancel("closed")
         if self._tasks:
@@ -123,7 +126,7 @@ class LoopThread:
             async with asyncio.timeout(call.end - time.monotonic()):
                 await slots.acquire()
         except TimeoutError:
-            raise TierError(f"busy: no turn within {call.deadline_s} s") from None
+            raise TierError(f"the tier is busy: still queued after {call.deadline_s} s") from None
         self._begun[call.lane] += 1
         limit = asyncio.timeout(call.end - time.monotonic())
         try:
@@ -139,11 +142,11 @@ class LoopThread:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Have glibc keep what bodies of up to 32 MiB took, up to 128 MiB of it, for the next ones.
+    """Make glibc keep freed blocks of up to 32 MiB, 128 MiB in total, for later bodies.
 
-    In other threads than the main one it gives such pieces back to the kernel at once, and
-    populating new ones for each body took six times the CPU of moving it through Redis.
-    Another libc is left alone.
+    Outside the main thread, glibc returns such blocks to the kernel immediately. Populating new
+    ones for each body took six times the CPU time of moving it through Redis. Other C libraries
+    are not changed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -152,7 +155,7 @@ def keep_freed_memory() -> None:
 
 
 class _Call(Generic[T]):
-    """One call: what to do and until when, and where its outcome goes."""
+    """One call: its work, its deadline, and the future for its outcome."""
 
     __slots__ = ("caller", "deadline_s", "end", "future", "lane", "task", "work")
 
@@ -166,17 +169,17 @@ class _Call(Generic[T]):
         self.task: asyncio.Task[T] | None = None
 
     def cancel(self) -> None:
-        """End it, in the thread."""
+        """Cancel the call; runs in the thread."""
         if self.task is not None:
             self.task.cancel()
 
     def ended(self, task: "asyncio.Task[T]") -> None:
-        """Hand the outcome over, in the thread."""
+        """Pass the outcome to the caller's loop; runs in the thread."""
         result: Any = None
-        error: BaseException | None = TierError("given up: it was cancelled, or the tier closed")
+        error: BaseException | None = TierError("the call was cancelled, or the tier was closed")
         if not task.cancelled():
             error = task.exception()
             result = None if error else task.result()
         self.task = None
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is waiting
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: no caller waits
             self.caller.call_soon_threadsafe(settle, self.future, result, error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people do with a shared store from outside, while services use it: count, tidy, remove."""
+"""Maintenance of a shared store while services use it: usage, collection, removal, audit."""
 
 import contextlib
 import mmap
@@ -24,25 +24,25 @@ from kvhaven.tiers.shared.store import (
 from kvhaven.types import align_up
 
 _BATCH = 1000
-"""Names that are removed at once."""
+"""Names removed in one call."""
 
 
 class FolderUsage(msgspec.Struct):
-    """What is in a namespace's folder. Times are ages in seconds; None where nobody knows."""
+    """Usage of a namespace's folder. Times are ages in seconds; None if the store has none."""
 
     folder: str
     fields: dict[str, str]
-    """The namespace's own (model, dtype, ...); none where its manifest is missing or damaged."""
+    """Fields of the namespace (model, dtype, ...); empty if its manifest is missing or damaged."""
     shards: int = 0
     bytes: int = 0
     foreign: int = 0
-    """Blobs that are no shards: somebody else's, left alone."""
+    """Blobs that are not shards; KVHaven never touches them."""
     newest_s: float | None = None
     oldest_s: float | None = None
 
 
 class Removed(msgspec.Struct):
-    """How much was removed (or would be), and what is left."""
+    """Shards and bytes that were removed (or would be), and those that remain."""
 
     shards: int = 0
     bytes: int = 0
@@ -51,7 +51,7 @@ class Removed(msgspec.Struct):
 
 
 async def usage(store: SharedStore) -> list[FolderUsage]:
-    """Count what is in each folder. Raises `TierError`."""
+    """Return the usage of each folder. Raises `TierError` if the store fails."""
     now = await store.now()
     found = []
     for folder in await store.folders():
@@ -63,18 +63,18 @@ async def usage(store: SharedStore) -> list[FolderUsage]:
         async for page in store.list_blobs(folder):
             for blob in page:
                 _count(row, blob, now)
-        if row.fields or row.shards or row.foreign:  # else folders that are left of it
+        if row.fields or row.shards or row.foreign:  # otherwise the remains of a removed namespace
             found.append(row)
     return found
 
 
 async def collect(store: SharedStore, limits: Limits, *, dry_run: bool = False) -> Removed:
-    """Remove what is too old or too much, unused for longest first, and what is surely debris.
+    """Remove expired and excess shards, least recently used first, and certain debris.
 
-    It does what the owner of a shared directory does, once, and needs no lease for it: files
-    are immutable and a shard that is gone is a miss. Debris is what has a size that its shard
-    cannot have, and in a directory temporary files that nobody writes any more. Raises
-    `TierError`; `ValueError` for a store that does not know how old anything is.
+    This does once what the owner of a shared directory does periodically. It needs no lease,
+    since files are immutable and a removed shard is a miss. Debris is a blob of a size that its
+    shard cannot have and, in a directory, an abandoned temporary file. Raises `TierError` if the
+    store fails, and `ValueError` if the store does not report when data was used.
     """
     survey = DirectoryUsage()
     torn: set[str] = set()
@@ -82,10 +82,10 @@ async def collect(store: SharedStore, limits: Limits, *, dry_run: bool = False) 
         names = await _names(store, folder)
         torn.update(blob.name for blob in page if _is_torn(blob, names))
         survey.add(folder, [blob for blob in page if blob.name not in torn])
-    doomed = survey.doomed(limits, await store.now(), 0)
+    deletions = survey.deletions(limits, await store.now(), 0)
     done = Removed()
     async for _, page in _shards(store):
-        gone = [blob for blob in page if blob.name in torn or doomed.take(blob)]
+        gone = [blob for blob in page if blob.name in torn or deletions.take(blob)]
         if not dry_run:
             await _remove(store, gone)
         done.shards += len(gone)
@@ -96,7 +96,7 @@ async def collect(store: SharedStore, limits: Limits, *, dry_run: bool = False) 
 
 
 async def empty(store: SharedStore, folders: Sequence[str]) -> Removed:
-    """Remove these namespaces' shards and manifests. Raises `TierError`."""
+    """Remove the shards and manifests of these folders. Raises `TierError` if the store fails."""
     done = Removed()
     for folder in folders:
         async for page in store.list_blobs(folder):
@@ -143,9 +143,9 @@ def _count(row: FolderUsage, blob: Blob, now: float) -> None:
 
 
 class Audited(msgspec.Struct, frozen=True):
-    """What was looked at: a name, its size in bytes, and what is wrong with it (empty: nothing).
+    """Audit result of one blob: name, size in bytes, and problem (empty: none).
 
-    `shard` is what should be there; None for what is no shard (and nothing to remove).
+    `shard` is the shard that the name stands for; None if the blob is not a shard (do not remove).
     """
 
     name: str
@@ -155,10 +155,10 @@ class Audited(msgspec.Struct, frozen=True):
 
 
 async def audit(store: SharedStore) -> AsyncIterator[Audited]:
-    """Yield every blob, read and checked, as it goes. Raises `TierError` when the store fails.
+    """Read and check every blob, and yield the results. Raises `TierError` if the store fails.
 
-    What other services do meanwhile is no problem: a shard that is gone when it is read was
-    deleted.
+    Concurrent changes by other services are not problems: a shard that is absent when it is read
+    was deleted.
     """
     for folder in await store.folders():
         try:
@@ -171,13 +171,13 @@ async def audit(store: SharedStore) -> AsyncIterator[Audited]:
             for blob in page:
                 shard = names.shard(blob.name)
                 if shard is None:
-                    yield Audited(blob.name, blob.size, problem=f"{blob.name} is no shard")
+                    yield Audited(blob.name, blob.size, problem=f"{blob.name} is not a shard")
                 elif (problem := await _problem(store, shard)) is not None:
                     yield Audited(blob.name, blob.size, shard, problem)
 
 
 async def _holds_anything(store: SharedStore, folder: str) -> bool:
-    """Return whether a folder is more than what is left of one that was removed."""
+    """Return whether a folder holds blobs; otherwise it is the remains of a removed one."""
     async for page in store.list_blobs(folder):
         if page:
             return True
@@ -185,12 +185,12 @@ async def _holds_anything(store: SharedStore, folder: str) -> bool:
 
 
 async def _problem(store: SharedStore, shard: StoredShard) -> str | None:
-    """Return what is wrong with a shard, empty if nothing is; None when it is gone."""
+    """Return a shard's problem; empty if it is valid, None if it is absent."""
     page = mmap.mmap(-1, align_up(shard.payload_bytes))
     try:
         await store.read(shard, memoryview(page))
     except DamagedShardError as error:
         return str(error) or f"{blob_name(shard)} is damaged"
     except TierMissError:
-        return None  # deleted since it was listed
+        return None  # deleted after it was listed
     return ""

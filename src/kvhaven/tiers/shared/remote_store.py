@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a store's client in a thread of its own, within deadlines: for stores over a network."""
+"""Adapter that runs the client of a network store in its own thread, within deadlines."""
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,15 +17,16 @@ from kvhaven.types import Checksum
 T = TypeVar("T")
 
 SLOTS: Final = {Lane.READ: 16, Lane.WRITE: 6, Lane.BACKGROUND: 2}
-"""More reads than writes: who reads has a user waiting."""
+"""More reads than writes, since requests wait for reads."""
 
 
 class RemoteStore:
-    """`client`, whose coroutines may do anything but block for long, as a `SharedStore`.
+    """`SharedStore` over `client`, whose coroutines must not block for long.
 
-    The client is used in one thread alone; its operations end within `deadline_s`. It touches
-    a caller's buffer between two of its `await`s only, never during one, so a call that is
-    cancelled is done with it at once; or while a thread (un)packs it, which it then waits for.
+    The client is used in one thread only; its operations end within `deadline_s`. The client may
+    access a caller's buffer only between two `await`s, so a cancelled call has finished with the
+    buffer immediately. The exception: while a codec thread uses the buffer, a cancelled call
+    waits for that thread.
     """
 
     def __init__(self, client: SharedStore, deadline_s: float) -> None:
@@ -40,11 +41,11 @@ class RemoteStore:
         await self._run(Lane.BACKGROUND, self._client.open)
 
     async def still_open(self) -> bool:
-        """Ask the client."""
+        """Ask the client whether its store is still the one that was opened."""
         return await self._run(Lane.BACKGROUND, self._client.still_open)
 
     async def close(self, deadline_s: float) -> None:
-        """Finish, close the client, end the thread."""
+        """Finish running calls, close the client, end the thread."""
         await self._thread.close(deadline_s, functools.partial(self._client.close, deadline_s))
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
@@ -57,7 +58,7 @@ class RemoteStore:
         return await self._run(Lane.WRITE, work)
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Ask for the batch in one call."""
+        """Look up the batch in one call."""
         return await self._run(Lane.READ, functools.partial(self._client.contains, shards))
 
     async def remove(self, names: Sequence[str]) -> None:
@@ -78,7 +79,7 @@ class RemoteStore:
         return await self._run(Lane.BACKGROUND, self._client.folders)
 
     async def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
-        """List a folder; each page has the deadline of a call."""
+        """List a folder; the deadline applies to each page."""
         listing = self._client.list_blobs(folder)
 
         async def following() -> Sequence[Blob] | None:
@@ -88,7 +89,7 @@ class RemoteStore:
             yield page
 
     async def now(self) -> float:
-        """Ask the client's store for its time."""
+        """Return the time of the client's store."""
         return await self._run(Lane.BACKGROUND, self._client.now)
 
     async def probe(self, lane: Lane) -> None:
@@ -96,11 +97,11 @@ class RemoteStore:
         await self._run(Lane.BACKGROUND, functools.partial(self._client.probe, lane))
 
     def queued(self, lane: Lane) -> int:
-        """Return how many calls wait for their turn."""
+        """Return the number of queued calls."""
         return self._thread.queued(lane)
 
     def longest_running_s(self) -> float:
-        """Every call ends by its deadline: nothing hangs."""
+        """Return 0: every call ends by its deadline."""
         return 0.0
 
     async def _run(self, lane: Lane, work: Callable[[], Awaitable[T]]) -> T:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trying again, without making an outage worse."""
+"""Retries within a budget, so that they do not worsen an outage."""
 
 import asyncio
 import random
@@ -15,16 +15,16 @@ _LONGEST_PAUSE_S: Final = 1.0
 
 
 class PassingError(StoreFailedError):
-    """A failure of the store that may be gone in a moment: a reset connection, a status of 503."""
+    """Transient failure of the store, such as a reset connection or HTTP status 503."""
 
 
 class Retries:
-    """Tries a call up to `attempts` times while it raises `PassingError`, within a budget.
+    """Retry policy: repeats a call that raises `PassingError`, up to `attempts` attempts in all.
 
-    Each call earns a tenth of a retry, of which at most `most` are saved up: a store that fails
-    for all gets a tenth more requests, not several times as many. Before each retry comes a
-    random pause below a limit that doubles, so that nodes do not come back in step. Used in
-    one thread.
+    Each call earns `earned` (a tenth) of a retry, and at most `most` retries accumulate. A store
+    that fails every request thus receives a tenth more requests, not several times as many. A
+    random pause below a doubling limit precedes each retry, so that nodes do not retry in step.
+    Used in one thread.
     """
 
     def __init__(self, attempts: int = 3, earned: float = 0.1, most: float = 10.0) -> None:
@@ -35,7 +35,7 @@ class Retries:
         self._random = random.Random()  # noqa: S311 - it spreads load
 
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what `work()` returns. Raises what the last attempt raised."""
+        """Return the result of `work()`. Raises the exception of the last attempt."""
         self._budget = min(self._most, self._budget + self._earned)
         limit_s = _FIRST_PAUSE_S
         for _ in range(self._attempts - 1):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a shared tier needs of its store, the names in it, and what can go wrong there."""
+"""Contract of a shared tier's store, the names of its blobs, and its errors."""
 
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -14,20 +14,20 @@ from kvhaven.tiers.format.manifest import MANIFEST_NAME, unpack_manifest
 from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, TenantId
 
 FOLDER: Final = re.compile(r"([0-9a-f]{16})(?:\.t([0-9a-f]{16}))?")
-"""A folder: the first 16 hex digits of a namespace's digest, and the tenant's if there is one."""
+"""Folder name: first 16 hex digits of the namespace's digest, and the tenant id if there is one."""
 
 _BLOB: Final = re.compile(rf"{FOLDER.pattern}/([0-9a-f]{{2}})/([0-9a-f]{{64}})\.(g[^/]*)\.kv")
 
 
 class StoreFailedError(TierError):
-    """The store itself failed, or did not answer in time: counted by the tier's breakers."""
+    """The store failed or did not answer in time; the tier's breakers count this error."""
 
 
 class Blob(NamedTuple):
-    """What a store lists: a name from its root, a size in bytes, and when it was used last.
+    """Entry of a listing: name relative to the store's root, size in bytes, time of last use.
 
-    That is in seconds by the store's own clock; where it does not know (S3), when it was
-    written; None where it knows neither (Redis).
+    `used_at` is in seconds by the store's clock. It is the time of writing if the store does not
+    record uses (S3), and None if it records neither (Redis).
     """
 
     name: str
@@ -36,71 +36,71 @@ class Blob(NamedTuple):
 
 
 class SharedStore(Protocol):
-    """Blobs under names that others read and write too. Used by `SharedTier` alone.
+    """Store of named blobs that other services read and write as well. Used by `SharedTier` only.
 
-    Called on the service's event loop, which no call blocks. All raise `StoreFailedError` when
-    the store fails, and `TierError` when nobody can say that (a full queue). Buffers, deadlines
-    and cancellation are as `Tier` says.
+    The methods run on the service's event loop and never block it. All raise `StoreFailedError`
+    if the store fails, and `TierError` if the call failed for another reason (a full queue).
+    Buffers, deadlines and cancellation follow the contract of `Tier`.
     """
 
     name: str
-    """As `Tier.name`."""
+    """Same as `Tier.name`."""
     title: str
-    """What people call this store in messages; no secret is in it."""
+    """Name of the store in messages; contains no secret."""
 
     async def open(self) -> None:
-        """Find out whether the store can be used, also again after it could not.
+        """Connect to the store and verify that it is usable. May be called again after a failure.
 
-        Raises `TierError` with what is wrong (a path, a bucket, credentials) and what to do.
+        Raises `TierError` with the problem (a path, a bucket, credentials) and the remedy.
         """
 
     async def still_open(self) -> bool:
-        """Return whether it is the store that was opened (a mount may have vanished)."""
+        """Return whether this is still the store that was opened (a mount may have vanished)."""
 
     async def close(self, deadline_s: float) -> None:
-        """Finish what goes on within `deadline_s` seconds, and give all up, for good."""
+        """Finish running operations within `deadline_s` seconds, then release all resources."""
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
-        """Read and verify. Raises `TierMissError` when absent, `DamagedShardError` when wrong."""
+        """Read and verify. Raises `TierMissError` if absent, `DamagedShardError` if damaged."""
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Write; what is there with a right size already stays. Returns the bytes written."""
+        """Write unless a shard of a possible size is present. Returns the bytes written (or 0)."""
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Return whether each is there with a size that it may have."""
+        """Return whether each shard is present with a possible size."""
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Remove blobs by their names; absent ones are no error."""
+        """Remove blobs by name; absent blobs are not an error."""
 
     async def load_manifest(self, folder: str) -> bytes | None:
-        """Return the content of a folder's manifest; None when there is none."""
+        """Return the content of a folder's manifest; None if it is absent."""
 
     async def save_manifest(self, folder: str, content: bytes) -> None:
-        """Write a folder's manifest, in one step, over an older one."""
+        """Write a folder's manifest atomically; an existing one is replaced."""
 
     async def folders(self) -> Sequence[str]:
-        """Return the names of namespaces' and tenants' folders (see `FOLDER`)."""
+        """Return the names of the namespaces' and tenants' folders (see `FOLDER`)."""
 
     def list_blobs(self, folder: str) -> AsyncIterator[Sequence[Blob]]:
-        """Yield what is in a folder, its manifest aside."""
+        """Yield the blobs in a folder, except its manifest."""
 
     async def now(self) -> float:
-        """Return the store's own time, by which `Blob.used_at` counts."""
+        """Return the time in seconds of the store's clock, which `Blob.used_at` uses."""
 
     async def probe(self, lane: Lane) -> None:
-        """Show that reads, or writes, work."""
+        """Verify that reads or writes work. Raises `TierError` if not."""
 
     def queued(self, lane: Lane) -> int:
-        """Return how many operations wait for their turn."""
+        """Return the number of queued operations."""
 
     def longest_running_s(self) -> float:
-        """Return for how long the oldest operation has been going on that nothing can end."""
+        """Return the seconds since the oldest operation began that cannot be cancelled."""
 
 
 def blob_name(shard: StoredShard) -> str:
     """Return a shard's name in any shared store.
 
-    256 folders a namespace and tenant: a million chunks of one shard each are 4000 files in each.
+    Each namespace and tenant has 256 subfolders: a million chunks of one shard are 4000 files each.
     """
     key = shard.key.hex()
     return f"{folder_of(shard.namespace, shard.tenant)}/{key[:2]}/{key}.{shard.shard}.kv"
@@ -112,7 +112,7 @@ def folder_of(namespace: NamespaceDigest, tenant: TenantId) -> str:
 
 
 def tenant_of(folder: str) -> TenantId:
-    """Return whose a folder is (see `FOLDER`)."""
+    """Return the tenant of a folder (see `FOLDER`)."""
     return TenantId(bytes.fromhex(folder[len("0123456789abcdef.t") :]))
 
 
@@ -122,19 +122,19 @@ def manifest_name(folder: str) -> str:
 
 
 def is_shard_name(name: str) -> bool:
-    """Return whether a blob is named as shards are."""
+    """Return whether a blob's name is that of a shard."""
     return _BLOB.fullmatch(name) is not None
 
 
 class Names:
-    """Tells which shard of one namespace a name is of."""
+    """Lookup of shards of one namespace by blob name."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
         self._shards = {str(shard.id): shard for shard in namespace.table.shards}
 
     def shard(self, name: str) -> StoredShard | None:
-        """Return the shard that should be under this name; None when none should."""
+        """Return the shard that `name` stands for; None if it is not a shard of the namespace."""
         parts = _BLOB.fullmatch(name)
         shard = self._shards.get(parts[5]) if parts else None
         if parts is None or shard is None or parts[3] != parts[4][:2]:
@@ -145,21 +145,21 @@ class Names:
 
 
 async def read_manifest(store: SharedStore, folder: str) -> Namespace:
-    """Return a folder's namespace. Raises `TierMissError` when its manifest tells of none.
+    """Return a folder's namespace. Raises `TierMissError` if its manifest is absent or invalid.
 
-    Each folder has one, a tenant's too: so it can be read, copied and removed by itself.
+    Each folder has a manifest, tenants' folders too, so it can be copied and removed on its own.
     """
     raw = await store.load_manifest(folder)
     if raw is None:
-        raise TierMissError(f"{manifest_name(folder)} is not there")
+        raise TierMissError(f"{manifest_name(folder)} does not exist")
     return unpack_manifest(raw, folder.partition(".")[0])
 
 
 def require_size(size: int, shard: StoredShard, where: str) -> None:
-    """Raise `DamagedShardError` if a stored object of this size in bytes cannot be the shard."""
+    """Raise `DamagedShardError` if `size` bytes is not a possible stored size of the shard."""
     if not may_hold(size, shard.payload_bytes):
         most = stored_bytes(shard.payload_bytes)
-        message = f"{where} has {size} bytes instead of {most} (or whole pages, compressed)"
+        message = f"{where} has {size} bytes instead of {most} (or fewer whole pages, compressed)"
         raise DamagedShardError(message, str(size).encode())
 
 
@@ -171,7 +171,7 @@ def unpack(
     shard: StoredShard,
     where: str,
 ) -> Checksum:
-    """Call `codec.unpack`. Raises `DamagedShardError`, naming `where` the bytes are from."""
+    """Call `codec.unpack`; `DamagedShardError` names `where` the bytes come from."""
     try:
         return codec.unpack(head, into, size, shard)
     except DamagedShardError as error:

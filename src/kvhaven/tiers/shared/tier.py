@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier over a store that other services use too: a filesystem, an object store, Redis."""
+"""Shared tier: a tier over a store that other services use too (filesystem, S3, Redis)."""
 
 import asyncio
 import contextlib
@@ -36,19 +36,20 @@ T = TypeVar("T")
 _MOST_MANIFESTS: Final = 100_000
 _MOST_OWED: Final = 100_000
 _MANIFEST_S: Final = 60.0
-"""Somebody may have removed all of a namespace: its manifest is looked for this often."""
+"""Seconds between checks of a manifest, since a whole namespace may have been removed."""
 
 
 class SharedTier:
-    """Keeps shards in `store`, which others read, write and delete from too.
+    """Tier over `store`, which other services read, write and delete from as well.
 
-    Nothing is believed: what is read is verified, and what fails its check is read once more
-    before it is removed for everybody, since it may have been damaged on its way to us alone.
-    No book is kept of what is there, but `presence`, where there is one, remembers it for
-    seconds. `codec` is the store's, for `health`. Every `retry_s` the tier opens what it could
-    not open, and probes what its breakers switched off: one for reads, one for writes, each
-    after `failures` in a row. An operation that hangs for `stall_s` turns it off until it
-    returns. `clock` returns seconds that never go back. See `Tier` for the methods.
+    All reads are verified. A shard that fails its check is read once more before it is removed
+    for all nodes, since it may have been damaged only in transit. The tier keeps no index of
+    the shards, but `presence`, if given, caches lookup results for seconds. `codec` is the
+    store's, for `health`. Every `retry_s` seconds the tier retries a failed open and probes the
+    operations that its breakers turned off: one breaker for reads and one for writes, each
+    opened by `failures` failures in a row. An operation that hangs for `stall_s` seconds turns
+    the tier off until it returns. `clock` returns monotonic seconds. `Tier` documents the
+    methods.
     """
 
     shared = True
@@ -76,7 +77,7 @@ class SharedTier:
             self._title, slowest, clock, failures=failures, retry_s=retry_s, stall_s=stall_s
         )
         self._index = Index()  # of namespaces alone
-        self._manifests: dict[str, float] = {}  # by folder: believed to be there until then
+        self._manifests: dict[str, float] = {}  # by folder: not checked again before this time
         self._owed: set[StoredShard] = set()
         self._keeper: asyncio.Task[None] | None = None
         self._epoch = 0
@@ -84,17 +85,17 @@ class SharedTier:
 
     @property
     def store(self) -> SharedStore:
-        """The store itself, for tools."""
+        """The underlying store, for tools."""
         return self._store
 
     async def start(self) -> None:
-        """Open the store, and watch over it from now on. See `Tier.start`."""
+        """Open the store and start its periodic maintenance. See `Tier.start`."""
         tried = asyncio.Event()
         self._keeper = asyncio.create_task(self._keep(tried), name=f"kvhaven-{self.name}-keeper")
         await self._condition.started(tried)
 
     async def close(self, deadline_s: float) -> None:
-        """Finish within `deadline_s` seconds and give the store up."""
+        """Finish within `deadline_s` seconds and close the store."""
         if self._keeper is not None:
             self._keeper.cancel()
         await self._store.close(deadline_s)
@@ -103,7 +104,7 @@ class SharedTier:
         self._condition.offline = "closed"
 
     async def add_namespace(self, namespace: Namespace) -> None:
-        """Remember a namespace and write its manifest; while offline, that is done later."""
+        """Register a namespace and write its manifest (later, if the tier is offline)."""
         self._index.add_namespace(namespace)
         if self._condition.serves(Lane.WRITE):
             await self._ensure_manifest(namespace, NO_TENANT)
@@ -111,7 +112,7 @@ class SharedTier:
     async def scan(
         self, tenant: TenantId | None = None
     ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
-        """Yield what is there now; what is no shard is left alone."""
+        """Yield the shards that are present now; blobs that are not shards are left alone."""
         self._condition.require(Lane.READ)
         for folder in await self._do(Lane.BACKGROUND, self._store.folders()):
             if tenant not in {None, tenant_of(folder)}:
@@ -133,7 +134,7 @@ class SharedTier:
                     yield namespace, found
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Ask the store for what is not remembered, in one batch."""
+        """Look up the shards that are not cached, in one batch."""
         self._condition.require(Lane.READ)
         known = {shard: self._recall(shard) if self._exists(shard) else False for shard in shards}
         unknown = [shard for shard, there in known.items() if there is None]
@@ -150,7 +151,7 @@ class SharedTier:
         self._condition.require(Lane.READ)
         if self._recall(shard) is False:
             self._misses += 1
-            raise TierMissError(f"{shard.key.hex()} was not there a moment ago")
+            raise TierMissError(f"{shard.key.hex()} was absent a moment ago")
         try:
             checksum = await self._read_twice(shard, into)
         except DamagedShardError as error:
@@ -165,14 +166,14 @@ class SharedTier:
         return checksum
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
-        """Write a shard unless it is there."""
+        """Write a shard unless it is present."""
         require_length(shard, payload)
         self._condition.require(Lane.WRITE)
         namespace = self._index.namespace(shard.namespace)
         if namespace is None or not self._index.fits(shard):
             raise TierError(
-                f"{self._title}: no namespace {shard.namespace.hex()} with a shard "
-                f"{shard.shard} of {shard.payload_bytes} bytes was added"
+                f"{self._title}: namespace {shard.namespace.hex()} with shard {shard.shard} of "
+                f"{shard.payload_bytes} bytes is not registered; call add_namespace first"
             )
         self._owed.discard(shard)
         if self._recall(shard):
@@ -184,7 +185,7 @@ class SharedTier:
         return written
 
     async def delete(self, shards: Sequence[StoredShard]) -> None:
-        """Remove shards, for everybody; what cannot be removed now is tried again later."""
+        """Remove shards for all nodes; failed deletes are retried later."""
         try:
             self._condition.require(Lane.WRITE)
             await self._remove(shards)
@@ -195,7 +196,7 @@ class SharedTier:
             self._note(shard, there=False)
 
     def health(self) -> TierHealth:
-        """Return the figures of this moment."""
+        """Return the current state and counters."""
         online = self._condition.serves(Lane.READ)
         return TierHealth(
             online=online,
@@ -215,7 +216,7 @@ class SharedTier:
         )
 
     async def check(self) -> TierAudit:
-        """Read all that is in the store, and say what is wrong. For tools: it takes long."""
+        """Read and verify the whole store. For tools: it takes long."""
         self._condition.require(Lane.READ)
         shards = used_bytes = 0
         problems: list[str] = []
@@ -232,7 +233,7 @@ class SharedTier:
         await self._do(Lane.WRITE, self._store.remove([blob_name(shard) for shard in shards]))
 
     async def _do(self, lane: Lane, work: Awaitable[T]) -> T:
-        """Await work of the store, and note whether the store failed."""
+        """Await an operation of the store, and record whether the store failed."""
         try:
             result = await work
         except StoreFailedError as error:
@@ -244,9 +245,9 @@ class SharedTier:
         return result
 
     def _exists(self, shard: StoredShard) -> bool:
-        """Return whether there can be such a shard, as far as its namespace is known.
+        """Return whether the shard can exist; True if its namespace is not registered.
 
-        Its size in the store would not tell one of another length.
+        The stored size alone cannot tell shards of similar lengths apart.
         """
         known = self._index.namespace(shard.namespace) is not None
         return not known or self._index.fits(shard)
@@ -259,7 +260,7 @@ class SharedTier:
             self._presence.note(shard, there=there)
 
     async def _read_twice(self, shard: StoredShard, into: memoryview) -> Checksum:
-        """Read; once more when a check failed. Raises `DamagedShardError` when it failed twice."""
+        """Read; repeat if a check failed. Raises `DamagedShardError` if it failed twice."""
         try:
             return await self._do(Lane.READ, self._store.read(shard, into))
         except DamagedShardError as error:
@@ -272,40 +273,44 @@ class SharedTier:
             raise
 
     async def _reject(self, shard: StoredShard, error: DamagedShardError) -> None:
-        """Remove what failed its check twice in the same way; otherwise the way is at fault."""
+        """Remove a shard with equal damage in two reads; unequal damage arose in transit."""
         self._rejected += 1
         self._note(shard, there=False)
-        # Their text alone: a log handler that keeps errors would keep responses open with them.
+        # Log only the text: a log handler that keeps the error would keep its response open.
         if not error.evidence:
-            _log.warning("%s: a shard arrived damaged, twice unlike: %s", self._title, str(error))
+            _log.warning(
+                "%s: a shard arrived with different damage in two reads: %s",
+                self._title,
+                str(error),
+            )
             return
-        _log.warning("%s: removed a shard: %s", self._title, str(error))
-        with contextlib.suppress(TierError):  # else it is rejected again
+        _log.warning("%s: removed a damaged shard: %s", self._title, str(error))
+        with contextlib.suppress(TierError):  # the next read rejects it again
             await self._remove([shard])
 
     async def _ensure_manifest(self, namespace: Namespace, tenant: TenantId) -> None:
-        """Write a folder's manifest unless it is there. Raises `TierError` for another's."""
+        """Write a folder's manifest unless present. Raises `TierError` if it does not match."""
         folder = folder_of(namespace.digest, tenant)
         if self._clock() < self._manifests.get(folder, 0.0):
             return
         there = None
-        with contextlib.suppress(TierMissError):  # absent or damaged: it is written anew
+        with contextlib.suppress(TierMissError):  # absent or damaged: it is rewritten
             there = await self._do(Lane.WRITE, read_manifest(self._store, folder))
         if there is None:
             content = pack_manifest(namespace)
             await self._do(Lane.WRITE, self._store.save_manifest(folder, content))
         elif (there.digest, there.table) != (namespace.digest, namespace.table):
             raise TierError(
-                f"{self._title}: {folder} is of namespace {there.digest.hex()} with "
+                f"{self._title}: {folder} belongs to namespace {there.digest.hex()} with "
                 f"{len(there.table.shards)} shards; {namespace.digest.hex()} with "
-                f"{len(namespace.table.shards)} cannot be kept there: remove the folder"
+                f"{len(namespace.table.shards)} cannot be stored there: remove the folder"
             )
         if len(self._manifests) >= _MOST_MANIFESTS:
             self._manifests.clear()
         self._manifests[folder] = self._clock() + _MANIFEST_S
 
     async def _recognise(self, folder: str) -> Namespace | None:
-        """Return a folder's namespace; None, with a line in the log, when it is not known."""
+        """Return a folder's namespace; log and return None if it is invalid or contradictory."""
         try:
             namespace = await self._do(Lane.BACKGROUND, read_manifest(self._store, folder))
             self._index.add_namespace(namespace)
@@ -315,14 +320,14 @@ class SharedTier:
         return namespace
 
     async def _keep(self, tried: asyncio.Event) -> None:
-        """Open the store when it is not open; probe what is off; delete what is owed."""
+        """Periodically open a closed store, run due probes, and retry failed deletes."""
         while True:
             try:
                 await self._look_after()
             except TierError as error:
                 _log.debug("%s: %s", self._title, str(error))
-            except Exception:  # noqa: BLE001 - nobody else would look after the tier any more
-                _log.exception("%s: looking after it failed", self._title)
+            except Exception:  # noqa: BLE001 - the maintenance task must survive any error
+                _log.exception("%s: its periodic maintenance failed", self._title)
             tried.set()
             await asyncio.sleep(self._retry_s)
 
@@ -336,7 +341,7 @@ class SharedTier:
                     await self._remove(owed)
                     self._owed.difference_update(owed)
                 return
-            self._condition.closed("it is not there any more")
+            self._condition.closed("the store that was opened is gone")
         try:
             await self._store.open()
         except TierError as error:
@@ -357,6 +362,6 @@ class SharedTier:
             await self._do(Lane.BACKGROUND, self._store.probe(lane))
             success = True
         except TierError:
-            pass  # counted; the breaker's pause grows
+            pass  # recorded; the breaker's pause grows
         finally:
             self._condition.probed(lane, success=success)

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,10 +79,18 @@ def _environment() -> dict[str, str]:
     }
 
 
+_starting = threading.Lock()
+
+
 @functools.cache
+def _make_zygote() -> Zygote:
+    return Zygote(_environment())
+
+
 def _zygote() -> Zygote:
     """Return this pytest worker's zygote."""
-    return Zygote(_environment())
+    with _starting:
+        return _make_zygote()
 
 
 @contextlib.contextmanager
@@ -200,6 +209,16 @@ class NodeService:
         """Wait until everything is on disk."""
         with connect(str(self.socket)) as control:
             assert control.flush(20) == 0
+
+    def await_ranks(self, count: int = 1) -> None:
+        """Wait until so many ranks can copy to and from the whole arena: then all is saved."""
+        while True:
+            status = self.status()
+            ready = [member.ready_bytes for member in status.members if "rank" in member.role]
+            whole = status.arena_allocated_bytes == status.arena_planned_bytes
+            if whole and len(ready) == count and min(ready) >= status.arena_allocated_bytes:
+                return
+            time.sleep(0.05)
 
     def settled(self, timeout_s: float = 15) -> ServiceStatus:
         """Wait until nothing is held any more; return the status then (or at the timeout)."""

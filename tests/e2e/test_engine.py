@@ -109,6 +109,7 @@ def test_tensor_parallel_ranks_share_their_chunks(
             {"service_address": str(service.socket)},
             tensor_parallel_size=2,
         ) as started:
+            service.await_ranks(2)
             assert_same(started.generate(asked, max_tokens=4), expected)
             started.ask("reset")
             again = started.generate(asked, max_tokens=4)

@@ -36,8 +36,10 @@ def test_a_prefill_and_a_decode_engine_that_are_unlike_share_portable_kv(
     settings = SETTINGS | {"service_address": str(service.socket)}
     try:
         with engine(model, tmp_path / "prefill.log", settings, **PREFILL) as prefill:
+            service.await_ranks()
             assert_same(prefill.generate(asked, max_tokens=8), control(asked, max_tokens=8))
         with engine(model, tmp_path / "decode.log", settings, **DECODE) as decode:
+            service.await_ranks(2)
             assert_all_from_cache(decode.generate(asked, max_tokens=8), asked, control)
             # What this one computes goes to disk, and through a killed service to the other.
             assert_same(decode.generate(more, max_tokens=8), control(more, max_tokens=8))
@@ -45,6 +47,7 @@ def test_a_prefill_and_a_decode_engine_that_are_unlike_share_portable_kv(
         service.stop(signal.SIGKILL)
         service.start()
         with engine(model, tmp_path / "again.log", settings, **PREFILL) as prefill:
+            service.await_ranks()
             assert_all_from_cache(prefill.generate(more, max_tokens=8), more, control)
             assert_all_from_cache(prefill.generate(asked, max_tokens=8), asked, control)
         assert_nothing_held(service.settled())

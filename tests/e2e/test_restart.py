@@ -30,6 +30,7 @@ def test_a_new_engine_and_a_killed_service_find_everything(
     settings = {"service_address": str(service.socket)}
     try:
         with engine(model, tmp_path / "a.log", settings) as started:
+            service.await_ranks()
             assert_same(started.generate(asked, max_tokens=4), expected)
             service.flush()
             started.kill()
@@ -37,6 +38,7 @@ def test_a_new_engine_and_a_killed_service_find_everything(
         service.stop(signal.SIGKILL)
         service.start()
         with engine(model, tmp_path / "b.log", settings, in_process=True) as started:
+            service.await_ranks()
             found = started.generate(asked, max_tokens=4)
             assert_same(found, expected)
             for prompt, one in zip(asked, found, strict=True):

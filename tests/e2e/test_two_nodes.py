@@ -45,6 +45,7 @@ def test_a_node_hits_what_another_computed_through_a_directory_and_through_s3(
     a.start()
     try:
         with engine(model, tmp_path / "a-engine.log", settings, in_process=True) as started:
+            a.await_ranks()
             assert_same(started.generate(asked, max_tokens=8), expected)
         a.flush()
         assert [tier.writes > 0 for tier in a.status().tiers.values()] == [True, True]
@@ -59,6 +60,7 @@ def test_a_node_hits_what_another_computed_through_a_directory_and_through_s3(
             b.start()
             try:
                 wait_until_attached(log, attached)
+                b.await_ranks()
                 started.ask("reset")
                 found = started.generate(asked, max_tokens=8)
                 assert_same(found, expected)
@@ -79,6 +81,6 @@ def wait_until_attached(log: Path, times: int) -> None:
     which what they look up is a miss.
     """
     end = time.monotonic() + 20
-    while log.read_text().count(" is there\n") < 2 * times:
+    while log.read_text().count("attached to the node service") < 2 * times:
         assert time.monotonic() < end, log.read_text()[-2000:]
         time.sleep(0.05)

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -48,6 +49,7 @@ class Zygote:
     """The zygote's handle in a pytest worker. The zygote ends with the worker."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()  # tests start engines side by side
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__)), str(theirs.fileno())],
@@ -74,11 +76,12 @@ class Zygote:
         """
         read, write = os.pipe()
         order = {"program": str(program), "argument": argument, "environment": dict(environment)}
-        try:
-            socket.send_fds(self._ours, [json.dumps(order).encode()], [read, answers, output])
-        finally:
-            os.close(read)
-        answer, (pidfd,), _, _ = socket.recv_fds(self._ours, 64, 1)
+        with self._lock:
+            try:
+                socket.send_fds(self._ours, [json.dumps(order).encode()], [read, answers, output])
+            finally:
+                os.close(read)
+            answer, (pidfd,), _, _ = socket.recv_fds(self._ours, 64, 1)
         return Forked(int(answer), pidfd, os.fdopen(write, "w"))
 
     def close(self) -> None:

@@ -319,6 +319,7 @@ def _check_leases(
                         f"{name} holds a chunk that is being filled: {_name(entry)}"
                     )
                     pins[entry.extent.generation] += 1
+    pins.update(entry.extent.generation for entry in leases.loans.open.values())
     for tail in leases.unpinning:
         pins.update(entry.extent.generation for entry in tail.entries[tail.done :])
     for entry in space.held:

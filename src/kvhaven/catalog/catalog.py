@@ -19,6 +19,7 @@ from kvhaven.catalog.allocation import Allocator, S
 from kvhaven.catalog.entries import Entry, State
 from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.leases import Leases
+from kvhaven.catalog.loans import Loan
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.reservations import Reservations
@@ -279,6 +280,28 @@ class Catalog:
         if entry is None:
             return None
         return tuple(c for c in entry.checksums if c is not None)
+
+    def has(
+        self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT
+    ) -> list[bool]:
+        """Return whether each chunk is resident as this tenant's; False for unknown namespaces."""
+        part = self._owners.known_part(namespace, tenant)
+        return [part is not None and self._leases.loans.has(part, key) for key in keys]
+
+    def lend(
+        self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
+    ) -> Loan | None:
+        """Pin a resident chunk for a reader within the service, and mark it as used.
+
+        Returns None if it is not resident as this tenant's, or if loans and leases already pin as
+        much as they may. The reader ends every loan with `returned`.
+        """
+        part = self._owners.known_part(namespace, tenant)
+        return None if part is None else self._leases.loans.lend(part, key)
+
+    def returned(self, loan: int) -> None:
+        """Record that nothing reads a loan's extent any more. A second call changes nothing."""
+        self._leases.loans.returned(loan)
 
     # Saving
 

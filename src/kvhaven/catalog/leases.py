@@ -18,6 +18,7 @@ from kvhaven.catalog.actions import (
 from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.entries import Entry, NamespaceState, State
 from kvhaven.catalog.holdings import Scope
+from kvhaven.catalog.loans import Loans
 from kvhaven.catalog.lookups import TierLookups
 from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Lease, Lookup, Member, Session, Sessions
@@ -121,6 +122,7 @@ class Leases:
         self.waiters: dict[Entry, dict[Lease, None]] = {}  # leases by promoting entry
         self.prefetches: set[Lease] = set()  # unfinished prefetches
         self.prefetched = Counter[SessionId]()  # chunks that they name
+        self.loans = Loans(space, lambda: self.pin_limit)
         self.unpinning: set[Unpinning] = set()  # being unpinned
         self.leaving = Counter[Session]()  # number of `_look_through` jobs
         self.hits = 0

@@ -75,7 +75,7 @@ class Owners:
             raise KVHavenError(f"namespace {digest.hex()} is unknown; call add_namespace first")
         if tenant == NO_TENANT:
             return whole
-        part = self._known_part(digest, tenant)
+        part = self.known_part(digest, tenant)
         if part is None:
             part = NamespaceState(whole.namespace, self.tenant(tenant))
             self._parts[tenant[0]][digest, tenant] = part
@@ -127,7 +127,7 @@ class Owners:
         if scope.tenant is None:
             return []
         digests = tuple(self._namespaces) if scope.namespace is None else (scope.namespace,)
-        known = (self._known_part(digest, scope.tenant) for digest in digests)
+        known = (self.known_part(digest, scope.tenant) for digest in digests)
         return [part for part in known if part is not None]
 
     def parts(self) -> Iterator[NamespaceState]:
@@ -139,7 +139,8 @@ class Owners:
                 if part is not None:
                     yield part
 
-    def _known_part(self, digest: NamespaceDigest, tenant: TenantId) -> NamespaceState | None:
+    def known_part(self, digest: NamespaceDigest, tenant: TenantId) -> NamespaceState | None:
+        """Return a tenant's part of a namespace if it exists; do not create it."""
         if tenant == NO_TENANT:
             return self._namespaces.get(digest)
         return self._parts[tenant[0]].get((digest, tenant))

@@ -66,7 +66,7 @@ class SharedFiles:
         self.path = path
         self.direct = False
         self._mode = mode
-        self._packing = codec
+        self._codec = codec
         self._folder_mode = mode | (mode & 0o444) >> 2
         self._nonce = secrets.token_hex(8)
         self._numbers = itertools.count()  # its next() is atomic
@@ -104,13 +104,13 @@ class SharedFiles:
         path = blob_name(shard)
         if self.contains([shard])[0]:
             return 0
-        packed = self._packing.pack(shard, payload, checksum)
+        packed = self._codec.pack(shard, payload, checksum)
         page = self._header_page()
         page[:] = packed.head
         began = time.perf_counter()
         self._put(path, [page, packed.body], os.O_DIRECT if self.direct else 0)
         seconds = time.perf_counter() - began
-        self._packing.moved(Lane.WRITE, shard.namespace, packed.size, seconds)
+        self._codec.moved(Lane.WRITE, shard.namespace, packed.size, seconds)
         return packed.size
 
     def read(self, shard: StoredShard, into: memoryview) -> Checksum:
@@ -130,8 +130,8 @@ class SharedFiles:
         if got != size:
             raise OSError(errno.EIO, f"only {got} of {size} bytes of {path} could be read")
         seconds = time.perf_counter() - began
-        self._packing.moved(Lane.READ, shard.namespace, size, seconds)
-        return unpack(self._packing, page[:], into, size, shard, path)
+        self._codec.moved(Lane.READ, shard.namespace, size, seconds)
+        return unpack(self._codec, page[:], into, size, shard, path)
 
     def contains(self, shards: Sequence[StoredShard]) -> list[bool]:
         """Return whether each shard is present with a possible size."""

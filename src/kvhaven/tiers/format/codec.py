@@ -68,7 +68,7 @@ class _Tally:
     """Compression policy of one namespace, and its bytes written so far."""
 
     def __init__(self) -> None:
-        self.worth = CompressionPolicy()
+        self.policy = CompressionPolicy()
         self.payload_bytes = 0
         self.stored_bytes = 0
 
@@ -135,7 +135,7 @@ class ShardCodec:
         if self.compresses:
             with self._lock:
                 if namespace in self._tallies:
-                    self._tallies[namespace].worth.moved(lane, size, seconds)
+                    self._tallies[namespace].policy.moved(lane, size, seconds)
 
     def status(self) -> list[CompressionStatus]:
         """Return the decision and the bytes written for each namespace that was written."""
@@ -143,8 +143,8 @@ class ShardCodec:
             return [
                 CompressionStatus(
                     namespace=digest.hex(),
-                    on=tally.worth.on,
-                    why=tally.worth.why,
+                    on=tally.policy.on,
+                    why=tally.policy.why,
                     payload_bytes=tally.payload_bytes,
                     stored_bytes=tally.stored_bytes,
                 )
@@ -156,15 +156,15 @@ class ShardCodec:
     ) -> EncodedShard | None:
         """Compress a payload; return None if that saves no page, or if compression is off."""
         with self._lock:
-            worth = self._tallies.setdefault(shard.namespace, _Tally()).worth
-            turn, width = worth.turn(), worth.width
+            policy = self._tallies.setdefault(shard.namespace, _Tally()).policy
+            turn, width = policy.turn(), policy.width
         if turn is Turn.PLAIN:
             return None
         zstd = self._zstd()
         if turn is Turn.SURVEY or not width:
             width, unpack_s = _suitable(zstd, payload)
             with self._lock:
-                worth.suits(width, unpack_s)
+                policy.suits(width, unpack_s)
         began = time.perf_counter()
         found = zstd.compress(payload, width, align_up(len(payload)) - PAGE_BYTES)
         seconds = time.perf_counter() - began
@@ -175,20 +175,20 @@ class ShardCodec:
         if turn is not Turn.COMPRESS:
             plain = align_up(len(payload))
             stored = len(packed.body) if packed else plain
-            self._measured(worth, shard.namespace, plain, stored, seconds)
+            self._measured(policy, shard.namespace, plain, stored, seconds)
         return packed
 
     def _measured(
         self,
-        worth: CompressionPolicy,
+        policy: CompressionPolicy,
         namespace: NamespaceDigest,
         payload: int,
         stored: int,
         seconds: float,
     ) -> None:
         with self._lock:
-            news = worth.compressed(payload, stored, seconds)
-            state, why = "on" if worth.on else "off", worth.why
+            news = policy.compressed(payload, stored, seconds)
+            state, why = "on" if policy.on else "off", policy.why
         if news:
             short = namespace.hex()[:16]
             _log.info("%s: zstd is %s for namespace %s: %s", self._title, state, short, why)

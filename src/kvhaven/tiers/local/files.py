@@ -76,7 +76,7 @@ class ShardFiles:
     ) -> None:
         self.directory = directory
         self.direct = direct
-        self._packing = codec
+        self._codec = codec
         self._fd = directory.fd
         self._flag = os.O_DIRECT if direct else 0
         self._keep_rejected = keep_rejected
@@ -88,7 +88,7 @@ class ShardFiles:
         self, namespace: Namespace, shard: StoredShard, payload: memoryview, checksum: Checksum
     ) -> int:
         """Write a temporary file in one call and rename it; return its size in bytes."""
-        packed = self._packing.pack(shard, payload, checksum)
+        packed = self._codec.pack(shard, payload, checksum)
         page = self._header_page()
         page[:] = packed.head
         began = time.perf_counter()
@@ -111,7 +111,7 @@ class ShardFiles:
             self._remove(temporary)
             raise
         seconds = time.perf_counter() - began
-        self._packing.moved(Lane.WRITE, shard.namespace, packed.size, seconds)
+        self._codec.moved(Lane.WRITE, shard.namespace, packed.size, seconds)
         return packed.size
 
     def read(self, shard: StoredShard, into: memoryview) -> Checksum:
@@ -142,9 +142,9 @@ class ShardFiles:
             most = stored_bytes(shard.payload_bytes)
             raise DamagedFileError(f"{path} has {got} bytes instead of {most}", status.st_ino)
         seconds = time.perf_counter() - began
-        self._packing.moved(Lane.READ, shard.namespace, size, seconds)
+        self._codec.moved(Lane.READ, shard.namespace, size, seconds)
         try:
-            return self._packing.unpack(page[:], into, size, shard)
+            return self._codec.unpack(page[:], into, size, shard)
         except TierMissError as error:
             raise DamagedFileError(f"{path}: {error}", status.st_ino) from error
 

@@ -82,9 +82,9 @@ class DiskTier:
         self._retry_s = retry_s
         self._keep_rejected = keep_rejected
         self._title = f"disk tier {path}"
-        self._packing = ShardCodec(self._title, zstd=compress)
+        self._codec = ShardCodec(self._title, zstd=compress)
         slowest = executor.longest_running_s
-        self._condition = HealthMonitor(
+        self._health = HealthMonitor(
             self._title, slowest, clock, failures=failures, retry_s=retry_s, stall_s=stall_s
         )
         self._opened: OpenStore | None = None
@@ -100,7 +100,7 @@ class DiskTier:
         """Open the directory and start its periodic maintenance. See `Tier.start`."""
         tried = asyncio.Event()
         self._keeper = asyncio.create_task(self._keep(tried), name="kvhaven-disk-keeper")
-        await self._condition.started(tried)
+        await self._health.started(tried)
 
     async def close(self, deadline_s: float) -> None:
         """Finish within `deadline_s` seconds and close the directory."""
@@ -112,12 +112,12 @@ class DiskTier:
         if self._opened is not None:
             self._opened.retire()
         self._opened = None
-        self._condition.offline = "closed"
+        self._health.offline = "closed"
 
     async def add_namespace(self, namespace: Namespace) -> None:
         """Register a namespace and write its manifest (later, if the tier is offline)."""
         self._index.add_namespace(namespace)
-        if self._condition.serves(Lane.WRITE):
+        if self._health.serves(Lane.WRITE):
             await self._ensure_manifest(self._require(Lane.WRITE), namespace)
 
     async def scan(
@@ -211,7 +211,7 @@ class DiskTier:
 
         Retries continue after the directory was reopened; scans do not report these shards.
         """
-        if not self._condition.serves(Lane.READ):
+        if not self._health.serves(Lane.READ):
             self._owe(shards)
         opened = self._require(Lane.READ)
         async with opened.change(shards):
@@ -219,10 +219,10 @@ class DiskTier:
 
     def health(self) -> TierHealth:
         """Return the current state and counters."""
-        online = self._condition.serves(Lane.READ)
+        online = self._health.serves(Lane.READ)
         return TierHealth(
             online=online,
-            writable=online and self._condition.serves(Lane.WRITE),
+            writable=online and self._health.serves(Lane.WRITE),
             epoch=self._epoch,
             capacity_bytes=self._room_for(),
             used_bytes=self._index.used_bytes,
@@ -231,11 +231,11 @@ class DiskTier:
             reads=self._reads,
             writes=self._writes,
             misses=self._misses,
-            errors=self._condition.errors,
+            errors=self._health.errors,
             rejected=self._rejected,
-            last_error=self._condition.last_error,
-            holder=self._condition.holder,
-            compression=compression_of(self._packing),
+            last_error=self._health.last_error,
+            holder=self._health.holder,
+            compression=compression_of(self._codec),
         )
 
     async def check(self) -> TierAudit:
@@ -246,7 +246,7 @@ class DiskTier:
 
     def _require(self, lane: Lane) -> OpenStore:
         """Return the open store. Raises `TierError` if operations of `lane` are off."""
-        self._condition.require(lane)
+        self._health.require(lane)
         assert self._opened is not None
         return self._opened
 
@@ -262,8 +262,8 @@ class DiskTier:
             try:
                 result = await self._executor.run(lane, work, then)
             except OSError as error:
-                raise self._condition.failed(lane, error) from error
-        self._condition.succeeded(lane)
+                raise self._health.failed(lane, error) from error
+        self._health.succeeded(lane)
         return result
 
     async def _delete_owed(self, opened: OpenStore) -> None:
@@ -376,16 +376,16 @@ class DiskTier:
                 opened.room_bytes = max(0, room - opened.writing_bytes)
                 for lane in (Lane.READ, Lane.WRITE):
                     await self._probe(opened, lane)
-                if self._owed and self._condition.serves(Lane.WRITE):
+                if self._owed and self._health.serves(Lane.WRITE):
                     await self._delete_owed(opened)
                 return
             opened.retire()
             self._opened = None
-            self._condition.closed("the directory or its lock was removed")
+            self._health.closed("the directory or its lock was removed")
         await self._open(lock_wait_s)
 
     async def _probe(self, opened: OpenStore, lane: Lane) -> None:
-        if not self._condition.take_probe(lane):
+        if not self._health.take_probe(lane):
             return
         work = opened.files.probe_read
         if lane is Lane.WRITE:
@@ -397,7 +397,7 @@ class DiskTier:
         except TierError:
             pass  # recorded; the breaker's pause grows
         finally:
-            self._condition.probed(lane, success=success)
+            self._health.probed(lane, success=success)
 
     async def _open(self, wait_s: float) -> None:
         """Try to open the directory, for up to `wait_s` seconds while another service holds it."""
@@ -409,9 +409,9 @@ class DiskTier:
                 if self._clock() < end:
                     await asyncio.sleep(_LOCK_POLL_S)
                     continue
-                self._condition.closed(f"the directory is held by {error}", holder=str(error))
+                self._health.closed(f"the directory is held by {error}", holder=str(error))
             except (OSError, TierError, ConfigError) as error:
-                self._condition.closed(str(error))
+                self._health.closed(str(error))
             return
 
     def _open_files(self) -> ShardFiles:
@@ -425,7 +425,7 @@ class DiskTier:
                 'its file system does not support direct I/O: set it to "auto" or "off"'
             )
         return ShardFiles(
-            directory, codec=self._packing, direct=direct, keep_rejected=self._keep_rejected
+            directory, codec=self._codec, direct=direct, keep_rejected=self._keep_rejected
         )
 
     def _take_over(self, files: ShardFiles) -> None:
@@ -436,5 +436,5 @@ class DiskTier:
         self._index = index
         self._opened = OpenStore(files, index)
         self._epoch += 1
-        self._condition.opened()
+        self._health.opened()
         _log.info("%s: open, direct I/O %s", self._title, "on" if files.direct else "off")

@@ -69,11 +69,11 @@ class SharedTier:
         self._store = store
         self._title = store.title
         self._presence = presence
-        self._packing = codec
+        self._codec = codec
         self._clock = clock
         self._retry_s = retry_s
         slowest = store.longest_running_s
-        self._condition = HealthMonitor(
+        self._health = HealthMonitor(
             self._title, slowest, clock, failures=failures, retry_s=retry_s, stall_s=stall_s
         )
         self._index = Index()  # of namespaces alone
@@ -92,7 +92,7 @@ class SharedTier:
         """Open the store and start its periodic maintenance. See `Tier.start`."""
         tried = asyncio.Event()
         self._keeper = asyncio.create_task(self._keep(tried), name=f"kvhaven-{self.name}-keeper")
-        await self._condition.started(tried)
+        await self._health.started(tried)
 
     async def close(self, deadline_s: float) -> None:
         """Finish within `deadline_s` seconds and close the store."""
@@ -101,19 +101,19 @@ class SharedTier:
         await self._store.close(deadline_s)
         if self._keeper is not None:
             await asyncio.wait([self._keeper])
-        self._condition.offline = "closed"
+        self._health.offline = "closed"
 
     async def add_namespace(self, namespace: Namespace) -> None:
         """Register a namespace and write its manifest (later, if the tier is offline)."""
         self._index.add_namespace(namespace)
-        if self._condition.serves(Lane.WRITE):
+        if self._health.serves(Lane.WRITE):
             await self._ensure_manifest(namespace, NO_TENANT)
 
     async def scan(
         self, tenant: TenantId | None = None
     ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
         """Yield the shards that are present now; blobs that are not shards are left alone."""
-        self._condition.require(Lane.READ)
+        self._health.require(Lane.READ)
         for folder in await self._do(Lane.BACKGROUND, self._store.folders()):
             if tenant not in {None, tenant_of(folder)}:
                 continue
@@ -135,7 +135,7 @@ class SharedTier:
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
         """Look up the shards that are not cached, in one batch."""
-        self._condition.require(Lane.READ)
+        self._health.require(Lane.READ)
         known = {shard: self._recall(shard) if self._exists(shard) else False for shard in shards}
         unknown = [shard for shard, there in known.items() if there is None]
         if unknown:
@@ -148,7 +148,7 @@ class SharedTier:
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read and verify a shard into `into`."""
         require_length(shard, into)
-        self._condition.require(Lane.READ)
+        self._health.require(Lane.READ)
         if self._recall(shard) is False:
             self._misses += 1
             raise TierMissError(f"{shard.key.hex()} was absent a moment ago")
@@ -168,7 +168,7 @@ class SharedTier:
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         """Write a shard unless it is present."""
         require_length(shard, payload)
-        self._condition.require(Lane.WRITE)
+        self._health.require(Lane.WRITE)
         namespace = self._index.namespace(shard.namespace)
         if namespace is None or not self._index.fits(shard):
             raise TierError(
@@ -187,7 +187,7 @@ class SharedTier:
     async def delete(self, shards: Sequence[StoredShard]) -> None:
         """Remove shards for all nodes; failed deletes are retried later."""
         try:
-            self._condition.require(Lane.WRITE)
+            self._health.require(Lane.WRITE)
             await self._remove(shards)
         except TierError:
             self._owed.update(shards[: max(0, _MOST_OWED - len(self._owed))])
@@ -197,10 +197,10 @@ class SharedTier:
 
     def health(self) -> TierHealth:
         """Return the current state and counters."""
-        online = self._condition.serves(Lane.READ)
+        online = self._health.serves(Lane.READ)
         return TierHealth(
             online=online,
-            writable=online and self._condition.serves(Lane.WRITE),
+            writable=online and self._health.serves(Lane.WRITE),
             epoch=self._epoch,
             capacity_bytes=None,
             used_bytes=0,
@@ -209,15 +209,15 @@ class SharedTier:
             reads=self._reads,
             writes=self._writes,
             misses=self._misses,
-            errors=self._condition.errors,
+            errors=self._health.errors,
             rejected=self._rejected,
-            last_error=self._condition.last_error,
-            compression=compression_of(self._packing),
+            last_error=self._health.last_error,
+            compression=compression_of(self._codec),
         )
 
     async def check(self) -> TierAudit:
         """Read and verify the whole store. For tools: it takes long."""
-        self._condition.require(Lane.READ)
+        self._health.require(Lane.READ)
         shards = used_bytes = 0
         problems: list[str] = []
         audited = audit(self._store)
@@ -237,11 +237,11 @@ class SharedTier:
         try:
             result = await work
         except StoreFailedError as error:
-            raise self._condition.failed(lane, error) from error
+            raise self._health.failed(lane, error) from error
         except TierMissError:
-            self._condition.succeeded(lane)
+            self._health.succeeded(lane)
             raise
-        self._condition.succeeded(lane)
+        self._health.succeeded(lane)
         return result
 
     def _exists(self, shard: StoredShard) -> bool:
@@ -332,30 +332,30 @@ class SharedTier:
             await asyncio.sleep(self._retry_s)
 
     async def _look_after(self) -> None:
-        if not self._condition.offline:
+        if not self._health.offline:
             if await self._do(Lane.BACKGROUND, self._store.still_open()):
                 for lane in (Lane.READ, Lane.WRITE):
                     await self._probe(lane)
-                if self._owed and self._condition.serves(Lane.WRITE):
+                if self._owed and self._health.serves(Lane.WRITE):
                     owed = list(self._owed)
                     await self._remove(owed)
                     self._owed.difference_update(owed)
                 return
-            self._condition.closed("the store that was opened is gone")
+            self._health.closed("the store that was opened is gone")
         try:
             await self._store.open()
         except TierError as error:
-            self._condition.closed(str(error))
+            self._health.closed(str(error))
             return
         self._epoch += 1
         self._manifests.clear()
         if self._presence is not None:
             self._presence.clear()
-        self._condition.opened()
+        self._health.opened()
         _log.info("%s: open", self._title)
 
     async def _probe(self, lane: Lane) -> None:
-        if not self._condition.take_probe(lane):
+        if not self._health.take_probe(lane):
             return
         success = False
         try:
@@ -364,4 +364,4 @@ class SharedTier:
         except TierError:
             pass  # recorded; the breaker's pause grows
         finally:
-            self._condition.probed(lane, success=success)
+            self._health.probed(lane, success=success)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loans: chunks in the arena that this service itself is sending to another node."""
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from kvhaven.catalog.allocation import S
+from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.resident import ResidentChunks
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import Checksum, ChunkKey, Extent
+
+_PART: Final = 2
+"""Loans pin at most one in so many bytes that leases and promotions may pin."""
+
+
+class Loan(msgspec.Struct, frozen=True):
+    """A pinned chunk and the checksums of its shards, in the order of its namespace's table."""
+
+    number: int
+    namespace: Namespace
+    extent: Extent
+    checksums: tuple[Checksum, ...]
+
+
+class Loans:
+    """Pins of chunks that no session holds. Each is ended by its number.
+
+    The reader is a thread of the service: it returns the loan when it does not read any more.
+    `pin_limit` returns the bytes that leases, promotions and loans together may pin.
+    """
+
+    def __init__(self, space: ResidentChunks[S], pin_limit: Callable[[], int]) -> None:
+        self._space = space
+        self._pin_limit = pin_limit
+        self._last = 0
+        self.open: dict[int, Entry] = {}
+        self.lent = 0
+        """Chunks lent since start."""
+
+    def has(self, part: NamespaceState, key: ChunkKey) -> bool:
+        """Return whether a chunk could be lent, apart from the limit."""
+        return self._find(part, key) is not None
+
+    def lend(self, part: NamespaceState, key: ChunkKey) -> Loan | None:
+        """Pin a resident chunk; None if it is absent or the limit is reached. See `Catalog.lend`."""
+        space, entry = self._space, self._find(part, key)
+        if entry is None or not self._fits(entry):
+            return None
+        space.lease(entry)
+        space.touch([entry])
+        self._last += 1
+        self.open[self._last] = entry
+        self.lent += 1
+        checksums = tuple(c for c in entry.checksums if c is not None)
+        return Loan(self._last, part.namespace, entry.extent, checksums)
+
+    def returned(self, number: int) -> None:
+        """End a loan; an unknown number is not an error."""
+        entry = self.open.pop(number, None)
+        if entry is not None:
+            self._space.unlease(entry)
+
+    def _find(self, part: NamespaceState, key: ChunkKey) -> Entry | None:
+        entry, holding = self._space.find(key), self._space.place.find(part)
+        if entry is None or holding is None or entry.holding is not holding:
+            return None
+        return entry if entry.state is State.RESIDENT and not entry.corrupt else None
+
+    def _fits(self, entry: Entry) -> bool:
+        length, limit, space = entry.extent.length, self._pin_limit(), self._space
+        lent = sum(e.extent.length for e in {id(e): e for e in self.open.values()}.values())
+        pinned = space.leased_bytes + space.promoting_bytes
+        return lent + length <= limit // _PART and (bool(entry.leases) or pinned + length <= limit)

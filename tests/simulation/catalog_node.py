@@ -6,6 +6,7 @@ from collections.abc import Callable
 from kvhaven.catalog.actions import Update
 from tests.simulation.catalog_engines import Engines
 from tests.simulation.catalog_model import ARENA_BYTES, Choose, World
+from tests.simulation.catalog_peers import Peers
 from tests.simulation.catalog_saving import Saving
 from tests.simulation.catalog_tenants import TenantEvents
 from tests.simulation.catalog_tiers import FakeTiers
@@ -24,7 +25,9 @@ class Node:
         self.tiers = FakeTiers(self.world)
         self.saving = Saving(self.world, self.engines)
         self.tenants = TenantEvents(self.world, self.engines, self.tiers)
+        self.peers = Peers(self.world)
         engines, saving, tiers, tenants = self.engines, self.saving, self.tiers, self.tenants
+        peers = self.peers
         self.events: list[tuple[int, Callable[[], None]]] = [
             (150, saving.write),
             (120, self.work),
@@ -43,6 +46,8 @@ class Node:
             (8, engines.release),
             (8, engines.prefetch),
             (6, tenants.acquire_as_another),
+            (12, peers.borrow),
+            (12, peers.read),
             (2, tenants.limit),
             (1, tenants.clear),
             (8, tiers.others_write),
@@ -91,7 +96,8 @@ class Node:
     def finish(self) -> None:
         """Everybody is gone and the tiers have answered: nothing but resident chunks is left."""
         self.step(self.engines.kill_all)
-        while self.tiers.busy or self.world.catalog.busy:
+        while self.tiers.busy or self.world.catalog.busy or self.peers.busy:
+            self.step(self.peers.read)
             self.step(self.tiers.read)
             self.step(self.tiers.write)
             self.step(self.tiers.look_up)

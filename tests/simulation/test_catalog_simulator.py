@@ -21,6 +21,7 @@ from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.holdings import Place, Scope
 from kvhaven.catalog.leases import Leases, Unpinning
+from kvhaven.catalog.loans import Loan, Loans
 from kvhaven.catalog.local_index import LocalTierIndex
 from kvhaven.catalog.lookups import TierLookups
 from kvhaven.catalog.owners import Owners
@@ -81,6 +82,7 @@ def test_no_history_breaks_a_promise() -> None:
             *("resident", "waiting", "discarded", "cleared", "gone", "reconnected", "evictions"),
             *("twins", "shared", "at quota", "asked as another", "limited"),
             *("quota evictions", "quota refusals", "foreign", "prepared", "unready", "worked"),
+            *("lent", "returned"),
         )
         assert counts["grown"], f"seed {SEED}: {counts}"
         assert not [what for what in wanted if not counts[what]], f"seed {SEED}: {counts}"
@@ -456,6 +458,29 @@ def _break_unpinning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leases, "_unpin", lazy)
 
 
+def _break_loans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lend a chunk without a pin."""
+    lend = Loans.lend
+
+    def careless(self: Loans, part: NamespaceState, key: ChunkKey) -> Loan | None:
+        loan = lend(self, part, key)
+        if loan is not None:
+            self.returned(loan.number)
+        return loan
+
+    monkeypatch.setattr(Loans, "lend", careless)
+
+
+def _break_tenants_of_loans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lend a chunk to whoever knows its key."""
+
+    def find(self: Loans, _: NamespaceState, key: ChunkKey) -> Entry | None:
+        entry = self._space.find(key)
+        return entry if entry is not None and entry.state is State.RESIDENT else None
+
+    monkeypatch.setattr(Loans, "_find", find)
+
+
 def _break_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offer and grant what is there, whether or not the engine's ranks are ready for it."""
     monkeypatch.setattr(Sessions, "reach", lambda _, __: None)
@@ -488,6 +513,8 @@ def _break_growth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BREAKAGES = [
+    _break_loans,
+    _break_tenants_of_loans,
     _break_readiness,
     _break_readiness_of_loads,
     _break_readiness_of_all,

@@ -45,7 +45,7 @@ class Loans:
         return self._find(part, key) is not None
 
     def lend(self, part: NamespaceState, key: ChunkKey) -> Loan | None:
-        """Pin a resident chunk; None if it is absent or the limit is reached. See `Catalog.lend`."""
+        """Pin a resident chunk; see `Catalog.lend`."""
         space, entry = self._space, self._find(part, key)
         if entry is None or not self._fits(entry):
             return None

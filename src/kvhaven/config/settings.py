@@ -232,6 +232,50 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             least=0.1,
         ),
     ] = 5.0
+    peer_listen: Annotated[
+        str | None,
+        setting(
+            "Address at which other nodes read chunks from this node's memory.",
+            "host:port, such as 0.0.0.0:7420, or none",
+            least=1,
+            most=256,
+        ),
+    ] = None
+    peers: Annotated[
+        str | None,
+        setting(
+            "Other nodes whose memory is read. dns://name:port stands for all nodes behind a name.",
+            "one or more host:port separated by spaces, or none",
+            least=1,
+            most=4096,
+        ),
+    ] = None
+    peer_token_file: Annotated[
+        str | None,
+        setting(
+            "File with the token that all nodes share. Needed unless peer_listen is on loopback.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    peer_streams: Annotated[
+        int,
+        setting(
+            "Shards read concurrently from one peer.",
+            "a whole number from 1 to 16",
+            least=1,
+            most=16,
+        ),
+    ] = 2
+    peer_deadline_ms: Annotated[
+        float,
+        duration(
+            "Longest silence of a peer before it counts as failed.",
+            "milliseconds",
+            most=60_000,
+            least=10,
+        ),
+    ] = 1000.0
     fill_faster_tiers: Annotated[
         bool,
         setting(

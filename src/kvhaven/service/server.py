@@ -13,6 +13,9 @@ from kvhaven.catalog.actions import Action, TierName, Update
 from kvhaven.catalog.policies import make_policy
 from kvhaven.config import Settings
 from kvhaven.errors import ProtocolError
+from kvhaven.peers.addresses import parse_address, read_token, require_token
+from kvhaven.peers.listener import PeerListener
+from kvhaven.peers.tier import PeerTier
 from kvhaven.protocol import (
     Abort,
     Ack,
@@ -38,6 +41,7 @@ from kvhaven.service.arena import SEGMENT, Arena
 from kvhaven.service.connection import Connection, Listener
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
+from kvhaven.service.lending import ArenaLender
 from kvhaven.service.loads import Loads
 from kvhaven.service.membership import Membership
 from kvhaven.service.saves import Saves
@@ -65,6 +69,7 @@ class Service:
 
     def __init__(self, settings: Settings, arena: Arena, tiers: dict[TierName, Tier]) -> None:
         self.id = uuid.uuid4().hex
+        self.peer_port: int | None = None
         self.tiers = tiers
         self.sessions = AttachedEngines()
         self.arena = arena
@@ -80,10 +85,15 @@ class Service:
         self._membership = Membership(self.id, self.driver, self.sessions, arena, self._saves)
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._settings = settings
         self.driver.start(self._perform)
 
     async def run(self, listener: Listener, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set; then close all connections and finish writes to tiers."""
+        """Serve until `stop` is set; then close all connections and finish writes to tiers.
+
+        Raises `ConfigError` if the peer plane cannot listen.
+        """
+        peers = self._listen_to_peers()
         self.arena.grow(self._grown)
         await asyncio.gather(*(tier.start() for tier in self.tiers.values()))
         self._runner.check_health()
@@ -92,11 +102,26 @@ class Service:
         listener.start(self._accept)
         await stop.wait()
         listener.close()
+        if peers is not None:
+            peers.close()
         self.arena.stop_growing()
         # First, because connected engines would continue to save chunks.
         for connection in tuple(self._connections):
             connection.close()
         await self._end()
+
+    def _listen_to_peers(self) -> PeerListener | None:
+        if self._settings.peer_listen is None:
+            return None
+        address = parse_address(self._settings.peer_listen, "peer_listen")
+        token = read_token(self._settings.peer_token_file)
+        require_token(address, token)
+        names = [tier.node for tier in self.tiers.values() if isinstance(tier, PeerTier)]
+        lender = ArenaLender(self.driver, self.arena)
+        listener = PeerListener(address, names[0] if names else self.id, token, lender)
+        self.peer_port = listener.port
+        logger.info("peers: listening at %s, port %d", address, listener.port)
+        return listener
 
     @property
     def catalog(self) -> Catalog:

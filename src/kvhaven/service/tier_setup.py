@@ -13,6 +13,8 @@ from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.tier_spec import MEMORY
 from kvhaven.config import Settings
 from kvhaven.errors import ConfigError
+from kvhaven.peers.addresses import parse_peers, read_token
+from kvhaven.peers.tier import PeerTier
 from kvhaven.tenants import quotas_of
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
@@ -27,8 +29,8 @@ from kvhaven.tiers.shared.store import SharedStore
 def make_tiers(settings: Settings) -> dict[TierName, Tier]:
     """Return the tiers of the settings, fastest first, not started yet.
 
-    Raises `ConfigError` for a URL of an unknown kind, for missing packages, and for a `local_disk`
-    directory to which other users may write.
+    Raises `ConfigError` for a URL of an unknown kind, for missing packages, for a `local_disk`
+    directory to which other users may write, and for invalid addresses or tokens of peers.
     """
     tiers: dict[TierName, Tier] = {}
     if settings.local_disk is not None:
@@ -43,6 +45,13 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
             retry_s=settings.breaker_pause_s,
         )
         tiers[TierName(disk.name)] = disk
+    if settings.peers is not None:
+        tiers[TierName(PeerTier.name)] = PeerTier(
+            parse_peers(settings.peers),
+            token=read_token(settings.peer_token_file),
+            deadline_s=settings.peer_deadline_ms / 1000,
+            streams=settings.peer_streams,
+        )
     for url in (settings.remote_url or "").split():
         tier = open_tier(url, _options(settings))
         tiers[_free_name(tier.name, tiers)] = tier
@@ -57,11 +66,17 @@ def specs_of(settings: Settings, tiers: dict[TierName, Tier]) -> list[TierSpec]:
             tier.health().capacity_bytes or 0,
             shared=tier.shared,
             lookup_ttl_s=settings.remote_lookup_ttl_s,
-            write=WriteMode(settings.remote_write if tier.shared else settings.disk_write),
+            write=_write_mode(settings, tier),
             store_on=StoreOn(settings.remote_store_on if tier.shared else settings.disk_store_on),
         )
         for name, tier in tiers.items()
     ]
+
+
+def _write_mode(settings: Settings, tier: Tier) -> WriteMode:
+    if isinstance(tier, PeerTier):
+        return WriteMode.OFF
+    return WriteMode(settings.remote_write if tier.shared else settings.disk_write)
 
 
 def store_at(url: str, settings: Settings) -> SharedStore:

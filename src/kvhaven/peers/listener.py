@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listener of the peer plane: sends chunks from this node's memory to other nodes."""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from kvhaven.catalog.loans import Loan
+from kvhaven.errors import ConfigError, KVHavenError, ProtocolError
+from kvhaven.peers.addresses import Address
+from kvhaven.peers.wire import (
+    Absent,
+    Chunk,
+    Fetch,
+    Has,
+    HasReply,
+    PeerError,
+    Ping,
+    Pong,
+    Request,
+    Stream,
+    welcome,
+)
+from kvhaven.protocol import KeyList, tenant_of
+from kvhaven.tiers.executor import NICENESS
+from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
+
+_log = logging.getLogger(__name__)
+
+_MOST_CONNECTIONS: Final = 256
+_HANDSHAKE_S: Final = 5.0
+_IDLE_S: Final = 30.0
+"""Peers ping every second, so a connection that is silent for this long is dead."""
+_SEND_S: Final = 20.0
+"""A peer that does not take a shard within this time is disconnected, so that its pin ends."""
+
+
+class Lender(Protocol):
+    """This node's chunks. Called from the listener's threads."""
+
+    def has(
+        self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
+    ) -> list[bool]:
+        """Return whether each chunk is in memory as this tenant's."""
+
+    def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
+        """Pin a chunk, until `returned`; None if it is not here or cannot be pinned now."""
+
+    def memory(self, loan: Loan) -> memoryview:
+        """Return the bytes of a loan's extent."""
+
+    def returned(self, loan: Loan) -> None:
+        """End a loan: nothing reads its memory any more."""
+
+
+class PeerListener:
+    """TCP listener. Each connection has a thread at nice 10, which serves one request at a time.
+
+    Bytes go from the arena to the socket without a copy in this process. A chunk is pinned while
+    one of its shards is being sent, and no longer, whatever becomes of the peer.
+    """
+
+    def __init__(self, address: Address, node: str, token: bytes, lender: Lender) -> None:
+        self._node = node
+        self._token = token
+        self._lender = lender
+        self._lock = threading.Lock()
+        self._streams: set[Stream] = set()
+        self._closed = False
+        try:
+            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+            self._socket = socket.create_server((address.host, address.port), family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"peer_listen: cannot listen at {address} ({error.strerror}); expected an address "
+                "of this machine and a free port"
+            ) from error
+        self.port: int = self._socket.getsockname()[1]
+        """The port, also where 0 was asked for."""
+        self._thread = threading.Thread(target=self._accept, name="kvhaven-peers", daemon=True)
+        self._thread.start()
+
+    @property
+    def connections(self) -> int:
+        """Number of connections of other nodes."""
+        return len(self._streams)
+
+    def close(self) -> None:
+        """Close all connections, and wait for no thread: each returns what it has borrowed."""
+        with self._lock:
+            self._closed = True
+            streams = tuple(self._streams)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._socket.close()
+        for stream in streams:
+            stream.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)  # no descriptors left, for example
+                continue
+            stream = Stream(sock, f"peer {peer[0]}:{peer[1]}")
+            with self._lock:
+                full = self._closed or len(self._streams) >= _MOST_CONNECTIONS
+                if not full:
+                    self._streams.add(stream)
+            if full:
+                stream.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(stream,), name="kvhaven-peer", daemon=True
+            ).start()
+
+    def _serve(self, stream: Stream) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            node = welcome(stream, self._node, self._token, time.monotonic() + _HANDSHAKE_S)
+            _log.info("%s: connected, node %s", stream.title, node[:8])
+            while True:
+                request: Request = stream.receive(
+                    Ping | Has | Fetch,  # type: ignore[arg-type]  # a union is no type for mypy
+                    time.monotonic() + _IDLE_S,
+                )
+                self._answer(stream, request)
+        except (PeerError, ProtocolError) as error:
+            _log.log(logging.DEBUG if self._closed else logging.INFO, "%s", error)
+        except KVHavenError as error:
+            _log.warning("%s: disconnected: %s", stream.title, error)
+        finally:
+            stream.close()
+            with self._lock:
+                self._streams.discard(stream)
+
+    def _answer(self, stream: Stream, request: Request) -> None:
+        if isinstance(request, Ping):
+            stream.send(Pong(), time.monotonic() + _SEND_S)
+        elif isinstance(request, Has):
+            keys, tenant = KeyList(request.keys), tenant_of(request.tenant)
+            there = self._lender.has(NamespaceDigest(request.namespace), keys, tenant)
+            stream.send(HasReply(bytes(there)), time.monotonic() + _SEND_S)
+        else:
+            self._send_shard(stream, request)
+
+    def _send_shard(self, stream: Stream, request: Fetch) -> None:
+        namespace, tenant = NamespaceDigest(request.namespace), tenant_of(request.tenant)
+        loan = self._lender.lend(namespace, ChunkKey(request.key), tenant)
+        deadline = time.monotonic() + _SEND_S
+        if loan is None:
+            stream.send(Absent(), deadline)
+            return
+        try:
+            table = loan.namespace.table
+            for shard, offset, checksum in zip(
+                table.shards, table.offsets, loan.checksums, strict=True
+            ):
+                if (shard.id, shard.payload_bytes) == (request.shard, request.payload_bytes):
+                    stream.send(Chunk(checksum), deadline)
+                    with self._lender.memory(loan) as memory:
+                        stream.send_bytes(memory[offset : offset + shard.payload_bytes], deadline)
+                    return
+        finally:
+            self._lender.returned(loan)
+        stream.send(Absent(), deadline)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between nodes, their frames, and the handshake that proves the cluster's token.
+
+A frame is a little-endian uint32 (the body's length in bytes) and a msgpack map with the message's
+name under `type`. The payload follows a `Chunk` as raw bytes. `docs/formats.md` lists all messages.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import time
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from kvhaven.errors import KVHavenError, ProtocolError
+from kvhaven.types import CHECKSUM_BYTES, KEY_BYTES, TENANT_BYTES, ShardId
+
+VERSION: Final = 1
+FRAME_LIMIT: Final = 1 << 20
+MOST_KEYS: Final = 1 << 14
+"""Keys in a `Has`: half of a frame."""
+NONCE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+
+_LENGTH: Final = struct.Struct("<I")
+_RECEIVE: Final = 1 << 20
+"""Largest piece in bytes that is received or sent before the deadline is checked again."""
+
+M = TypeVar("M")
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
+Tenant = Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)]
+Sum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class PeerError(KVHavenError):
+    """A peer cannot be reached, refused this node, broke the protocol, or was too slow."""
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type"):
+    """Base of all messages; the class name is the tag."""
+
+
+class PeerHello(Message, frozen=True, tag=True):
+    """First message of the node that connects. `node` differs for each start of a service."""
+
+    node: Name
+    nonce: Nonce
+    version: int = VERSION
+
+
+class PeerWelcome(Message, frozen=True, tag=True):
+    """First message of the node that listens, with its proof that it knows the token."""
+
+    node: Name
+    nonce: Nonce
+    proof: Proof
+    version: int = VERSION
+
+
+class PeerProof(Message, frozen=True, tag=True):
+    """Proof of the node that connects."""
+
+    proof: Proof
+
+
+class PeerReady(Message, frozen=True, tag=True):
+    """The proof was accepted: requests may follow."""
+
+
+class PeerRefused(Message, frozen=True, tag=True):
+    """The connection is closed; `reason` is for people."""
+
+    reason: str
+
+
+class Ping(Message, frozen=True, tag=True):
+    """Ask for a `Pong`."""
+
+
+class Pong(Message, frozen=True, tag=True):
+    """Answer to a `Ping`."""
+
+
+class Has(Message, frozen=True, tag=True):
+    """Ask which of the chunks are in the peer's memory, as this tenant's."""
+
+    namespace: Key
+    keys: Keys
+    tenant: Tenant = b""
+
+
+class HasReply(Message, frozen=True, tag=True):
+    """Answer to `Has`: a byte for each key, 1 if the chunk is there."""
+
+    there: bytes
+
+
+class Fetch(Message, frozen=True, tag=True):
+    """Ask for the payload of a shard of `payload_bytes` bytes."""
+
+    namespace: Key
+    key: Key
+    shard: ShardId
+    payload_bytes: int
+    tenant: Tenant = b""
+
+
+class Chunk(Message, frozen=True, tag=True):
+    """Answer to `Fetch`: `payload_bytes` bytes follow, which have this xxh3-128."""
+
+    checksum: Sum
+
+
+class Absent(Message, frozen=True, tag=True):
+    """Answer to `Fetch`: the peer does not have the shard, or cannot pin it now."""
+
+
+Request = Ping | Has | Fetch
+Reply = Pong | HasReply | Chunk | Absent
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+class Stream:
+    """Frames over a connected, blocking socket. Every call ends within its deadline.
+
+    Deadlines are of `time.monotonic`. All methods raise `PeerError` if the connection ends or the
+    deadline passes, and `ProtocolError` for a malformed frame. The connection is unusable then.
+    """
+
+    def __init__(self, sock: socket.socket, title: str) -> None:
+        self.title = title
+        self._socket = sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: Message, deadline: float) -> None:
+        """Send a message."""
+        body = _encoder.encode(message)
+        self.send_bytes(memoryview(_LENGTH.pack(len(body)) + body), deadline)
+
+    def receive(self, expected: type[M], deadline: float) -> M:
+        """Return the next message, which must be of the expected type (a union of messages)."""
+        (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline))
+        if length > FRAME_LIMIT:
+            raise ProtocolError(f"{self.title}: a frame of {length} bytes; at most {FRAME_LIMIT}")
+        body = self._take(length, deadline)
+        try:
+            return msgspec.msgpack.decode(body, type=expected)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ProtocolError(f"{self.title}: malformed message: {error}") from error
+
+    def send_bytes(self, data: memoryview, deadline: float) -> None:
+        """Send raw bytes."""
+        sent = 0
+        while sent < len(data):
+            self._wait_at_most(deadline)
+            try:
+                sent += self._socket.send(data[sent : sent + _RECEIVE])
+            except OSError as error:
+                raise self._failed(error) from error
+
+    def receive_into(self, into: memoryview, deadline: float) -> None:
+        """Fill `into` with raw bytes."""
+        got = 0
+        while got < len(into):
+            self._wait_at_most(deadline)
+            try:
+                count = self._socket.recv_into(into[got : got + _RECEIVE])
+            except OSError as error:
+                raise self._failed(error) from error
+            if not count:
+                raise PeerError(f"{self.title}: the connection was closed")
+            got += count
+
+    def close(self) -> None:
+        """Close the connection; a call in another thread ends."""
+        with contextlib.suppress(OSError):  # the other side was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _take(self, size: int, deadline: float) -> bytearray:
+        body = bytearray(size)
+        self.receive_into(memoryview(body), deadline)
+        return body
+
+    def _wait_at_most(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise PeerError(f"{self.title}: no answer in time")
+        try:
+            self._socket.settimeout(left)
+        except OSError as error:  # closed by another thread
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> PeerError:
+        if isinstance(error, TimeoutError):
+            return PeerError(f"{self.title}: no answer in time")
+        return PeerError(f"{self.title}: {error.strerror or error}")
+
+
+def greet(stream: Stream, node: str, token: bytes, deadline: float) -> str:
+    """Do the part of the handshake of the node that connects; return the other node's name.
+
+    Raises `PeerError` if the other node refuses, speaks another version or does not know the token.
+    """
+    hello = PeerHello(node, os.urandom(NONCE_BYTES))
+    stream.send(hello, deadline)
+    answer = stream.receive(PeerWelcome | PeerRefused, deadline)  # type: ignore[arg-type]  # a union
+    if isinstance(answer, PeerRefused):
+        raise PeerError(f"{stream.title} refused this node: {answer.reason}")
+    expected = _proof(token, "listens", answer.node, hello.nonce, answer.nonce)
+    if not hmac.compare_digest(answer.proof, expected):
+        raise PeerError(f"{stream.title} has another token: set the same peer_token_file on both")
+    stream.send(PeerProof(_proof(token, "connects", node, hello.nonce, answer.nonce)), deadline)
+    last = stream.receive(PeerReady | PeerRefused, deadline)  # type: ignore[arg-type]
+    if isinstance(last, PeerRefused):
+        raise PeerError(f"{stream.title} refused this node: {last.reason}")
+    return answer.node
+
+
+def welcome(stream: Stream, node: str, token: bytes, deadline: float) -> str:
+    """Do the part of the handshake of the node that listens; return the other node's name.
+
+    Raises `PeerError` after telling the other node why it is refused.
+    """
+    hello = stream.receive(PeerHello, deadline)
+    if hello.version != VERSION:
+        reason = f"peer protocol version {hello.version} was offered; this node has {VERSION}"
+        _refuse(stream, f"{reason}: install the same KVHaven on all nodes", deadline)
+    nonce = os.urandom(NONCE_BYTES)
+    proof = _proof(token, "listens", node, hello.nonce, nonce)
+    stream.send(PeerWelcome(node, nonce, proof), deadline)
+    given = stream.receive(PeerProof, deadline).proof
+    expected = _proof(token, "connects", hello.node, hello.nonce, nonce)
+    if not hmac.compare_digest(given, expected):
+        _refuse(stream, "another token: set the same peer_token_file on all nodes", deadline)
+    stream.send(PeerReady(), deadline)
+    return hello.node
+
+
+def _refuse(stream: Stream, reason: str, deadline: float) -> None:
+    stream.send(PeerRefused(reason), deadline)
+    raise PeerError(f"{stream.title}: {reason}")
+
+
+def _proof(token: bytes, side: str, node: str, theirs: bytes, ours: bytes) -> bytes:
+    """Return the proof of one side. Both nonces are in it, and the sides differ: no replay."""
+    text = b"\0".join((b"kvhaven peer 1", side.encode(), node.encode(), theirs + ours))
+    return hmac.digest(token, text, hashlib.sha256)

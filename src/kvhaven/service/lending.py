@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lending of chunks to other nodes: the way of the peer plane's threads to the catalog."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Final, TypeVar
+
+from kvhaven.catalog import Catalog
+from kvhaven.catalog.loans import Loan
+from kvhaven.peers.wire import PeerError
+from kvhaven.service.arena import Arena
+from kvhaven.service.driver import Driver
+from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
+
+T = TypeVar("T")
+
+_PATIENCE_S: Final = 5.0
+"""Longest wait for the event loop; a call that has not begun by then is withdrawn."""
+
+
+class ArenaLender:
+    """A `Lender` of the chunks in the arena. Its methods are called from threads.
+
+    The event loop does the catalog's part, an event each. Created on the loop.
+    """
+
+    def __init__(self, driver: Driver, arena: Arena) -> None:
+        self._driver = driver
+        self._arena = arena
+        self._loop = asyncio.get_running_loop()
+
+    def has(
+        self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
+    ) -> list[bool]:
+        """Return whether each chunk is in the arena as this tenant's."""
+        return self._event(lambda catalog: catalog.has(namespace, keys, tenant))
+
+    def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
+        """Pin a chunk; None if it is not here or cannot be pinned now."""
+        return self._event(lambda catalog: catalog.lend(namespace, key, tenant))
+
+    def memory(self, loan: Loan) -> memoryview:
+        """Return the bytes of a loan's extent."""
+        return self._arena.memory(loan.extent)
+
+    def returned(self, loan: Loan) -> None:
+        """End a loan. Returns immediately."""
+
+        def end() -> None:
+            with self._driver.event() as catalog:
+                catalog.returned(loan.number)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the catalog
+            self._loop.call_soon_threadsafe(end)
+
+    def _event(self, event: Callable[[Catalog], T]) -> T:
+        """Have the loop do an event, and return its result. Raises `PeerError` if it is late.
+
+        Either the event does not happen, or its result is returned: a loan cannot get lost.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                with self._driver.event() as catalog:
+                    future.set_result(event(catalog))
+            except Exception as error:  # noqa: BLE001  raised in the thread
+                future.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(run)
+        except RuntimeError as error:
+            raise PeerError("the service has ended") from error
+        try:
+            return future.result(_PATIENCE_S)
+        except TimeoutError as error:
+            if future.cancel():
+                raise PeerError("the service is too busy") from error
+            return future.result()

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other nodes that borrow chunks from the simulated catalog, and read them page by page."""
+
+from kvhaven.catalog.loans import Loan
+from kvhaven.types import NO_TENANT
+from tests.simulation.catalog_model import (
+    BY_DIGEST,
+    CHAIN_KEYS,
+    TENANT_OF,
+    TENANTS,
+    Copy,
+    World,
+    checksum_of,
+)
+
+
+class Peers:
+    """The threads that send chunks to other nodes."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._reads: list[tuple[Loan, Copy]] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a loan is open."""
+        return bool(self._reads)
+
+    def borrow(self) -> None:
+        """Another node fetches a chunk, perhaps as another tenant or in another namespace."""
+        world, catalog = self._world, self._world.catalog
+        digest = world.pick(tuple(BY_DIGEST))
+        tenant, keys = world.pick(CHAIN_KEYS[digest])
+        key = world.pick(keys)
+        if world.one_in(6):
+            tenant = world.pick((NO_TENANT, *TENANTS))
+        if world.one_in(12):
+            digest = world.pick(tuple(BY_DIGEST))
+        (has,) = catalog.has(digest, [key], tenant)
+        before = catalog.stats()
+        loan = catalog.lend(digest, key, tenant)
+        length = BY_DIGEST[digest].table.extent_bytes
+        pinned = before.leased_bytes + before.promoting_bytes + length
+        if loan is None:
+            lent = sum(copy.extent.length for _, copy in self._reads) + length
+            full = max(pinned, 2 * lent) > before.pin_limit_bytes
+            assert full or not has, "a chunk that is here was not lent"
+            return
+        assert has, "a chunk was lent that is not here"
+        assert TENANT_OF[key] == tenant, "a chunk was lent to another tenant"
+        namespace = BY_DIGEST[digest]
+        generation = loan.extent.generation
+        assert generation not in world.memory.cleared, "a chunk was lent after a clear"
+        assert world.memory.is_whole(namespace, loan.extent), "a part of a chunk was lent"
+        bits = range(len(namespace.table.shards))
+        assert loan.checksums == tuple(checksum_of(key, bit) for bit in bits)
+        copy = Copy(namespace, key, loan.extent, bits, ("loan", loan.number))
+        world.memory.claim(copy)
+        self._reads.append((loan, copy))
+        world.counts["lent"] += 1
+
+    def read(self) -> None:
+        """A thread reads pages of a loan, and returns it after the last, or when it gives up."""
+        if not self._reads:
+            return
+        world = self._world
+        loan, copy = pair = world.pick(self._reads)
+        while not copy.ended:
+            world.memory.read(copy)
+            if world.one_in(4):
+                return
+            if world.one_in(12):
+                break  # the other node is gone
+        self._reads.remove(pair)
+        world.memory.drop(copy)
+        for _ in range(1 + world.one_in(4)):
+            world.catalog.returned(loan.number)
+        world.counts["returned"] += 1

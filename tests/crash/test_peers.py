@@ -16,6 +16,7 @@ from kvhaven.client.control import connect
 from kvhaven.errors import ConfigError
 from kvhaven.keys import tenant_id
 from kvhaven.peers.addresses import parse_address, read_token, require_token
+from tests.commands import kvhaven
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeProcess, eventually, settled, status_of
 from tests.crash.workload import Work, WorkingEngine, events_of_this_run, seed_of_this_run
@@ -79,6 +80,10 @@ def test_a_node_loads_what_is_in_anothers_memory(
         peer = status_of(b.address).tiers["peer"]
         assert (peer.reads, peer.writes, peer.rejected) == (len(KEYS) * world_size, 0, 0)
         assert status_of(b.address).catalog.failed_promotions == 0
+        (shown,) = status_of(b.address).peers
+        assert shown.up
+        assert (shown.chunks_found, shown.shards_read) == (len(KEYS), len(KEYS) * world_size)
+        assert "connected" in kvhaven("peers", "--socket", b.address)
         for node in (a, b):
             settled(node.address, members=0)
             node.stop()

@@ -90,8 +90,8 @@ NOT_TAKEN = (
             *("enable_p2p", "p2p_*", "distributed_url", "enable_controller", "controller_*"),
             *("lmcache_worker_*", "lmcache_instance_id", "mp_host", "mp_port"),
         ),
-        "nodes do not fetch from each other yet; engines of one node share a cache with "
-        "service_address",
+        "nodes read each other's memory with peer_listen and peers; engines of one node share a "
+        "cache with service_address",
     ),
     Left(
         ("enable_blending", "blend_*"),

@@ -52,11 +52,15 @@ _MOST_KNOWN: Final = 100_000
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """State of a peer, for people. `error` is why it is away, or the last failure."""
+    """State of a peer, for people. `error` is why it is away, or the last failure.
+
+    `own`: the address leads to the service itself, which is ignored.
+    """
 
     address: str
     node: str
     up: bool
+    own: bool
     chunks_found: int
     shards_read: int
     shards_damaged: int
@@ -255,6 +259,7 @@ class PeerTier:
                 str(peer.address),
                 peer.node,
                 peer.usable,
+                peer.own,
                 peer.found,
                 peer.read,
                 peer.damaged,

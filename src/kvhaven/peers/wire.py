@@ -252,5 +252,5 @@ def _refuse(stream: Stream, reason: str, deadline: float) -> None:
 
 def _proof(token: bytes, side: str, node: str, theirs: bytes, ours: bytes) -> bytes:
     """Return the proof of one side. Both nonces are in it, and the sides differ: no replay."""
-    text = b"\0".join((b"kvhaven peer 1", side.encode(), node.encode(), theirs + ours))
+    text = b"\0".join((b"kvhaven-peer-1", side.encode(), node.encode(), theirs + ours))
     return hmac.digest(token, text, hashlib.sha256)

@@ -11,6 +11,7 @@ from kvhaven import __version__
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.stats import CatalogStats, NamespaceStats, TenantStats
+from kvhaven.peers.tier import PeerStatus, PeerTier
 from kvhaven.service.arena import Arena
 from kvhaven.service.engines import AttachedEngines
 from kvhaven.service.verify import Verifier
@@ -86,6 +87,8 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     arena_allocating: bool = False
     tenants: list[TenantStatus] = []
     """The tenants with the most bytes; `catalog.more_tenants` is the number of the others."""
+    peers: list[PeerStatus] = []
+    """Other nodes whose memory is read."""
 
 
 def describe(
@@ -136,6 +139,7 @@ def describe(
         tiers={str(name): tier.health() for name, tier in tiers.items()},
         catalog=msgspec.structs.replace(stats, namespaces={}, tenants={}),
         tenants=tenants,
+        peers=[p for tier in tiers.values() if isinstance(tier, PeerTier) for p in tier.peers()],
     )
     return msgspec.json.encode(status)
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two nodes with real vLLM: one reads what is in the other's memory, and goes on without it."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kvhaven.catalog.actions import TierName
+from tests.e2e.conftest import Control
+from tests.e2e.engines import NodeService, assert_nothing_held, assert_same, engine, prompts
+from tests.e2e.test_portable import CHUNK, SETTINGS, assert_all_from_cache
+from tests.servers import free_port
+
+pytestmark = pytest.mark.vllm
+
+
+def test_an_engine_hits_what_an_unlike_one_computed_on_another_node(
+    model: Path, control: Control, tmp_path: Path, short_dir: Path
+) -> None:
+    asked, more = prompts(51, 6, least=200), prompts(52, 2, least=200)
+    ports = {"a": free_port(), "b": free_port()}
+    peers = " ".join(f"127.0.0.1:{port}" for port in ports.values())  # the same on all nodes
+    nodes = {
+        name: NodeService(
+            short_dir / name,
+            tmp_path / f"{name}.log",
+            max_local_cpu_size="64MiB",
+            peer_listen=f"127.0.0.1:{port}",
+            peers=peers,
+        )
+        for name, port in ports.items()
+    }
+    a, b = nodes["a"], nodes["b"]
+    try:
+        for node in (a, b):
+            node.start()
+        with engine(
+            model,
+            tmp_path / "prefill.log",
+            SETTINGS | {"service_address": str(a.socket)},
+            in_process=True,
+            block_size=32,
+        ) as prefill:
+            a.await_ranks()
+            assert_same(prefill.generate(asked, max_tokens=8), control(asked, max_tokens=8))
+        with engine(
+            model,
+            tmp_path / "decode.log",
+            SETTINGS | {"service_address": str(b.socket)},
+            in_process=True,
+            block_size=64,
+            num_gpu_blocks_override=256,
+        ) as decode:
+            b.await_ranks()
+            wait_for_peer(b)
+            assert_all_from_cache(decode.generate(asked, max_tokens=8), asked, control)
+            shared = {tuple(one[:end]) for one in asked for end in range(CHUNK, len(one), CHUNK)}
+            assert b.status().catalog.tiers[TierName("peer")].found >= len(shared)
+            assert_nothing_held(a.settled())
+            a.stop(signal.SIGKILL)
+            assert_same(decode.generate(more, max_tokens=8), control(more, max_tokens=8))
+            decode.ask("reset")
+            assert_all_from_cache(decode.generate(asked, max_tokens=8), asked, control)
+            assert decode.ask("metrics").get("vllm:kvhaven_failed_loads", 0) == 0
+        assert_nothing_held(b.settled())
+    finally:
+        for node in (a, b):
+            node.stop(signal.SIGKILL)
+
+
+def wait_for_peer(node: NodeService) -> None:
+    """Wait until the other node answers."""
+    while not node.status().tiers["peer"].online:
+        time.sleep(0.05)

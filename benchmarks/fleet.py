@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads from another node's memory over TCP, against bare sockets that carry the same bytes.
+
+Both move 256 MiB in shards of 4 MiB over two connections from a process that keeps them in shared
+memory, and compute the xxh3-128 of what arrives. The connections are on loopback: this measures the
+protocol and the threads, not a network.
+"""
+
+import asyncio
+import mmap
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Final
+
+import xxhash
+
+from benchmarks.results import Result, at_least
+from kvhaven.catalog.loans import Loan
+from kvhaven.errors import KVHavenError
+from kvhaven.peers.addresses import Address
+from kvhaven.peers.listener import PeerListener
+from kvhaven.peers.tier import PeerTier
+from kvhaven.tiers.base import Namespace, StoredShard
+from kvhaven.types import (
+    Checksum,
+    ChunkKey,
+    Extent,
+    NamespaceDigest,
+    Shard,
+    ShardId,
+    ShardTable,
+    TenantId,
+)
+
+_SHARD: Final = 4 << 20
+_SHARDS: Final = 64
+_STREAMS: Final = 2
+_ROUNDS: Final = 7
+_WANTED: Final = 0.85
+_ID: Final = ShardId(0, (0, 1), (0, 1))
+_SPACE: Final = Namespace(NamespaceDigest(b"f" * 32), {}, ShardTable((Shard(_ID, _SHARD),)))
+
+
+def measure(say: Callable[[str], None]) -> list[Result]:
+    """Measure `peer.tcp`: medians of rounds that alternate."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve, args=(theirs,), daemon=True
+    )
+    process.start()
+    try:
+        peer_port, bare_port = ours.recv()
+        into = mmap.mmap(-1, _SHARD * _SHARDS)
+        buffers = [memoryview(into)[at * _SHARD : (at + 1) * _SHARD] for at in range(_SHARDS)]
+        rates, limits = asyncio.run(_alternate(peer_port, bare_port, buffers, say))
+    finally:
+        process.kill()
+    return [at_least("peer.tcp", rates, "GB/s", limits, _WANTED, "bare sockets with xxh3")]
+
+
+async def _alternate(
+    peer_port: int, bare_port: int, buffers: Sequence[memoryview], say: Callable[[str], None]
+) -> tuple[list[float], list[float]]:
+    tier = PeerTier([Address("127.0.0.1", peer_port)], token=b"", streams=_STREAMS)
+    await tier.start()
+    bare = [socket.create_connection(("127.0.0.1", bare_port)) for _ in range(_STREAMS)]
+    rates, limits = [], []
+    try:
+        for number in range(_ROUNDS + 1):
+            limit = await asyncio.to_thread(_read_bare, bare, buffers)
+            began = time.perf_counter()
+            await _read_peer(tier, buffers)
+            rate = len(buffers) * _SHARD / (time.perf_counter() - began) / 1e9
+            if number:  # the first round fills page tables
+                rates.append(rate)
+                limits.append(limit)
+                say(f"peer {rate:.2f} GB/s, bare {limit:.2f} GB/s, ratio {rate / limit:.2f}")
+    finally:
+        for sock in bare:
+            sock.close()
+        await tier.close(5)
+    return rates, limits
+
+
+async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview]) -> None:
+    """Read all shards, as many concurrently as there are streams."""
+    waiting = list(enumerate(buffers))
+
+    async def worker() -> None:
+        while waiting:
+            number, buffer = waiting.pop()
+            key = ChunkKey(number.to_bytes(32, "big"))
+            await tier.read(StoredShard(_SPACE.digest, key, _ID, _SHARD), buffer)
+
+    await asyncio.gather(*(worker() for _ in range(_STREAMS)))
+
+
+def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) -> float:
+    """Read the same bytes; return GB/s."""
+
+    def read(sock: socket.socket, part: Sequence[memoryview]) -> None:
+        for buffer in part:
+            sock.sendall(b"!")
+            got, hashed = 0, xxhash.xxh3_128()
+            while got < _SHARD:
+                count = sock.recv_into(buffer[got : got + (1 << 20)])
+                hashed.update(buffer[got : got + count])
+                got += count
+            hashed.digest()
+
+    began = time.perf_counter()
+    threads = [
+        threading.Thread(target=read, args=(sock, buffers[at :: len(socks)]))
+        for at, sock in enumerate(socks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(buffers) * _SHARD / (time.perf_counter() - began) / 1e9
+
+
+class _Held:
+    """A `Lender` of shards in shared memory."""
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("bench")
+        os.ftruncate(self.file, _SHARD * _SHARDS)
+        self.map = memoryview(mmap.mmap(self.file, _SHARD * _SHARDS))
+        for at in range(_SHARDS):
+            self.map[at * _SHARD : (at + 1) * _SHARD] = os.urandom(1 << 20) * (_SHARD >> 20)
+        self.checksums = [
+            Checksum(xxhash.xxh3_128_digest(self.map[at * _SHARD : (at + 1) * _SHARD]))
+            for at in range(_SHARDS)
+        ]
+
+    def has(
+        self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
+    ) -> list[bool]:
+        """Return True for every key."""
+        del namespace, tenant
+        return [True] * len(keys)
+
+    def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
+        """Return the shard whose number the key is."""
+        del namespace, tenant
+        at = int.from_bytes(key, "big")
+        return Loan(0, _SPACE, Extent(0, at * _SHARD, _SHARD, at), (self.checksums[at],))
+
+    def memory(self, loan: Loan) -> memoryview:
+        """Return its bytes."""
+        return self.map[loan.extent.offset : loan.extent.offset + _SHARD]
+
+    def returned(self, loan: Loan) -> None:
+        """Do nothing."""
+
+
+def _serve(orders: Connection) -> None:
+    """Serve both protocols until killed."""
+    held = _Held()
+    try:
+        listener = PeerListener(Address("127.0.0.1", 0), "bench", b"", held)
+    except KVHavenError as error:
+        raise SystemExit(str(error)) from error
+    bare = socket.create_server(("127.0.0.1", 0))
+    orders.send((listener.port, bare.getsockname()[1]))
+
+    def serve(sock: socket.socket) -> None:
+        at = 0
+        while sock.recv(1):
+            sock.sendall(held.map[at * _SHARD : (at + 1) * _SHARD])
+            at = (at + 1) % _SHARDS
+
+    while True:
+        sock, _ = bare.accept()
+        threading.Thread(target=serve, args=(sock,), daemon=True).start()

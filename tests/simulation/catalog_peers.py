@@ -42,8 +42,8 @@ class Peers:
         length = BY_DIGEST[digest].table.extent_bytes
         pinned = before.leased_bytes + before.promoting_bytes + length
         if loan is None:
-            lent = sum(copy.extent.length for _, copy in self._reads) + length
-            full = max(pinned, 2 * lent) > before.pin_limit_bytes
+            lent = {copy.extent.generation: copy.extent.length for _, copy in self._reads}
+            full = max(pinned, 2 * (sum(lent.values()) + length)) > before.pin_limit_bytes
             assert full or not has, "a chunk that is here was not lent"
             return
         assert has, "a chunk was lent that is not here"

@@ -291,10 +291,11 @@ class Catalog:
     def lend(
         self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
     ) -> Loan | None:
-        """Pin a resident chunk for a reader within the service, and mark it as used.
+        """Pin a resident chunk for a reader within the service.
 
-        Returns None if it is not resident as this tenant's, or if loans and leases already pin as
-        much as they may. The reader ends every loan with `returned`.
+        This is no use of the chunk: peers fetch a chain from its head, and the policy would then
+        propose heads before tails. Returns None if it is not resident as this tenant's, or if loans
+        and leases already pin as much as they may. The reader ends every loan with `returned`.
         """
         part = self._owners.known_part(namespace, tenant)
         return None if part is None else self._leases.loans.lend(part, key)

@@ -50,7 +50,6 @@ class Loans:
         if entry is None or not self._fits(entry):
             return None
         space.lease(entry)
-        space.touch([entry])
         self._last += 1
         self.open[self._last] = entry
         self.lent += 1
@@ -71,6 +70,7 @@ class Loans:
 
     def _fits(self, entry: Entry) -> bool:
         length, limit, space = entry.extent.length, self._pin_limit(), self._space
-        lent = sum(e.extent.length for e in {id(e): e for e in self.open.values()}.values())
+        lent = {id(each): each.extent.length for each in (*self.open.values(), entry)}
         pinned = space.leased_bytes + space.promoting_bytes
-        return lent + length <= limit // _PART and (bool(entry.leases) or pinned + length <= limit)
+        within = bool(entry.leases) or pinned + length <= limit
+        return within and sum(lent.values()) <= limit // _PART

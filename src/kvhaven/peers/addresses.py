@@ -39,8 +39,9 @@ def parse_address(text: str, setting: str) -> Address:
         host, port = rest, ""
     else:
         host, _, port = rest.partition(":")
-    number = int(port) if port.isascii() and port.isdigit() else PORT
-    if not host or "/" in rest or (port and not port.isdigit()) or number > _MOST_PORT:
+    digits = port.isascii() and port.isdigit()
+    number = int(port) if digits else PORT
+    if not host or "/" in rest or (port and not digits) or number > _MOST_PORT:
         raise ConfigError(
             f"{setting}: invalid address (got {text!r}); expected host:port, [IPv6]:port, or "
             f"dns://name:port for all nodes behind a name"
@@ -57,7 +58,10 @@ def resolve(address: Address) -> list[Address]:
     """Return the addresses behind one: itself, unless it is dynamic. Blocks. Raises `OSError`."""
     if not address.dynamic:
         return [address]
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a name that no DNS name can be
+        raise OSError(f"invalid name: {error}") from error
     return sorted({Address(str(where[0]), int(where[1])) for *_, where in found})
 
 

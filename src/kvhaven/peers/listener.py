@@ -3,7 +3,6 @@
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -27,12 +26,14 @@ from kvhaven.peers.wire import (
     welcome,
 )
 from kvhaven.protocol import KeyList, tenant_of
-from kvhaven.tiers.executor import NICENESS
+from kvhaven.tiers.executor import be_nice
 from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
 
 _log = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS: Final = 256
+_MOST_UNKNOWN: Final = 64
+"""Connections whose node has not proved yet that it knows the token."""
 _HANDSHAKE_S: Final = 5.0
 _IDLE_S: Final = 30.0
 """Peers ping every second, so a connection that is silent for this long is dead."""
@@ -71,6 +72,7 @@ class PeerListener:
         self._lender = lender
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
+        self._unknown: set[Stream] = set()
         self._closed = False
         try:
             family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -94,12 +96,13 @@ class PeerListener:
         """Close all connections, and wait for no thread: each returns what it has borrowed."""
         with self._lock:
             self._closed = True
-            streams = tuple(self._streams)
+            streams = (*self._streams, *self._unknown)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes `accept`
-        self._socket.close()
         for stream in streams:
-            stream.close()
+            stream.shut_down()
+        self._thread.join(1)
+        self._socket.close()
 
     def _accept(self) -> None:
         while True:
@@ -112,20 +115,25 @@ class PeerListener:
                 continue
             stream = Stream(sock, f"peer {peer[0]}:{peer[1]}")
             with self._lock:
-                full = self._closed or len(self._streams) >= _MOST_CONNECTIONS
+                full = self._closed or len(self._unknown) >= _MOST_UNKNOWN
                 if not full:
-                    self._streams.add(stream)
+                    self._unknown.add(stream)
             if full:
                 stream.close()
                 continue
-            threading.Thread(
-                target=self._serve, args=(stream,), name="kvhaven-peer", daemon=True
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._serve, args=(stream,), name="kvhaven-peer", daemon=True
+                ).start()
+            except RuntimeError as error:  # the process may have no more threads
+                _log.warning("%s: refused: %s", stream.title, error)
+                self._ended(stream)
 
     def _serve(self, stream: Stream) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
+            be_nice()
             node = welcome(stream, self._node, self._token, time.monotonic() + _HANDSHAKE_S)
+            self._admit(stream)
             _log.info("%s: connected, node %s", stream.title, node[:8])
             while True:
                 request: Request = stream.receive(
@@ -137,10 +145,26 @@ class PeerListener:
             _log.log(logging.DEBUG if self._closed else logging.INFO, "%s", error)
         except KVHavenError as error:
             _log.warning("%s: disconnected: %s", stream.title, error)
+        except Exception:  # noqa: BLE001  this connection ends, and no other
+            _log.exception("%s: disconnected after an unexpected error", stream.title)
         finally:
-            stream.close()
-            with self._lock:
-                self._streams.discard(stream)
+            self._ended(stream)
+
+    def _admit(self, stream: Stream) -> None:
+        """Count a connection of a node of the cluster. Raises `PeerError` if there are too many."""
+        with self._lock:
+            full = self._closed or len(self._streams) >= _MOST_CONNECTIONS
+            if not full:
+                self._unknown.discard(stream)
+                self._streams.add(stream)
+        if full:
+            raise PeerError(f"{stream.title}: refused, {_MOST_CONNECTIONS} connections are open")
+
+    def _ended(self, stream: Stream) -> None:
+        stream.close()
+        with self._lock:
+            self._streams.discard(stream)
+            self._unknown.discard(stream)
 
     def _answer(self, stream: Stream, request: Request) -> None:
         if isinstance(request, Ping):

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
@@ -28,6 +27,7 @@ from kvhaven.peers.wire import (
     PeerError,
     Ping,
     Pong,
+    SilentPeerError,
     Stream,
     greet,
 )
@@ -67,14 +67,23 @@ class PeerStatus(msgspec.Struct, frozen=True):
     error: str
 
 
-class _Peer:
-    """One other node: its connections, which executor threads take in turn, and its state.
+_ChunkName = tuple[NamespaceDigest, TenantId, ChunkKey]
 
-    `up` and the counters change on the event loop only, `_idle` under its lock.
+
+class _AwayError(PeerError):
+    """A peer failed before the request was sent; the failure was counted then."""
+
+
+class _Peer:
+    """One other node: its connections, the threads that use them, and its state.
+
+    Pings and lookups have a thread, reads have `streams` threads. So a peer that is slow or silent
+    holds up only what is asked of it. `up`, `dropped` and the counters change on the event loop
+    only, `_idle` under its lock.
     """
 
     def __init__(
-        self, address: Address, node: str, token: bytes, deadline_s: float, most_idle: int
+        self, address: Address, node: str, token: bytes, deadline_s: float, streams: int
     ) -> None:
         self.address = address
         self.title = f"peer {address}"
@@ -88,7 +97,9 @@ class _Peer:
         self._self = node
         self._token = token
         self._deadline_s = deadline_s
-        self._most_idle = most_idle
+        self._most_idle = streams + 1
+        self._control = TierExecutor(1)
+        self._data = TierExecutor(streams, per_core=streams)
         self._lock = threading.Lock()
         self._idle: list[Stream] = []
 
@@ -97,11 +108,41 @@ class _Peer:
         """Whether it may be asked."""
         return self.up and not self.own and self.breaker.closed
 
+    @property
+    def queued_reads(self) -> int:
+        """Number of reads that wait for a thread."""
+        return self._data.queued(Lane.READ)
+
+    async def ping(self) -> str:
+        """Verify that the peer answers; return its name. Raises `PeerError` or `TierError`."""
+        return await self._control.run(Lane.READ, self._ping)
+
+    async def has(
+        self, namespace: NamespaceDigest, tenant: TenantId, keys: Sequence[ChunkKey]
+    ) -> set[_ChunkName]:
+        """Ask which chunks it has. Raises `PeerError` or `TierError`."""
+        ask = functools.partial(self._has, namespace, tenant, keys)
+        return await self._control.run(Lane.WRITE, ask)  # behind pings
+
+    async def fetch(self, shard: StoredShard, into: memoryview) -> Checksum | None:
+        """Read a shard's payload; None if the peer does not have it.
+
+        Raises `PeerError`, `TierError`, and `DamagedShardError` if the bytes do not have the
+        checksum of the rank that computed them.
+        """
+        return await self._data.run(Lane.READ, functools.partial(self._fetch, shard, into))
+
+    async def close(self, deadline_s: float) -> None:
+        """End running requests within `deadline_s` seconds, and disconnect, for good."""
+        self.up = False
+        with self._lock:
+            self._most_idle = 0
+        self.disconnect()
+        await asyncio.gather(self._control.close(deadline_s), self._data.close(deadline_s))
+
     # In threads
 
-    def ping(self) -> str:
-        """Verify that the peer answers; return its name. Raises `PeerError`."""
-
+    def _ping(self) -> str:
         def ping(stream: Stream) -> None:
             stream.send(Ping(), self._deadline)
             stream.receive(Pong, self._deadline)
@@ -109,29 +150,27 @@ class _Peer:
         self._with_stream(ping)
         return self.node
 
-    def has(
+    def _has(
         self, namespace: NamespaceDigest, tenant: TenantId, keys: Sequence[ChunkKey]
-    ) -> list[bool]:
-        """Ask which chunks it has. Raises `PeerError`."""
+    ) -> set[_ChunkName]:
+        self._require()
 
-        def ask(stream: Stream) -> list[bool]:
-            there: list[bool] = []
+        def ask(stream: Stream) -> set[_ChunkName]:
+            there: set[_ChunkName] = set()
             for part in batches(keys, MOST_KEYS):
                 stream.send(Has(namespace, b"".join(part), tenant), self._deadline)
                 reply = stream.receive(HasReply, self._deadline).there
                 if len(reply) != len(part):
                     raise ProtocolError(f"{self.title}: {len(reply)} answers to {len(part)} keys")
-                there += map(bool, reply)
+                there |= {
+                    (namespace, tenant, key) for key, has in zip(part, reply, strict=True) if has
+                }
             return there
 
         return self._with_stream(ask)
 
-    def fetch(self, shard: StoredShard, into: memoryview) -> Checksum | None:
-        """Read a shard's payload; None if the peer does not have it.
-
-        Raises `PeerError`, and `DamagedShardError` if the bytes do not have the checksum of the
-        rank that computed them.
-        """
+    def _fetch(self, shard: StoredShard, into: memoryview) -> Checksum | None:
+        self._require()
 
         def read(stream: Stream) -> Checksum | None:
             request = Fetch(
@@ -141,12 +180,9 @@ class _Peer:
             answer = stream.receive(Chunk | Absent, self._deadline)  # type: ignore[arg-type]  # a union
             if isinstance(answer, Absent):
                 return None
-            end = time.monotonic() + _LONGEST * self._deadline_s
             hashed, payload = xxhash.xxh3_128(), into[: shard.payload_bytes]
-            for start in range(0, len(payload), 1 << 20):
-                piece = payload[start : start + (1 << 20)]
-                stream.receive_into(piece, min(end, self._deadline))
-                hashed.update(piece)
+            end = time.monotonic() + _LONGEST * self._deadline_s
+            stream.receive_into(payload, end, silence_s=self._deadline_s, each=hashed.update)
             if hashed.digest() != answer.checksum:
                 raise DamagedShardError(f"{self.title}: wrong bytes arrived", hashed.digest())
             return Checksum(answer.checksum)
@@ -160,6 +196,11 @@ class _Peer:
         for stream in streams:
             stream.close()
 
+    def _require(self) -> None:
+        """Raise `_AwayError` for a request that waited for a thread while the peer failed."""
+        if not self.usable:
+            raise _AwayError(f"{self.title} is away")
+
     @property
     def _deadline(self) -> float:
         return time.monotonic() + self._deadline_s
@@ -167,13 +208,16 @@ class _Peer:
     def _with_stream(self, work: Callable[[Stream], T]) -> T:
         """Do a request on an idle connection, or on a new one.
 
-        A connection that was idle may have ended meanwhile: then a new one is tried once.
+        A connection that was idle may have been closed meanwhile: then a new one is tried once.
         """
         with self._lock:
             stream = self._idle.pop() if self._idle else None
         if stream is not None:
             try:
                 return self._done(stream, work(stream))
+            except SilentPeerError:  # it would be silent for as long again
+                stream.close()
+                raise
             except PeerError:
                 stream.close()
                 self.disconnect()
@@ -202,8 +246,8 @@ class _Peer:
             sock = socket.create_connection(
                 (self.address.host, self.address.port), timeout=self._deadline_s
             )
-        except OSError as error:
-            reason = error.strerror or str(error)
+        except (OSError, UnicodeError) as error:  # no DNS name may be like that
+            reason = getattr(error, "strerror", None) or str(error)
             raise PeerError(f"{self.title} cannot be reached: {reason}") from error
         stream = Stream(sock, self.title)
         try:
@@ -244,9 +288,9 @@ class PeerTier:
         self._deadline_s = deadline_s
         self._streams = streams
         self._peers: dict[Address, _Peer] = {}
-        self._where: OrderedDict[tuple[NamespaceDigest, TenantId, ChunkKey], _Peer] = OrderedDict()
-        threads = max(4, 2 * streams * len(self._addresses))
-        self._executor = TierExecutor(min(32, threads), per_core=32)
+        self._where: dict[_ChunkName, _Peer] = {}
+        self._names = TierExecutor(1)
+        self._resolved: dict[Address, list[Address]] = {}
         self._keeper: asyncio.Task[None] | None = None
         self._epoch = 0
         self._reads = self._misses = self._errors = self._rejected = 0
@@ -280,12 +324,10 @@ class PeerTier:
         """Disconnect."""
         if self._keeper is not None:
             self._keeper.cancel()
-            await asyncio.wait([self._keeper])
-        for peer in self._peers.values():
-            peer.up = False
-        await self._executor.close(deadline_s)
-        for peer in self._peers.values():
-            peer.disconnect()
+        closing = [peer.close(deadline_s) for peer in self._peers.values()]
+        await asyncio.gather(self._names.close(deadline_s), *closing)
+        if self._keeper is not None:  # what it waited for has ended now, or is abandoned
+            await asyncio.wait([self._keeper], timeout=deadline_s)
 
     async def add_namespace(self, namespace: Namespace) -> None:
         """Do nothing: peers know their own namespaces."""
@@ -305,7 +347,7 @@ class PeerTier:
         for shard in shards:
             wanted.setdefault((shard.namespace, shard.tenant), {})[shard.key] = None
         usable = self._usable()
-        there: set[tuple[NamespaceDigest, TenantId, ChunkKey]] = set()
+        there: set[_ChunkName] = set()
         answered = False
         for (namespace, tenant), keys in wanted.items():
             asked = [self._ask(peer, namespace, tenant, tuple(keys)) for peer in usable]
@@ -313,10 +355,11 @@ class PeerTier:
                 if found is None:
                     continue
                 answered = True
-                for key in (key for key, has in zip(keys, found, strict=True) if has):
-                    self._remember((namespace, tenant, key), peer)
-                    there.add((namespace, tenant, key))
-                    peer.found += 1
+                there |= found
+                peer.found += len(found)
+                if len(self._where) > _MOST_KNOWN:
+                    self._where.clear()
+                self._where.update(dict.fromkeys(found, peer))
         if shards and not answered:
             raise TierError(f"no peer answered: {self._last_error}")
         return [(shard.namespace, shard.tenant, shard.key) in there for shard in shards]
@@ -328,30 +371,32 @@ class PeerTier:
         if not peers:
             raise TierError(f"no peer can be reached: {self._last_error}")
         failure: Exception | None = None
-        for peer in peers:
-            try:
-                checksum = await self._executor.run(
-                    Lane.READ, functools.partial(peer.fetch, shard, into)
-                )
-            except DamagedShardError as error:
-                peer.damaged += 1
-                self._rejected += 1
-                failure = error
-                self._failed(peer, error)
-            except (PeerError, ProtocolError) as error:
-                failure = error
-                self._failed(peer, error)
-            else:
-                peer.breaker.succeeded()
-                if checksum is not None:
-                    peer.read += 1
-                    self._reads += 1
-                    return checksum
-        self._where.pop((shard.namespace, shard.tenant, shard.key), None)
-        self._misses += 1
-        if failure is not None and not isinstance(failure, DamagedShardError):
-            raise TierError(str(failure)) from failure
-        raise TierMissError(f"no peer has {shard.key.hex()}") from failure
+        try:
+            for peer in peers:
+                try:
+                    checksum = await peer.fetch(shard, into)
+                except DamagedShardError as error:
+                    peer.damaged += 1
+                    self._rejected += 1
+                    failure = error
+                    self._failed(peer, error)
+                except (PeerError, ProtocolError, TierError) as error:
+                    failure = error
+                    self._failed(peer, error)
+                else:
+                    peer.breaker.succeeded()
+                    if checksum is not None:
+                        peer.read += 1
+                        self._reads += 1
+                        return checksum
+            self._where.pop((shard.namespace, shard.tenant, shard.key), None)
+            self._misses += 1
+            if failure is not None and not isinstance(failure, DamagedShardError):
+                raise TierError(str(failure)) from failure
+            raise TierMissError(f"no peer has {shard.key.hex()}") from failure
+        finally:
+            # An exception holds this frame, which must not hold it: the service runs no GC.
+            del failure
 
     async def write(self, shard: StoredShard, payload: memoryview, checksum: Checksum) -> int:
         """Raise `TierError`: other nodes' memory is not written."""
@@ -370,7 +415,7 @@ class PeerTier:
             capacity_bytes=None,
             used_bytes=0,
             epoch=self._epoch,
-            queued_reads=self._executor.queued(Lane.READ),
+            queued_reads=sum(peer.queued_reads for peer in self._peers.values()),
             reads=self._reads,
             misses=self._misses,
             errors=self._errors,
@@ -385,26 +430,21 @@ class PeerTier:
     def _usable(self) -> list[_Peer]:
         return [peer for peer in self._peers.values() if peer.usable]
 
-    def _remember(self, chunk: tuple[NamespaceDigest, TenantId, ChunkKey], peer: _Peer) -> None:
-        self._where[chunk] = peer
-        self._where.move_to_end(chunk)
-        while len(self._where) > _MOST_KNOWN:
-            self._where.popitem(last=False)
-
     async def _ask(
         self, peer: _Peer, namespace: NamespaceDigest, tenant: TenantId, keys: tuple[ChunkKey, ...]
-    ) -> list[bool] | None:
-        """Return a peer's answer; None if there is none."""
-        ask = functools.partial(peer.has, namespace, tenant, keys)
+    ) -> set[_ChunkName] | None:
+        """Return the chunks that a peer has; None if it does not answer."""
         try:
-            there = await self._executor.run(Lane.READ, ask)
-        except (PeerError, ProtocolError) as error:
+            there = await peer.has(namespace, tenant, keys)
+        except (PeerError, ProtocolError, TierError) as error:
             self._failed(peer, error)
             return None
         peer.breaker.succeeded()
         return there
 
     def _failed(self, peer: _Peer, error: Exception) -> None:
+        if isinstance(error, _AwayError):
+            return
         self._errors += 1
         self._last_error = peer.error = str(error)
         if peer.breaker.failed():
@@ -428,22 +468,18 @@ class PeerTier:
         found: dict[Address, None] = {}
         for address in self._addresses:
             try:
-                there = await self._executor.run(
-                    Lane.BACKGROUND, functools.partial(resolve, address)
-                )
+                there = await self._names.run(Lane.READ, functools.partial(resolve, address))
+                self._resolved[address] = there
             except (OSError, TierError) as error:
-                # Members stay while the name service is away.
+                # Its members stay while the name service is away.
                 self._last_error = f"{address} cannot be resolved: {error}"
-                return
-            found |= dict.fromkeys(there)
-        for address in found.keys() - self._peers.keys():
+            found |= dict.fromkeys(self._resolved.get(address, ()))
+        for address in [one for one in found if one not in self._peers]:
             self._peers[address] = _Peer(
-                address, self.node, self._token, self._deadline_s, 2 * self._streams
+                address, self.node, self._token, self._deadline_s, self._streams
             )
-        for address in self._peers.keys() - found.keys():
-            peer = self._peers.pop(address)
-            peer.up = False
-            peer.disconnect()
+        for address in [one for one in self._peers if one not in found]:
+            await self._peers.pop(address).close(self._deadline_s)
 
     async def _look_after(self, peer: _Peer) -> None:
         if peer.own:
@@ -452,8 +488,10 @@ class PeerTier:
         if not (probing or peer.breaker.closed):
             return
         try:
-            node = await self._executor.run(Lane.BACKGROUND, peer.ping)
-        except (PeerError, ProtocolError, TierError) as error:
+            node = await peer.ping()
+        except Exception as error:  # noqa: BLE001  this peer is away; the others are kept
+            if not isinstance(error, PeerError | ProtocolError | TierError):
+                _log.exception("%s: a ping failed unexpectedly", peer.title)
             if peer.up or str(error) != peer.error:
                 _log.warning("%s: away: %s", peer.title, error)
             self._last_error = peer.error = str(error)

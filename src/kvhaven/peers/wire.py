@@ -8,11 +8,13 @@ name under `type`. The payload follows a `Chunk` as raw bytes. `docs/formats.md`
 import contextlib
 import hashlib
 import hmac
+import math
 import os
 import socket
 import struct
 import time
-from typing import Annotated, Final, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Final, NoReturn, TypeVar
 
 import msgspec
 
@@ -21,12 +23,16 @@ from kvhaven.types import CHECKSUM_BYTES, KEY_BYTES, TENANT_BYTES, ShardId
 
 VERSION: Final = 1
 FRAME_LIMIT: Final = 1 << 20
-MOST_KEYS: Final = 1 << 14
-"""Keys in a `Has`: half of a frame."""
+HANDSHAKE_LIMIT: Final = 1 << 10
+"""Longest frame in bytes before the other side has proved that it knows the token."""
+MOST_KEYS: Final = 1 << 10
+"""Keys in a `Has`."""
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 
 _LENGTH: Final = struct.Struct("<I")
+_MOST_SAID: Final = 200
+"""Characters of an error that are shown, since the other side may have chosen them."""
 _RECEIVE: Final = 1 << 20
 """Largest piece in bytes that is received or sent before the deadline is checked again."""
 
@@ -42,6 +48,10 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 class PeerError(KVHavenError):
     """A peer cannot be reached, refused this node, broke the protocol, or was too slow."""
+
+
+class SilentPeerError(PeerError):
+    """A peer did not answer in time."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):
@@ -78,7 +88,7 @@ class PeerReady(Message, frozen=True, tag=True):
 class PeerRefused(Message, frozen=True, tag=True):
     """The connection is closed; `reason` is for people."""
 
-    reason: str
+    reason: Name
 
 
 class Ping(Message, frozen=True, tag=True):
@@ -137,7 +147,10 @@ class Stream:
 
     def __init__(self, sock: socket.socket, title: str) -> None:
         self.title = title
+        self.limit = HANDSHAKE_LIMIT
         self._socket = sock
+        # The kernel's timeouts: with Python's, each call would be preceded by a poll.
+        sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message, deadline: float) -> None:
@@ -148,41 +161,57 @@ class Stream:
     def receive(self, expected: type[M], deadline: float) -> M:
         """Return the next message, which must be of the expected type (a union of messages)."""
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline))
-        if length > FRAME_LIMIT:
-            raise ProtocolError(f"{self.title}: a frame of {length} bytes; at most {FRAME_LIMIT}")
+        if length > self.limit:
+            raise ProtocolError(f"{self.title}: a frame of {length} bytes; at most {self.limit}")
         body = self._take(length, deadline)
         try:
             return msgspec.msgpack.decode(body, type=expected)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise ProtocolError(f"{self.title}: malformed message: {error}") from error
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+            said = repr(str(error))[:_MOST_SAID]
+            raise ProtocolError(f"{self.title}: malformed message: {said}") from error
 
     def send_bytes(self, data: memoryview, deadline: float) -> None:
         """Send raw bytes."""
         sent = 0
         while sent < len(data):
-            self._wait_at_most(deadline)
+            self._wait_at_most(deadline, socket.SO_SNDTIMEO)
             try:
                 sent += self._socket.send(data[sent : sent + _RECEIVE])
             except OSError as error:
                 raise self._failed(error) from error
 
-    def receive_into(self, into: memoryview, deadline: float) -> None:
-        """Fill `into` with raw bytes."""
+    def receive_into(
+        self,
+        into: memoryview,
+        deadline: float,
+        *,
+        silence_s: float = math.inf,
+        each: Callable[[memoryview], object] = len,
+    ) -> None:
+        """Fill `into` with raw bytes, and call `each` with every part while it is in the cache.
+
+        Raises `PeerError` also if no byte comes for `silence_s` seconds.
+        """
         got = 0
         while got < len(into):
-            self._wait_at_most(deadline)
+            self._wait_at_most(min(deadline, time.monotonic() + silence_s), socket.SO_RCVTIMEO)
             try:
                 count = self._socket.recv_into(into[got : got + _RECEIVE])
             except OSError as error:
                 raise self._failed(error) from error
             if not count:
                 raise PeerError(f"{self.title}: the connection was closed")
+            each(into[got : got + count])
             got += count
 
-    def close(self) -> None:
-        """Close the connection; a call in another thread ends."""
+    def shut_down(self) -> None:
+        """End the connection; a call in another thread ends. That thread then calls `close`."""
         with contextlib.suppress(OSError):  # the other side was first
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. Called by the thread that uses it, or if none does."""
+        self.shut_down()
         self._socket.close()
 
     def _take(self, size: int, deadline: float) -> bytearray:
@@ -190,19 +219,25 @@ class Stream:
         self.receive_into(memoryview(body), deadline)
         return body
 
-    def _wait_at_most(self, deadline: float) -> None:
+    def _wait_at_most(self, deadline: float, option: int) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise PeerError(f"{self.title}: no answer in time")
+            raise SilentPeerError(f"{self.title}: no answer in time")
         try:
-            self._socket.settimeout(left)
+            self._socket.setsockopt(socket.SOL_SOCKET, option, _timeval(left))
         except OSError as error:  # closed by another thread
             raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> PeerError:
-        if isinstance(error, TimeoutError):
-            return PeerError(f"{self.title}: no answer in time")
+        if isinstance(error, TimeoutError | BlockingIOError):
+            return SilentPeerError(f"{self.title}: no answer in time")
         return PeerError(f"{self.title}: {error.strerror or error}")
+
+
+def _timeval(seconds: float) -> bytes:
+    """Return a `struct timeval` of at least a millisecond: zero would mean no timeout."""
+    micros = max(1000, int(seconds * 1e6))
+    return struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
 
 
 def greet(stream: Stream, node: str, token: bytes, deadline: float) -> str:
@@ -214,14 +249,15 @@ def greet(stream: Stream, node: str, token: bytes, deadline: float) -> str:
     stream.send(hello, deadline)
     answer = stream.receive(PeerWelcome | PeerRefused, deadline)  # type: ignore[arg-type]  # a union
     if isinstance(answer, PeerRefused):
-        raise PeerError(f"{stream.title} refused this node: {answer.reason}")
+        raise PeerError(f"{stream.title} refused this node: {answer.reason!r}")
     expected = _proof(token, "listens", answer.node, hello.nonce, answer.nonce)
     if not hmac.compare_digest(answer.proof, expected):
         raise PeerError(f"{stream.title} has another token: set the same peer_token_file on both")
     stream.send(PeerProof(_proof(token, "connects", node, hello.nonce, answer.nonce)), deadline)
     last = stream.receive(PeerReady | PeerRefused, deadline)  # type: ignore[arg-type]
     if isinstance(last, PeerRefused):
-        raise PeerError(f"{stream.title} refused this node: {last.reason}")
+        raise PeerError(f"{stream.title} refused this node: {last.reason!r}")
+    stream.limit = FRAME_LIMIT
     return answer.node
 
 
@@ -233,19 +269,21 @@ def welcome(stream: Stream, node: str, token: bytes, deadline: float) -> str:
     hello = stream.receive(PeerHello, deadline)
     if hello.version != VERSION:
         reason = f"peer protocol version {hello.version} was offered; this node has {VERSION}"
-        _refuse(stream, f"{reason}: install the same KVHaven on all nodes", deadline)
+        refuse(stream, f"{reason}: install the same KVHaven on all nodes", deadline)
     nonce = os.urandom(NONCE_BYTES)
     proof = _proof(token, "listens", node, hello.nonce, nonce)
     stream.send(PeerWelcome(node, nonce, proof), deadline)
     given = stream.receive(PeerProof, deadline).proof
     expected = _proof(token, "connects", hello.node, hello.nonce, nonce)
     if not hmac.compare_digest(given, expected):
-        _refuse(stream, "another token: set the same peer_token_file on all nodes", deadline)
+        refuse(stream, "another token: set the same peer_token_file on all nodes", deadline)
     stream.send(PeerReady(), deadline)
+    stream.limit = FRAME_LIMIT
     return hello.node
 
 
-def _refuse(stream: Stream, reason: str, deadline: float) -> None:
+def refuse(stream: Stream, reason: str, deadline: float) -> NoReturn:
+    """Tell the other node why it is refused. Raises `PeerError` with the same reason."""
     stream.send(PeerRefused(reason), deadline)
     raise PeerError(f"{stream.title}: {reason}")
 

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from kvhaven.arena.limits import arena_size, format_bytes, room_to_grow
 from kvhaven.arena.segment import Segment
 from kvhaven.errors import ArenaError
 from kvhaven.protocol import SegmentInfo
+from kvhaven.tiers.executor import be_nice
 from kvhaven.types import Extent
 
 logger = logging.getLogger(__name__)
@@ -181,8 +181,3 @@ class Arena:
                 return
             else:
                 self._stop.wait(_PREFAULT_POLL_S)
-
-
-def be_nice() -> None:
-    """Lower this thread's priority below the event loop's and the engines'."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import xxhash
 
 from kvhaven.catalog.actions import Acquisition, Leased
-from kvhaven.service.arena import Arena, be_nice
+from kvhaven.service.arena import Arena
 from kvhaven.service.driver import Driver
+from kvhaven.tiers.executor import be_nice
 from kvhaven.types import Checksum, Extent, ShardTable
 
 logger = logging.getLogger(__name__)

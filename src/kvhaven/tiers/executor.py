@@ -189,11 +189,18 @@ class TierExecutor:
                 self._ready.wait()
 
     def _work(self) -> None:
-        thread_id = threading.get_native_id()
-        niceness = os.getpriority(os.PRIO_PROCESS, thread_id)
-        os.setpriority(os.PRIO_PROCESS, thread_id, max(niceness, NICENESS))
-        while (job := self._next()) is not None:
+        be_nice()
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run a job; return whether there may be more."""
+        job = self._next()
+        more = job is not None
+        if job is not None:
             self._run(job)
+        del job  # a failed job's error refers to this frame, as the caller of a frame that it holds
+        return more
 
     def _run(self, job: _Job[Any]) -> None:
         work, job.work = job.work, None
@@ -210,6 +217,13 @@ class TierExecutor:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
             job.loop.call_soon_threadsafe(settle, job.future, result, error)
         del job, error  # the error's traceback holds this frame: breaks the cycle
+
+
+def be_nice() -> None:
+    """Set this thread's niceness to `NICENESS`, unless it is higher already."""
+    thread_id = threading.get_native_id()
+    niceness = os.getpriority(os.PRIO_PROCESS, thread_id)
+    os.setpriority(os.PRIO_PROCESS, thread_id, max(niceness, NICENESS))
 
 
 def settle(future: "asyncio.Future[T]", result: T, error: BaseException | None) -> None:

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers that are rogue, silent or many: each costs its own answers and nothing else."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+import msgspec
+import pytest
+
+from kvhaven.catalog.loans import Loan
+from kvhaven.errors import TierError
+from kvhaven.peers.addresses import Address
+from kvhaven.peers.listener import PeerListener
+from kvhaven.peers.tier import PeerTier
+from kvhaven.peers.wire import HANDSHAKE_LIMIT, MOST_KEYS
+from kvhaven.testing.tiers import make_namespace, make_piece
+from kvhaven.types import ChunkKey, Extent, NamespaceDigest, TenantId, align_up
+
+SPACE = make_namespace()
+PIECE = make_piece(SPACE, 1)
+
+
+class Held:
+    """A lender of one chunk."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.asked = 0
+
+    def has(
+        self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
+    ) -> list[bool]:
+        del namespace, tenant
+        self.asked += 1
+        return [key == PIECE.shard.key for key in keys]
+
+    def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
+        del namespace, tenant
+        if key != PIECE.shard.key:
+            return None
+        self.open += 1
+        return Loan(1, SPACE, Extent(0, 0, 1, 1), (PIECE.checksum,) * len(SPACE.table.shards))
+
+    def memory(self, loan: Loan) -> memoryview:
+        del loan
+        return memoryview(bytes(PIECE.payload) * (1 + len(SPACE.table.shards)))
+
+    def returned(self, loan: Loan) -> None:
+        del loan
+        self.open -= 1
+
+
+@pytest.fixture
+def listener() -> Iterator[PeerListener]:
+    made = PeerListener(Address("127.0.0.1", 0), "there", b"", Held())
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def rogue(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Yield the port of a peer that does what it likes with each connection."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = server.accept()
+                threading.Thread(target=quietly, args=(sock,), daemon=True).start()
+
+    def quietly(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError), sock:
+            serve(sock)
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield int(server.getsockname()[1])
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+def silent(sock: socket.socket) -> None:
+    while sock.recv(1 << 16):
+        pass
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+@contextlib.asynccontextmanager
+async def tier_of(*hosts: Address, **options: float) -> AsyncIterator[PeerTier]:
+    tier = PeerTier(hosts, token=b"", deadline_s=options.pop("deadline_s", 0.3))
+    await tier.start()
+    try:
+        yield tier
+    finally:
+        await tier.close(1)
+
+
+def local(port: int) -> Address:
+    return Address("127.0.0.1", port)
+
+
+async def reached(tier: PeerTier, count: int = 1) -> None:
+    """Wait until so many peers answer."""
+    for _ in range(2000):
+        if sum(peer.up for peer in tier.peers()) >= count:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(tier.peers())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        frame(msgspec.msgpack.encode({"type": "PeerRefused", "reason": "x"})[:-1] + b"\xff"),
+        frame(b"\x91" * 900),
+        frame(b"\x81\xa4type\xaaPeerRefused\n" + b"\n" * 500),
+        struct.pack("<I", HANDSHAKE_LIMIT + 1),
+        struct.pack("<I", (1 << 32) - 1),
+        b"",
+    ],
+)
+async def test_a_rogue_peer_keeps_no_other_away(
+    listener: PeerListener, answer: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rogue(lambda sock: sock.sendall(answer)) as port:
+        async with tier_of(local(port), local(listener.port)) as tier:
+            await reached(tier)
+            assert list(await tier.contains([PIECE.shard])) == [True]
+            assert [peer.up for peer in tier.peers()] == [False, True]
+            assert all(len(peer.error) < 500 for peer in tier.peers())
+    assert "Traceback" not in caplog.text
+    assert "\n\n" not in caplog.text
+
+
+async def test_a_name_that_cannot_be_one_keeps_no_other_away(listener: PeerListener) -> None:
+    bad = Address("a..b", 1), Address("a..b", 1, dynamic=True)
+    async with tier_of(*bad, local(listener.port)) as tier:
+        await reached(tier)
+        assert list(await tier.contains([PIECE.shard])) == [True]
+
+
+async def test_reads_of_a_silent_peer_hold_up_no_lookup_of_another(listener: PeerListener) -> None:
+    def relay(sock: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", listener.port)) as far:
+            threading.Thread(target=copy, args=(far, sock), daemon=True).start()
+            copy(sock, far)
+
+    hold = threading.Event()
+
+    def copy(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if hold.is_set():
+                    continue
+                sink.sendall(data)
+
+    with rogue(relay) as port:
+        async with tier_of(local(port), local(listener.port)) as tier:
+            await reached(tier, 2)
+            hold.set()
+            into = [memoryview(bytearray(align_up(len(PIECE.payload)))) for _ in range(64)]
+            reads = [asyncio.create_task(tier.read(PIECE.shard, buffer)) for buffer in into]
+            assert list(await tier.contains([PIECE.shard])) == [True]
+            found = await asyncio.gather(*reads, return_exceptions=True)
+            assert {PIECE.checksum} == {one for one in found if isinstance(one, bytes)}
+            assert len([one for one in found if isinstance(one, bytes)]) == 64
+
+
+async def test_it_closes_in_time_beside_silence() -> None:
+    with rogue(silent) as port:
+        tier = PeerTier([local(port)], token=b"", deadline_s=30)
+        starting = asyncio.create_task(tier.start())
+        await asyncio.sleep(0.1)
+        starting.cancel()
+        async with asyncio.timeout(10):
+            await tier.close(0.2)
+
+
+async def test_a_listener_survives_those_who_never_say_who_they_are(listener: PeerListener) -> None:
+    socks = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(80)]
+    try:
+        async with tier_of(local(listener.port), deadline_s=10) as tier:
+            for sock in socks:
+                sock.close()
+            await reached(tier)
+            assert list(await tier.contains([PIECE.shard])) == [True]
+    finally:
+        for sock in socks:
+            sock.close()
+
+
+async def test_many_keys_are_asked_for_in_messages_of_a_bounded_size(
+    listener: PeerListener,
+) -> None:
+    shards = [make_piece(SPACE, number).shard for number in range(2 * MOST_KEYS + 1)]
+    async with tier_of(local(listener.port)) as tier:
+        await reached(tier)
+        there = await tier.contains(shards)
+    assert [shard for shard, has in zip(shards, there, strict=True) if has] == [PIECE.shard]
+
+
+async def test_without_any_peer_it_is_offline_and_raises() -> None:
+    with rogue(silent) as port:
+        async with tier_of(local(port)) as tier:
+            assert not tier.health().online
+            with pytest.raises(TierError, match="no peer"):
+                await tier.contains([PIECE.shard])
+            with pytest.raises(TierError, match="no peer"):
+                await tier.read(PIECE.shard, memoryview(bytearray(len(PIECE.payload))))

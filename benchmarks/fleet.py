@@ -88,7 +88,7 @@ async def _alternate(
 
 
 async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview]) -> None:
-    """Read all shards, as many concurrently as there are streams."""
+    """Read all shards; as many wait for a stream as are being read, as in a service."""
     waiting = list(enumerate(buffers))
 
     async def worker() -> None:
@@ -97,7 +97,7 @@ async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview]) -> None:
             key = ChunkKey(number.to_bytes(32, "big"))
             await tier.read(StoredShard(_SPACE.digest, key, _ID, _SHARD), buffer)
 
-    await asyncio.gather(*(worker() for _ in range(_STREAMS)))
+    await asyncio.gather(*(worker() for _ in range(2 * _STREAMS)))
 
 
 def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) -> float:

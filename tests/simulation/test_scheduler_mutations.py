@@ -185,7 +185,7 @@ MUTATIONS: dict[Callable[[Patch], None], dict[str, Any]] = {
 }
 
 
-LONGER = {blocks_given_to_loads_are_not_fenced: 500}
+LONGER: dict[Callable[[Patch], None], int] = {blocks_given_to_loads_are_not_fenced: 500}
 """Steps of a run where 200 show a breakage in one of 75 only: 150 runs missed it once."""
 
 

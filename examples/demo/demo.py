@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: real vLLM gets its prompts' KV back, from memory and from disk.
+"""Demo: vLLM loads the KV of its prompts from memory and from disk.
 
-A document of 9,000 tokens is asked three questions, each by a prompt of its own (document and
-question), five times over:
+Three prompts, each a document of 9,000 tokens and a question, are served in five rows:
 
 | row | what happens |
 | --- | --- |
-| cold | KVHaven holds nothing: it is emptied before every question |
-| memory | the same engine again, the document's KV being in the node service's memory |
+| cold | KVHaven is empty: it is cleared before every question |
+| memory | the same engine; the document's KV is in the node service's memory |
 | new_engine | a new vLLM process that attaches to the same node service |
 | disk | after kill -9 of vLLM and node service: memory is emptied before every question |
 | control | vLLM without KVHaven |
 
-vLLM's own prefix cache is emptied before every question. Everything is measured by vLLM's own
-counters and a clock around its engine (`engine.py`); nothing is known beforehand. Exit status 1:
-an output differs from the control's, or the cache did not cover every full chunk of a prompt.
+vLLM's own prefix cache is emptied before every question. All figures come from vLLM's counters and
+a clock around its engine (`engine.py`). The exit status is 1 if an output differs from the
+control's, or if the cache did not cover every full chunk of a prompt.
 """
 
 import contextlib
@@ -50,14 +49,14 @@ DOCUMENT_TOKENS = 8900
 QUESTIONS = 3
 OUTPUT_TOKENS = 24
 PATIENT = {"lookup_deadline_ms": 1000, "promote_deadline_ms": 10_000}
-"""How long to wait for the cache before computing after all: long, since a miss on a machine
-that is busy with something else, or has a slow disk, would be none of what is shown here."""
+"""Deadline of lookups and promotions in milliseconds. It is long, so that a busy machine or a slow
+disk causes no miss."""
 WARM_UP = "Nothing of this is in the document, and nobody will ask for it again. " * 3
 
 
 @dataclass
 class Demo:
-    """What is asked, and what was found. `answers[row]` has every answer of that row in order."""
+    """Questions and answers. `answers[row]` has every answer of that row in order."""
 
     questions: list[Question]
     console: Console

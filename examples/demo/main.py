@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the demo (`make demo`); see `demo.py`."""
+"""Entry point of the demo (`make demo`); see `demo.py`."""
 
 import sys
 from pathlib import Path

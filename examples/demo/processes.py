@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's processes: vLLM engines and node services, none of which is ever left behind.
+"""Child processes of the demo: vLLM engines and node services.
 
-Each is the leader of a process group of its own, which `kill` ends as a whole; and the kernel
-kills it if we die ourselves (`PR_SET_PDEATHSIG`).
+Each leads a process group, which `kill` ends as a whole. The kernel kills it if this process dies
+(`PR_SET_PDEATHSIG`), so no process is left behind.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Answer:
 class Engine:
     """A vLLM engine in a child process. Use `engine`, which ends it.
 
-    Returns from the constructor at once; the first `ask` or `ready` waits until it serves.
+    The constructor returns immediately; the first `ask` or `ready` waits until the engine serves.
     """
 
     def __init__(self, model: Path, log: Path, options: Mapping[str, object]) -> None:
@@ -96,16 +96,16 @@ class Engine:
         return Answer(**self._receive())
 
     def pause(self) -> None:
-        """Stop its processes (SIGSTOP), so that its polling disturbs nobody, until `resume`."""
+        """Stop its processes (SIGSTOP), so that its polling uses no CPU, until `resume`."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on after `pause`, if it still runs."""
+        """Continue its processes after `pause`, if they still run."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End it in the ordinary way."""
+        """Ask it to exit, and wait."""
         self.resume()
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
@@ -128,7 +128,7 @@ class Engine:
 
 @contextlib.contextmanager
 def engine(model: Path, log: Path, **options: object) -> Iterator[Engine]:
-    """Start an engine; `options` are arguments of vLLM's `LLM`. It is dead on leaving."""
+    """Start an engine; `options` are arguments of vLLM's `LLM`. It is killed on exit."""
     started = Engine(model, log, options)
     try:
         yield started
@@ -196,11 +196,11 @@ class NodeService:
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on after `pause`."""
+        """Continue it after `pause`."""
         self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """End it in the ordinary way."""
+        """Ask it to exit, and wait."""
         self._process.terminate()
         _await_end(self._process)
         self.kill()
@@ -212,7 +212,7 @@ class NodeService:
 
 @contextlib.contextmanager
 def node_service(socket: Path, log: Path, **settings: object) -> Iterator[NodeService]:
-    """Start a node service with these settings and wait for it. It is dead on leaving."""
+    """Start a node service with these settings and wait for it. It is killed on exit."""
     started = NodeService(socket, log, settings)
     try:
         started.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo found, as a table for people and as JSON for programs."""
+"""Results of the demo: a table for people and JSON for programs."""
 
 import json
 import statistics
@@ -29,9 +29,8 @@ _SOURCES = ("computed", "engine", "memory", "disk")
 class Row:
     """A row of the table.
 
-    `reads_from` is where its prompts have to come from (None: nowhere), `wanted_speedup` what
-    the project wants to reach. The first answers of `cold` and of `control` are to the
-    questions in order, and those of the others too, perhaps several times over.
+    `reads_from` is the required source of its prompts' KV (None: computed), `wanted_speedup` the
+    target. In every row the answers are to the questions in order, possibly several times.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """How much sooner the first token comes than cold."""
+        """Cold time to first token divided by this row's."""
         return _median_ttft(self.cold) / self.ttft
 
     @property
@@ -75,11 +74,11 @@ class Row:
 
     @property
     def tokens_by_source(self) -> dict[str, int]:
-        """Where a prompt's tokens came from. All prompts are alike; if not, this is the first."""
+        """Sources of a prompt's tokens, of the first prompt if they differ."""
         return {source: self.answers[0].sources[source] for source in _SOURCES}
 
     def problems(self, chunk: int) -> list[str]:
-        """Return, in words, what is not as it has to be; chunks have `chunk` tokens."""
+        """Return the violated requirements as text; chunks have `chunk` tokens."""
         found = []
         if not self.identical:
             found.append(f"{self.name}: an output differs from the control's")
@@ -91,7 +90,7 @@ class Row:
         return found
 
     def _misses(self, answer: Answer, chunk: int) -> list[str]:
-        """Return what is wrong with where a prompt's tokens came from.
+        """Return the violated requirements on the sources of a prompt's tokens.
 
         Of KV from disk, the first chunks may count as memory: KVHaven begins to promote them
         when the request comes, before the engine asks for them.
@@ -181,7 +180,7 @@ All figures are in build/demo.json.""",
 
 
 def print_usage(console: Console) -> None:
-    """Say how to use it with one's own model."""
+    """Print how to use KVHaven with another model."""
     console.print(
         """
 [bold]With your own model[/], in the environment where vLLM and KVHaven are installed:

@@ -17,6 +17,7 @@ from kvhaven.cli import _COMMANDS
 from kvhaven.config import load_settings, setting_infos
 from kvhaven.config.lmcache import NOT_TAKEN, TAKEN
 from kvhaven.config.values import shown_value
+from kvhaven.peers.wire import PeerMessage
 from kvhaven.protocol import Message
 from kvhaven.service.status import ServiceStatus
 from kvhaven.testing.tiers import content, make_namespace, make_piece
@@ -82,6 +83,16 @@ def run(code: str, function: str) -> Callable[..., Any]:
 def test_every_message_is_documented_with_its_fields(title: str, union: object) -> None:
     rows = table(section("formats.md", title))
     messages: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(union)}
+    assert list(rows) == list(messages)
+    for name, message in messages.items():
+        named = re.findall(r"`(\w+)`", rows[name][1])
+        missing = [field for field in message.__struct_fields__ if field not in named]
+        assert not missing, f"{name}: {missing} are not documented"
+
+
+def test_every_message_between_nodes_is_documented_with_its_fields() -> None:
+    rows = table(section("formats.md", "The peer plane"))
+    messages = {kind.__name__: kind for kind in PeerMessage.__subclasses__()}
     assert list(rows) == list(messages)
     for name, message in messages.items():
         named = re.findall(r"`(\w+)`", rows[name][1])

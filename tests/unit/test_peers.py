@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
@@ -16,7 +17,18 @@ from kvhaven.errors import TierError
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
-from kvhaven.peers.wire import HANDSHAKE_LIMIT, MOST_KEYS
+from kvhaven.peers.wire import (
+    HANDSHAKE_LIMIT,
+    MOST_KEYS,
+    REQUEST,
+    Chunk,
+    Fetch,
+    PeerError,
+    Ping,
+    Pong,
+    Stream,
+    welcome,
+)
 from kvhaven.testing.tiers import make_namespace, make_piece
 from kvhaven.types import ChunkKey, Extent, NamespaceDigest, TenantId, align_up
 
@@ -29,13 +41,11 @@ class Held:
 
     def __init__(self) -> None:
         self.open = 0
-        self.asked = 0
 
     def has(
         self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
     ) -> list[bool]:
         del namespace, tenant
-        self.asked += 1
         return [key == PIECE.shard.key for key in keys]
 
     def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
@@ -63,7 +73,7 @@ def listener() -> Iterator[PeerListener]:
 
 @contextlib.contextmanager
 def rogue(serve: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Yield the port of a peer that does what it likes with each connection."""
+    """Yield the port of a peer that handles each connection with `serve`."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def accept() -> None:
@@ -138,6 +148,30 @@ async def test_a_rogue_peer_keeps_no_other_away(
             assert all(len(peer.error) < 500 for peer in tier.peers())
     assert "Traceback" not in caplog.text
     assert "\n\n" not in caplog.text
+
+
+async def test_an_answer_to_another_request_is_refused() -> None:
+    """The bytes and their checksum agree, but they are another chunk's."""
+
+    def serve(sock: socket.socket) -> None:
+        stream = Stream(sock, "test")
+        deadline = time.monotonic() + 60
+        with contextlib.suppress(PeerError):
+            welcome(stream, "there", b"", deadline)
+            while True:
+                request = stream.receive(REQUEST, deadline)
+                if isinstance(request, Ping):
+                    stream.send(Pong(), deadline)
+                elif isinstance(request, Fetch):
+                    stream.send(Chunk(other.shard.key, other.shard.shard, other.checksum), deadline)
+                    stream.send_bytes(other.payload[: other.shard.payload_bytes], deadline)
+
+    other = make_piece(SPACE, 2)
+    with rogue(serve) as port:
+        async with tier_of(local(port)) as tier:
+            await reached(tier)
+            with pytest.raises(TierError, match="an answer to another request"):
+                await tier.read(PIECE.shard, memoryview(bytearray(align_up(len(PIECE.payload)))))
 
 
 async def test_a_name_that_cannot_be_one_keeps_no_other_away(listener: PeerListener) -> None:

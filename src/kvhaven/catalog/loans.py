@@ -13,7 +13,7 @@ from kvhaven.tiers.base import Namespace
 from kvhaven.types import Checksum, ChunkKey, Extent
 
 _PART: Final = 2
-"""Loans pin at most one in so many bytes that leases and promotions may pin."""
+"""Divisor of the pin limit: the result is the limit of all loans together."""
 
 
 class Loan(msgspec.Struct, frozen=True):

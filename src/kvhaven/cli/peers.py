@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 def peers(
     socket: Annotated[Path | None, typer.Option(help="Socket of the service.")] = None,
 ) -> None:
-    """Show the nodes of the setting peers: whether they answer, and what was read from them.
+    """Show the nodes in the setting peers: their state, and the shards that were read from them.
 
     Exits with status 1 if one of them does not answer.
     """

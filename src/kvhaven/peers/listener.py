@@ -13,6 +13,7 @@ from kvhaven.catalog.loans import Loan
 from kvhaven.errors import ConfigError, KVHavenError, ProtocolError
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.wire import (
+    REQUEST,
     Absent,
     Chunk,
     Fetch,
@@ -87,13 +88,8 @@ class PeerListener:
         self._thread = threading.Thread(target=self._accept, name="kvhaven-peers", daemon=True)
         self._thread.start()
 
-    @property
-    def connections(self) -> int:
-        """Number of connections of other nodes."""
-        return len(self._streams)
-
     def close(self) -> None:
-        """Close all connections, and wait for no thread: each returns what it has borrowed."""
+        """Close all connections without waiting for their threads, which return their loans."""
         with self._lock:
             self._closed = True
             streams = (*self._streams, *self._unknown)
@@ -136,11 +132,7 @@ class PeerListener:
             self._admit(stream)
             _log.info("%s: connected, node %s", stream.title, node[:8])
             while True:
-                request: Request = stream.receive(
-                    Ping | Has | Fetch,  # type: ignore[arg-type]  # a union is no type for mypy
-                    time.monotonic() + _IDLE_S,
-                )
-                self._answer(stream, request)
+                self._answer(stream, stream.receive(REQUEST, time.monotonic() + _IDLE_S))
         except (PeerError, ProtocolError) as error:
             _log.log(logging.DEBUG if self._closed else logging.INFO, "%s", error)
         except KVHavenError as error:
@@ -189,7 +181,7 @@ class PeerListener:
                 table.shards, table.offsets, loan.checksums, strict=True
             ):
                 if (shard.id, shard.payload_bytes) == (request.shard, request.payload_bytes):
-                    stream.send(Chunk(checksum), deadline)
+                    stream.send(Chunk(request.key, shard.id, checksum), deadline)
                     with self._lender.memory(loan) as memory:
                         stream.send_bytes(memory[offset : offset + shard.payload_bytes], deadline)
                     return

@@ -19,7 +19,8 @@ from typing import Annotated, Final, NoReturn, TypeVar
 import msgspec
 
 from kvhaven.errors import KVHavenError, ProtocolError
-from kvhaven.types import CHECKSUM_BYTES, KEY_BYTES, TENANT_BYTES, ShardId
+from kvhaven.protocol import Key, Sum, Tenant
+from kvhaven.types import KEY_BYTES, ShardId
 
 VERSION: Final = 1
 FRAME_LIMIT: Final = 1 << 20
@@ -39,10 +40,7 @@ _RECEIVE: Final = 1 << 20
 M = TypeVar("M")
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
-Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
-Tenant = Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)]
-Sum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
@@ -54,11 +52,11 @@ class SilentPeerError(PeerError):
     """A peer did not answer in time."""
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="type"):
-    """Base of all messages; the class name is the tag."""
+class PeerMessage(msgspec.Struct, frozen=True, tag_field="type"):
+    """Base of all messages between nodes; the class name is the tag."""
 
 
-class PeerHello(Message, frozen=True, tag=True):
+class PeerHello(PeerMessage, frozen=True, tag=True):
     """First message of the node that connects. `node` differs for each start of a service."""
 
     node: Name
@@ -66,7 +64,7 @@ class PeerHello(Message, frozen=True, tag=True):
     version: int = VERSION
 
 
-class PeerWelcome(Message, frozen=True, tag=True):
+class PeerWelcome(PeerMessage, frozen=True, tag=True):
     """First message of the node that listens, with its proof that it knows the token."""
 
     node: Name
@@ -75,31 +73,31 @@ class PeerWelcome(Message, frozen=True, tag=True):
     version: int = VERSION
 
 
-class PeerProof(Message, frozen=True, tag=True):
+class PeerProof(PeerMessage, frozen=True, tag=True):
     """Proof of the node that connects."""
 
     proof: Proof
 
 
-class PeerReady(Message, frozen=True, tag=True):
+class PeerReady(PeerMessage, frozen=True, tag=True):
     """The proof was accepted: requests may follow."""
 
 
-class PeerRefused(Message, frozen=True, tag=True):
+class PeerRefused(PeerMessage, frozen=True, tag=True):
     """The connection is closed; `reason` is for people."""
 
     reason: Name
 
 
-class Ping(Message, frozen=True, tag=True):
+class Ping(PeerMessage, frozen=True, tag=True):
     """Ask for a `Pong`."""
 
 
-class Pong(Message, frozen=True, tag=True):
+class Pong(PeerMessage, frozen=True, tag=True):
     """Answer to a `Ping`."""
 
 
-class Has(Message, frozen=True, tag=True):
+class Has(PeerMessage, frozen=True, tag=True):
     """Ask which of the chunks are in the peer's memory, as this tenant's."""
 
     namespace: Key
@@ -107,13 +105,13 @@ class Has(Message, frozen=True, tag=True):
     tenant: Tenant = b""
 
 
-class HasReply(Message, frozen=True, tag=True):
+class HasReply(PeerMessage, frozen=True, tag=True):
     """Answer to `Has`: a byte for each key, 1 if the chunk is there."""
 
     there: bytes
 
 
-class Fetch(Message, frozen=True, tag=True):
+class Fetch(PeerMessage, frozen=True, tag=True):
     """Ask for the payload of a shard of `payload_bytes` bytes."""
 
     namespace: Key
@@ -123,18 +121,34 @@ class Fetch(Message, frozen=True, tag=True):
     tenant: Tenant = b""
 
 
-class Chunk(Message, frozen=True, tag=True):
-    """Answer to `Fetch`: `payload_bytes` bytes follow, which have this xxh3-128."""
+class Chunk(PeerMessage, frozen=True, tag=True):
+    """Answer to `Fetch`: `payload_bytes` bytes follow, which have this xxh3-128.
 
+    `key` and `shard` are those of the request, so that an answer to another one is recognized.
+    """
+
+    key: Key
+    shard: ShardId
     checksum: Sum
 
 
-class Absent(Message, frozen=True, tag=True):
+class Absent(PeerMessage, frozen=True, tag=True):
     """Answer to `Fetch`: the peer does not have the shard, or cannot pin it now."""
 
 
 Request = Ping | Has | Fetch
-Reply = Pong | HasReply | Chunk | Absent
+REQUEST: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
+PONG: Final = msgspec.msgpack.Decoder(Pong)
+HAS_REPLY: Final = msgspec.msgpack.Decoder(HasReply)
+FETCHED: Final[msgspec.msgpack.Decoder[Chunk | Absent]] = msgspec.msgpack.Decoder(Chunk | Absent)
+_HELLO: Final = msgspec.msgpack.Decoder(PeerHello)
+_PROOF: Final = msgspec.msgpack.Decoder(PeerProof)
+_WELCOME: Final[msgspec.msgpack.Decoder[PeerWelcome | PeerRefused]] = msgspec.msgpack.Decoder(
+    PeerWelcome | PeerRefused
+)
+_READY: Final[msgspec.msgpack.Decoder[PeerReady | PeerRefused]] = msgspec.msgpack.Decoder(
+    PeerReady | PeerRefused
+)
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
@@ -153,19 +167,19 @@ class Stream:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, message: Message, deadline: float) -> None:
+    def send(self, message: PeerMessage, deadline: float) -> None:
         """Send a message."""
         body = _encoder.encode(message)
         self.send_bytes(memoryview(_LENGTH.pack(len(body)) + body), deadline)
 
-    def receive(self, expected: type[M], deadline: float) -> M:
-        """Return the next message, which must be of the expected type (a union of messages)."""
+    def receive(self, expected: "msgspec.msgpack.Decoder[M]", deadline: float) -> M:
+        """Return the next message, which must be one that the decoder accepts."""
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline))
         if length > self.limit:
             raise ProtocolError(f"{self.title}: a frame of {length} bytes; at most {self.limit}")
         body = self._take(length, deadline)
         try:
-            return msgspec.msgpack.decode(body, type=expected)
+            return expected.decode(body)
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             said = repr(str(error))[:_MOST_SAID]
             raise ProtocolError(f"{self.title}: malformed message: {said}") from error
@@ -247,14 +261,14 @@ def greet(stream: Stream, node: str, token: bytes, deadline: float) -> str:
     """
     hello = PeerHello(node, os.urandom(NONCE_BYTES))
     stream.send(hello, deadline)
-    answer = stream.receive(PeerWelcome | PeerRefused, deadline)  # type: ignore[arg-type]  # a union
+    answer = stream.receive(_WELCOME, deadline)
     if isinstance(answer, PeerRefused):
         raise PeerError(f"{stream.title} refused this node: {answer.reason!r}")
     expected = _proof(token, "listens", answer.node, hello.nonce, answer.nonce)
     if not hmac.compare_digest(answer.proof, expected):
         raise PeerError(f"{stream.title} has another token: set the same peer_token_file on both")
     stream.send(PeerProof(_proof(token, "connects", node, hello.nonce, answer.nonce)), deadline)
-    last = stream.receive(PeerReady | PeerRefused, deadline)  # type: ignore[arg-type]
+    last = stream.receive(_READY, deadline)
     if isinstance(last, PeerRefused):
         raise PeerError(f"{stream.title} refused this node: {last.reason!r}")
     stream.limit = FRAME_LIMIT
@@ -266,14 +280,14 @@ def welcome(stream: Stream, node: str, token: bytes, deadline: float) -> str:
 
     Raises `PeerError` after telling the other node why it is refused.
     """
-    hello = stream.receive(PeerHello, deadline)
+    hello = stream.receive(_HELLO, deadline)
     if hello.version != VERSION:
         reason = f"peer protocol version {hello.version} was offered; this node has {VERSION}"
         refuse(stream, f"{reason}: install the same KVHaven on all nodes", deadline)
     nonce = os.urandom(NONCE_BYTES)
     proof = _proof(token, "listens", node, hello.nonce, nonce)
     stream.send(PeerWelcome(node, nonce, proof), deadline)
-    given = stream.receive(PeerProof, deadline).proof
+    given = stream.receive(_PROOF, deadline).proof
     expected = _proof(token, "connects", hello.node, hello.nonce, nonce)
     if not hmac.compare_digest(given, expected):
         refuse(stream, "another token: set the same peer_token_file on all nodes", deadline)

@@ -69,7 +69,6 @@ class Service:
 
     def __init__(self, settings: Settings, arena: Arena, tiers: dict[TierName, Tier]) -> None:
         self.id = uuid.uuid4().hex
-        self.peer_port: int | None = None
         self.tiers = tiers
         self.sessions = AttachedEngines()
         self.arena = arena
@@ -119,7 +118,6 @@ class Service:
         names = [tier.node for tier in self.tiers.values() if isinstance(tier, PeerTier)]
         lender = ArenaLender(self.driver, self.arena)
         listener = PeerListener(address, names[0] if names else self.id, token, lender)
-        self.peer_port = listener.port
         logger.info("peers: listening at %s, port %d", address, listener.port)
         return listener
 

@@ -11,7 +11,8 @@ from kvhaven import __version__
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.stats import CatalogStats, NamespaceStats, TenantStats
-from kvhaven.peers.tier import PeerStatus, PeerTier
+from kvhaven.peers.peer import PeerStatus
+from kvhaven.peers.tier import PeerTier
 from kvhaven.service.arena import Arena
 from kvhaven.service.engines import AttachedEngines
 from kvhaven.service.verify import Verifier

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One other node, seen from this one: its connections and threads, its state."""
+
+import asyncio
+import functools
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+import xxhash
+
+from kvhaven.errors import ProtocolError
+from kvhaven.peers.addresses import Address
+from kvhaven.peers.wire import (
+    FETCHED,
+    HAS_REPLY,
+    MOST_KEYS,
+    PONG,
+    Absent,
+    Fetch,
+    Has,
+    PeerError,
+    Ping,
+    SilentPeerError,
+    Stream,
+    greet,
+)
+from kvhaven.protocol import batches
+from kvhaven.tiers.base import StoredShard
+from kvhaven.tiers.executor import Lane, TierExecutor
+from kvhaven.tiers.format.codec import DamagedShardError
+from kvhaven.tiers.health import Breaker
+from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, TenantId
+
+T = TypeVar("T")
+
+_LONGEST: Final = 10
+"""A shard may take this many times `deadline_s` in total, as long as bytes keep coming."""
+
+
+class PeerStatus(msgspec.Struct, frozen=True):
+    """State of a peer, for people. `error` is why it is away, or the last failure.
+
+    `own`: the address leads to the service itself, which is ignored.
+    """
+
+    address: str
+    node: str
+    up: bool
+    own: bool
+    chunks_found: int
+    shards_read: int
+    shards_damaged: int
+    error: str
+
+
+ChunkName = tuple[NamespaceDigest, TenantId, ChunkKey]
+"""A chunk as one tenant's."""
+
+
+class AwayError(PeerError):
+    """A peer failed before the request was sent; the failure was counted then."""
+
+
+class Peer:
+    """One other node: its connections, the threads that use them, and its state.
+
+    Pings and lookups have a thread, reads have `streams` threads, so a slow or silent peer delays
+    only its own requests. `up`, `own`, `error` and the counters change on the event loop only,
+    `_idle` under its lock.
+    """
+
+    def __init__(
+        self, address: Address, node: str, token: bytes, deadline_s: float, streams: int
+    ) -> None:
+        self.address = address
+        self.title = f"peer {address}"
+        self.up = False
+        self.own = False
+        """Whether the address is this node's own."""
+        self.error = "not connected yet"
+        self.node = ""
+        self.found = self.read = self.damaged = 0
+        self.breaker = Breaker(time.monotonic, threshold=3, pause_s=1.0, max_pause_s=30.0)
+        self._self = node
+        self._token = token
+        self._deadline_s = deadline_s
+        self._most_idle = streams + 1
+        self._control = TierExecutor(1)
+        self._data = TierExecutor(streams, per_core=streams)
+        self._lock = threading.Lock()
+        self._idle: list[Stream] = []
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be asked."""
+        return self.up and not self.own and self.breaker.closed
+
+    @property
+    def queued_reads(self) -> int:
+        """Number of reads that wait for a thread."""
+        return self._data.queued(Lane.READ)
+
+    async def ping(self) -> str:
+        """Verify that the peer answers; return its name. Raises `PeerError` or `TierError`."""
+        return await self._control.run(Lane.READ, self._ping)
+
+    async def has(
+        self, namespace: NamespaceDigest, tenant: TenantId, keys: Sequence[ChunkKey]
+    ) -> set[ChunkName]:
+        """Ask which chunks it has. Raises `PeerError` or `TierError`."""
+        ask = functools.partial(self._has, namespace, tenant, keys)
+        return await self._control.run(Lane.WRITE, ask)  # behind pings
+
+    async def fetch(self, shard: StoredShard, into: memoryview) -> Checksum | None:
+        """Read a shard's payload; None if the peer does not have it.
+
+        Raises `PeerError`, `TierError`, and `DamagedShardError` if the bytes do not have the
+        checksum of the rank that computed them.
+        """
+        return await self._data.run(Lane.READ, functools.partial(self._fetch, shard, into))
+
+    async def close(self, deadline_s: float) -> None:
+        """End running requests within `deadline_s` seconds, and disconnect, for good."""
+        self.up = False
+        with self._lock:
+            self._most_idle = 0
+        self.disconnect()
+        await asyncio.gather(self._control.close(deadline_s), self._data.close(deadline_s))
+
+    # In threads
+
+    def _ping(self) -> str:
+        def ping(stream: Stream) -> None:
+            stream.send(Ping(), self._deadline)
+            stream.receive(PONG, self._deadline)
+
+        self._with_stream(ping)
+        return self.node
+
+    def _has(
+        self, namespace: NamespaceDigest, tenant: TenantId, keys: Sequence[ChunkKey]
+    ) -> set[ChunkName]:
+        self._require()
+
+        def ask(stream: Stream) -> set[ChunkName]:
+            there: set[ChunkName] = set()
+            for part in batches(keys, MOST_KEYS):
+                stream.send(Has(namespace, b"".join(part), tenant), self._deadline)
+                reply = stream.receive(HAS_REPLY, self._deadline).there
+                if len(reply) != len(part):
+                    raise ProtocolError(f"{self.title}: {len(reply)} answers to {len(part)} keys")
+                there |= {
+                    (namespace, tenant, key) for key, has in zip(part, reply, strict=True) if has
+                }
+            return there
+
+        return self._with_stream(ask)
+
+    def _fetch(self, shard: StoredShard, into: memoryview) -> Checksum | None:
+        self._require()
+
+        def read(stream: Stream) -> Checksum | None:
+            request = Fetch(
+                shard.namespace, shard.key, shard.shard, shard.payload_bytes, shard.tenant
+            )
+            stream.send(request, self._deadline)
+            answer = stream.receive(FETCHED, self._deadline)
+            if isinstance(answer, Absent):
+                return None
+            if (answer.key, answer.shard) != (shard.key, shard.shard):
+                raise ProtocolError(f"{self.title}: an answer to another request")
+            hashed, payload = xxhash.xxh3_128(), into[: shard.payload_bytes]
+            end = time.monotonic() + _LONGEST * self._deadline_s
+            stream.receive_into(payload, end, silence_s=self._deadline_s, each=hashed.update)
+            if hashed.digest() != answer.checksum:
+                raise DamagedShardError(f"{self.title}: wrong bytes arrived", hashed.digest())
+            return Checksum(answer.checksum)
+
+        return self._with_stream(read)
+
+    def disconnect(self) -> None:
+        """Close the idle connections."""
+        with self._lock:
+            streams, self._idle = self._idle, []
+        for stream in streams:
+            stream.close()
+
+    def _require(self) -> None:
+        """Raise `AwayError` for a request that waited for a thread while the peer failed."""
+        if not self.usable:
+            raise AwayError(f"{self.title} is away")
+
+    @property
+    def _deadline(self) -> float:
+        return time.monotonic() + self._deadline_s
+
+    def _with_stream(self, work: Callable[[Stream], T]) -> T:
+        """Do a request on an idle connection, or on a new one.
+
+        A connection that was idle may have been closed meanwhile: then a new one is tried once.
+        """
+        with self._lock:
+            stream = self._idle.pop() if self._idle else None
+        if stream is not None:
+            try:
+                return self._done(stream, work(stream))
+            except SilentPeerError:  # it would be silent for as long again
+                stream.close()
+                raise
+            except PeerError:
+                stream.close()
+                self.disconnect()
+            except BaseException:
+                stream.close()
+                raise
+        stream = self._connect()
+        try:
+            return self._done(stream, work(stream))
+        except BaseException:
+            stream.close()
+            raise
+
+    def _done(self, stream: Stream, result: T) -> T:
+        with self._lock:
+            keep = len(self._idle) < self._most_idle
+            if keep:
+                self._idle.append(stream)
+        if not keep:
+            stream.close()
+        return result
+
+    def _connect(self) -> Stream:
+        deadline = self._deadline
+        try:
+            sock = socket.create_connection(
+                (self.address.host, self.address.port), timeout=self._deadline_s
+            )
+        except (OSError, UnicodeError) as error:  # no DNS name may be like that
+            reason = getattr(error, "strerror", None) or str(error)
+            raise PeerError(f"{self.title} cannot be reached: {reason}") from error
+        stream = Stream(sock, self.title)
+        try:
+            self.node = greet(stream, self._self, self._token, deadline)
+        except BaseException:
+            stream.close()
+            raise
+        return stream

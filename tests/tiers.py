@@ -2,6 +2,8 @@
 """What tests of tiers share besides `kvhaven.testing`: the disk tier, and file systems to mount."""
 
 import contextlib
+import os
+import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -36,9 +38,16 @@ def file_of(path: Path, shard: StoredShard) -> Path:
 
 
 def run_or_skip(*command: object) -> None:
-    """Run a command that needs rights which not every machine gives."""
+    """Run a command that needs rights which not every machine gives.
+
+    It is also looked for where a user's PATH does not lead: Debian has mkfs.ext4 in /usr/sbin.
+    """
+    places = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+    program = shutil.which(str(command[0]), path=places)
+    if program is None:
+        pytest.skip(f"{command[0]} is not installed (mkfs.ext4: apt-get install e2fsprogs)")
     try:
-        subprocess.run([str(word) for word in command], check=True, capture_output=True)
+        subprocess.run([program, *map(str, command[1:])], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", b"") or str(error).encode()
         pytest.skip(f"{command[0]} is not possible here: {reason.decode().strip()}")

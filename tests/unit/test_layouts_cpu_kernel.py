@@ -114,11 +114,15 @@ def test_pages_of_the_older_form_are_read_right() -> None:
     assert_found(geometry, key, value)
 
 
-def test_this_machine_is_understood_unless_it_has_amx() -> None:
-    view = torch.zeros(BLOCKS, 2, 32, 128, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_this_machine_is_understood_unless_its_kernel_packs_k(dtype: torch.dtype) -> None:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    view = torch.zeros(BLOCKS, 2, 32, 128, dtype=dtype)
     tag = CpuDevice().kernel_tag
+    page = view[0].numel() * view.element_size()
     layout = describe_kv_caches(
-        {"l": view}, layer_specs={"l": (2 * 32 * 128 * 2, 32)}, num_blocks=BLOCKS, kernel_tag=tag
+        {"l": view}, layer_specs={"l": (page, 32)}, num_blocks=BLOCKS, kernel_tag=tag
     )
 
     def geometry() -> HeadGeometry:
@@ -130,8 +134,10 @@ def test_this_machine_is_understood_unless_it_has_amx() -> None:
             head_dims=(64, 64),
         )
 
-    if "amx" in tag:
-        with pytest.raises(LayoutError, match="with AMX it packs K"):
+    isa = _get_attn_isa(dtype, 32, 64)
+    assert isa in {"vec", "amx"}
+    if isa == "amx":
+        with pytest.raises(LayoutError, match="with AMX it packs bfloat16 K"):
             geometry()
     else:
         assert geometry().heads == 2

@@ -85,7 +85,7 @@ def head_geometry(
         known = ", ".join(sorted(PLAIN | LATENT | {_CPU}))
         raise _refusal(f"{backend}: unknown page layout; expected one of {known}")
     if backend == _CPU:
-        _require_plain_cpu(kernel_tag)
+        _require_plain_cpu(kernel_tag, layout)
     names = ("latent",) if backend in LATENT else ("K", "V")
     if len(head_dims) != len(names):
         raise _refusal(f"{backend} keeps {' and '.join(names)}, but head_dims are {head_dims}")
@@ -104,7 +104,7 @@ def head_geometry(
     return geometry
 
 
-def _require_plain_cpu(kernel_tag: str) -> None:
+def _require_plain_cpu(kernel_tag: str, layout: PagedLayout) -> None:
     """Raise `LayoutError` for CPUs whose K is not in plain columns."""
     parts = kernel_tag.split("+")
     if parts[0] != "cpu-x86_64":
@@ -112,8 +112,13 @@ def _require_plain_cpu(kernel_tag: str) -> None:
             f"{_CPU} on {kernel_tag}: its page layout is known for x86_64 only (ARM's kernels pack "
             "K for bfloat16)"
         )
-    if "amx" in parts:
-        raise _refusal(f"{_CPU} on {kernel_tag}: with AMX it packs K for the tile instructions")
+    # The tile instructions multiply bfloat16 only: vLLM uses other kernels for other types.
+    packed = [cache for cache in layout.caches if cache.tensors[0].dtype is torch.bfloat16]
+    if "amx" in parts and packed:
+        raise _refusal(
+            f"{_CPU} on {kernel_tag}: with AMX it packs bfloat16 K for the tile instructions (with "
+            "--dtype float16 or float32 it does not)"
+        )
 
 
 def _planes(

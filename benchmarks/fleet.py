@@ -25,6 +25,7 @@ from kvhaven.errors import KVHavenError
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
+from kvhaven.peers.wire import Following, Offer, Progress
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.types import (
     Checksum,
@@ -160,11 +161,25 @@ class _Held:
         """Do nothing."""
 
 
+class _NoChains:
+    """A receiver that expects nothing."""
+
+    def offered(self, node: str, offer: Offer) -> Following:
+        """Refuse."""
+        del node, offer
+        return Following(yes=False)
+
+    def progressed(self, node: str, progress: Progress) -> Following:
+        """Refuse."""
+        del node, progress
+        return Following(yes=False)
+
+
 def _serve(orders: Connection) -> None:
     """Serve both protocols until killed."""
     held = _Held()
     try:
-        listener = PeerListener(Address("127.0.0.1", 0), "bench", b"", held)
+        listener = PeerListener(Address("127.0.0.1", 0), "bench", b"", held, _NoChains())
     except KVHavenError as error:
         raise SystemExit(str(error)) from error
     bare = socket.create_server(("127.0.0.1", 0))

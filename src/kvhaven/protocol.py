@@ -25,7 +25,7 @@ from kvhaven.types import (
 
 T = TypeVar("T")
 
-VERSION: Final = 4
+VERSION: Final = 5
 TENANTS: Final = 1
 """Feature bit of a service that supports tenants."""
 FRAME_LIMIT: Final = 4 << 20
@@ -58,6 +58,7 @@ MOST_QUOTA: Final = 1 << 50
 Quota = Annotated[int, msgspec.Meta(ge=NO_LIMIT, le=MOST_QUOTA)]
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]  # the length of a path
 Fields = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MOST_FIELDS)]
+RequestName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
 
 
@@ -225,6 +226,24 @@ class Release(Message, frozen=True, tag=True):
     lease_ids: Annotated[Sequence[int], _FEW]
 
 
+class OfferChain(Message, frozen=True, tag=True):
+    """Announces the chain of a request to the node at `to` (host:port), which reads it meanwhile.
+
+    `id` names the request, in this session.
+    """
+
+    id: RequestName
+    to: Annotated[str, msgspec.Meta(max_length=256)]
+    keys: Keys
+    tenant: Tenant = b""
+
+
+class EndChain(Message, frozen=True, tag=True):
+    """The request of an `OfferChain` has ended: the engine computes no more chunks for it."""
+
+    id: RequestName
+
+
 class RankModel(Message, frozen=True, tag=True):
     """Model state of a rank, sent to its scheduler at attach and after each change."""
 
@@ -386,6 +405,8 @@ ClientMessage = (
     | Prefetch
     | Acquire
     | Release
+    | OfferChain
+    | EndChain
     | Ready
     | Loaded
     | Reserve

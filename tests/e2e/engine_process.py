@@ -49,7 +49,10 @@ class Commands:
         salts: list[str] | None = None,
         priorities: list[int] | None = None,
     ) -> list[dict[str, Any]]:
-        """Generate greedily; return tokens, log-probabilities of the first, cached tokens."""
+        """Generate greedily; return tokens, log-probabilities of the first, cached tokens.
+
+        Also returns the parameters for another node, `handover`.
+        """
         from vllm import SamplingParams
 
         parameters = SamplingParams(
@@ -66,6 +69,7 @@ class Commands:
                 "tokens": list(output.outputs[0].token_ids),
                 "logprob": next(iter(output.outputs[0].logprobs[0].values())).logprob,
                 "cached": output.num_cached_tokens,
+                "handover": output.kv_transfer_params,
             }
             for output in outputs
         ]

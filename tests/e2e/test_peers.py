@@ -4,12 +4,20 @@
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvhaven.catalog.actions import TierName
 from tests.e2e.conftest import Control
-from tests.e2e.engines import NodeService, assert_nothing_held, assert_same, engine, prompts
+from tests.e2e.engines import (
+    Engine,
+    NodeService,
+    assert_nothing_held,
+    assert_same,
+    engine,
+    prompts,
+)
 from tests.e2e.test_portable import CHUNK, SETTINGS, assert_all_from_cache
 from tests.servers import free_port
 
@@ -68,6 +76,79 @@ def test_an_engine_hits_what_an_unlike_one_computed_on_another_node(
     finally:
         for node in (a, b):
             node.stop(signal.SIGKILL)
+
+
+def test_chunks_reach_an_unlike_engine_while_another_node_prefills(
+    model: Path, control: Control, tmp_path: Path, short_dir: Path
+) -> None:
+    asked = prompts(53, 5, least=500)
+    ports = {"p": free_port(), "d": free_port()}
+    nodes = {
+        name: NodeService(
+            short_dir / name,
+            tmp_path / f"{name}.log",
+            max_local_cpu_size="64MiB",
+            peer_listen=f"127.0.0.1:{port}",
+            peers=" ".join(f"127.0.0.1:{port}" for port in ports.values()),
+            pd_stall_ms=20_000,
+        )
+        for name, port in ports.items()
+    }
+    p, d = nodes["p"], nodes["d"]
+    try:
+        for node in (p, d):
+            node.start()
+        with (
+            engine(
+                model,
+                tmp_path / "prefill.log",
+                SETTINGS | {"service_address": str(p.socket)},
+                in_process=True,
+                block_size=32,
+            ) as prefill,
+            engine(
+                model,
+                tmp_path / "decode.log",
+                SETTINGS | {"service_address": str(d.socket)},
+                block_size=128,
+                tensor_parallel_size=2,
+                num_gpu_blocks_override=128,
+            ) as decode,
+        ):
+            p.await_ranks()
+            d.await_ranks(2)
+            wait_for_peer(p)
+            wait_for_peer(d)
+            for number, prompt in enumerate(asked):
+                to = {"kvhaven.id": f"r{number}", "kvhaven.to": f"127.0.0.1:{ports['d']}"}
+                (first,) = generate(prefill, prompt, {"do_remote_decode": True, **to}, 1)
+                assert first["handover"]["do_remote_prefill"] is True
+                # The chunks come without a question of the engine that will need them.
+                while d.status().chains.completed <= number:
+                    time.sleep(0.01)
+                (second,) = generate(decode, prompt, first["handover"], 8)
+                assert_same([second], control([prompt], max_tokens=8))
+            full = sum((len(prompt) - 1) // CHUNK * CHUNK for prompt in asked)
+            # The usage of such a request says what the prefill node had cached: nothing.
+            metrics = decode.ask("metrics")
+            hits = metrics["vllm:external_prefix_cache_hits"] + metrics["vllm:prefix_cache_hits"]
+            assert hits >= full
+            assert d.status().chains.expected == len(asked)
+            assert d.status().catalog.tiers[TierName("peer")].looked_up == 0
+            assert metrics.get("vllm:kvhaven_failed_loads", 0) == 0
+        for node in (p, d):
+            assert_nothing_held(node.settled())
+    finally:
+        for node in (p, d):
+            node.stop(signal.SIGKILL)
+
+
+def generate(
+    at: Engine, prompt: list[int], parameters: dict[str, Any], max_tokens: int
+) -> list[dict[str, Any]]:
+    """Generate for a prompt, with parameters for KV transfers."""
+    extra = {"extra_args": {"kv_transfer_params": parameters}}
+    return at.generate([prompt], max_tokens=max_tokens, sampling=extra)
 
 
 def wait_for_peer(node: NodeService) -> None:

@@ -251,6 +251,11 @@ class Heard:
         self.whole.pop((tier, key), None)
         self.absent[tier, key] = now
 
+    def expect(self, tier: TierName, key: ChunkKey) -> None:
+        """Note that the catalog was told that a chunk will come, whatever was said before."""
+        self.whole.pop((tier, key), None)
+        self.absent.pop((tier, key), None)
+
 
 def end_of(extent: Extent) -> int:
     """Return where an extent ends."""

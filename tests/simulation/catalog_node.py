@@ -51,6 +51,7 @@ class Node:
             (2, tenants.limit),
             (1, tenants.clear),
             (8, tiers.others_write),
+            (6, tiers.expect),
             (8, tiers.pass_time),
             (4, engines.disconnect),
             (4, saving.abort),

@@ -114,6 +114,20 @@ class FakeTiers:
         world.counts["lookup failed" if failed else "looked up"] += 1
         world.catalog.tier_looked_up(action.tier, action.number, None if failed else found)
 
+    def expect(self) -> None:
+        """Another node announces that it computes a chain; its answers come later, if at all."""
+        world = self._world
+        tier, digest = world.pick(tuple(SHARED)), world.pick(tuple(BY_DIGEST))
+        tenant, keys = world.pick(CHAIN_KEYS[digest])
+        chain = tuple(keys[: 1 + world.choose(len(keys))])
+        numbers = world.catalog.expected(tier, digest, chain, tenant)
+        assert numbers.keys() <= set(chain), "a chunk is expected that was not announced"
+        for key, number in numbers.items():
+            action = TierLookup(tier, number, BY_DIGEST[digest], (key,), tenant)
+            self._lookups.append((action, {}))
+            world.heard.expect(tier, key)
+        world.counts["expected"] += bool(numbers)
+
     def pass_time(self) -> None:
         """Some seconds go by."""
         self._world.now += self._world.choose(4)

@@ -15,7 +15,7 @@ import pytest
 
 from kvhaven import maps
 from kvhaven.arena.slabs import SegmentUnits, SlabId
-from kvhaven.catalog import leases
+from kvhaven.catalog import Catalog, leases
 from kvhaven.catalog.actions import Grant, MemberId, TierName
 from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
@@ -32,7 +32,7 @@ from kvhaven.catalog.sessions import Lease, Lookup, Member, Session, Sessions
 from kvhaven.catalog.shared_index import SharedTierIndex
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.errors import KVHavenError
-from kvhaven.types import NO_TENANT, Checksum, ChunkKey
+from kvhaven.types import NO_TENANT, Checksum, ChunkKey, NamespaceDigest, TenantId
 from tests.simulation.catalog_model import ARENA_BYTES, PACE
 from tests.simulation.catalog_node import Node
 
@@ -82,7 +82,7 @@ def test_no_history_breaks_a_promise() -> None:
             *("resident", "waiting", "discarded", "cleared", "gone", "reconnected", "evictions"),
             *("twins", "shared", "at quota", "asked as another", "limited"),
             *("quota evictions", "quota refusals", "foreign", "prepared", "unready", "worked"),
-            *("lent", "returned"),
+            *("lent", "returned", "expected"),
         )
         assert counts["grown"], f"seed {SEED}: {counts}"
         assert not [what for what in wanted if not counts[what]], f"seed {SEED}: {counts}"
@@ -481,6 +481,35 @@ def _break_tenants_of_loans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loans, "_find", find)
 
 
+def _break_expectations_after_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SharedTierIndex.expect
+
+    def keeping(
+        self: SharedTierIndex, namespace: NamespaceState, keys: Sequence[ChunkKey]
+    ) -> dict[ChunkKey, int]:
+        known = {key: self.known[key] for key in keys if key in self.known}
+        numbers = real(self, namespace, keys)
+        for key, answer in known.items():
+            self.known.append(key, answer)
+        return numbers
+
+    monkeypatch.setattr(SharedTierIndex, "expect", keeping)
+
+
+def _break_expectations_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_ours(
+        self: Catalog,
+        tier: TierName,
+        namespace: NamespaceDigest,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
+    ) -> dict[ChunkKey, int]:
+        part = self._owners.part(namespace, NO_TENANT)
+        return self._tiers.presence(tier).expect(part, self._leases.absent(part, keys))
+
+    monkeypatch.setattr(Catalog, "expected", all_ours)
+
+
 def _break_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offer and grant what is there, whether or not the engine's ranks are ready for it."""
     monkeypatch.setattr(Sessions, "reach", lambda _, __: None)
@@ -540,6 +569,8 @@ BREAKAGES = [
     _break_age_of_presence,
     _break_misses,
     _break_offline,
+    _break_expectations_after_a_miss,
+    _break_expectations_of_tenants,
     _break_waking,
     _break_cuts,
     _break_pins_of_waiting_writes,

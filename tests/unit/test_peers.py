@@ -23,9 +23,12 @@ from kvhaven.peers.wire import (
     REQUEST,
     Chunk,
     Fetch,
+    Following,
+    Offer,
     PeerError,
     Ping,
     Pong,
+    Progress,
     Stream,
     welcome,
 )
@@ -64,9 +67,19 @@ class Held:
         self.open -= 1
 
 
+class NoChains:
+    """A receiver that expects nothing."""
+
+    def offered(self, node: str, offer: Offer) -> Following:
+        return Following(yes=False, reason="a test")
+
+    def progressed(self, node: str, progress: Progress) -> Following:
+        return Following(yes=False, reason="a test")
+
+
 @pytest.fixture
 def listener() -> Iterator[PeerListener]:
-    made = PeerListener(Address("127.0.0.1", 0), "there", b"", Held())
+    made = PeerListener(Address("127.0.0.1", 0), "there", b"", Held(), NoChains())
     yield made
     made.close()
 

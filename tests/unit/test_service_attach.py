@@ -20,7 +20,7 @@ from kvhaven.protocol import (
     Welcome,
     encode,
 )
-from kvhaven.service.status import describe
+from kvhaven.service.status import ChainStatus, describe
 from kvhaven.types import Shard, ShardId
 from tests.crash.engine import EXTENT_BYTES, Engine, Rank, Scheduler, prompt
 from tests.crash.node import NodeThread, eventually, settled
@@ -214,7 +214,7 @@ def test_a_status_of_many_namespaces_is_made_in_pieces(node: NodeThread) -> None
     def pieces() -> int:
         service = node.service
         parts = (service.catalog, service.arena, service.verifier, service.sessions)
-        return sum(1 for _ in describe(service.id, *parts, service.tiers))
+        return sum(1 for _ in describe(service.id, *parts, service.tiers, ChainStatus()))
 
     def add() -> None:
         for number in range(256):

@@ -131,6 +131,10 @@ class Catalog:
         """
         self._owners.add(namespace)
 
+    def namespace(self, digest: NamespaceDigest) -> Namespace:
+        """Return a registered namespace. Raises `KVHavenError` for an unknown one."""
+        return self._owners.part(digest, NO_TENANT).namespace
+
     def namespaces(self) -> tuple[Namespace, ...]:
         """Return the registered namespaces."""
         return tuple(part.namespace for part in self._owners.namespaces())
@@ -366,6 +370,26 @@ class Catalog:
         decides which chunks are read. Raises `KVHavenError` for a lookup that is not pending.
         """
         self._leases.looked_up(tier, number, found)
+
+    def expected(
+        self,
+        tier: TierName,
+        namespace: NamespaceDigest,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
+    ) -> dict[ChunkKey, int]:
+        """Expect a chain that another node computes, and promote each chunk when it has arrived.
+
+        Returns the number of a pending lookup in `tier`, a shared one, for each chunk that is in no
+        known place; too many are left out. A lease that reaches such a chunk waits for it. The
+        caller answers each of these lookups once, by `tier_looked_up`: when the chunk can be read,
+        or will not come, and within a bounded time even if the other node is silent. Raises
+        `KVHavenError` for an unknown tier or namespace, and for a local tier.
+        """
+        part, index = self._owners.part(namespace, tenant), self._tiers.presence(tier)
+        numbers = index.expect(part, self._leases.absent(part, keys))
+        self._leases.prefetch(NO_SESSION, part, keys)
+        return numbers
 
     def tier_read_done(
         self, tier: TierName, key: ChunkKey, extent: Extent, checksums: tuple[Checksum, ...] | None

@@ -181,6 +181,11 @@ class Leases:
             self._remember(lease)
         return self._begun - before
 
+    def absent(self, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Return the chunks that are neither in the arena nor known to be in a tier."""
+        space, source = self._space, self._tiers.source
+        return [key for key in keys if space.find(key) is None and source(key, namespace) is None]
+
     def looked_up(self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None) -> None:
         """Process a tier's answer; see `Catalog.tier_looked_up`."""
         self._work.start(self._tell(self._lookups.answered(tier, number, found)))

@@ -18,6 +18,8 @@ LOOKUP_SHARDS = 1024
 """Maximum number of shards in a lookup; a single chunk may have more."""
 MOST_PENDING = 1 << 14
 """Maximum number of chunks in pending lookups of a tier; beyond, it gets no more lookups."""
+MOST_EXPECTED = MOST_PENDING // 2
+"""Maximum number of pending chunks with which more are expected; the rest is for lookups."""
 MOST_KNOWN = 1 << 17
 """Maximum number of cached results; beyond, the oldest are dropped."""
 FAILED_S = 1.0
@@ -90,6 +92,23 @@ class SharedTierIndex(TierTransfers):
         self.looked_up += len(wanted)
         space, tenant = namespace.namespace, namespace.tenant.id
         self._actions.append(TierLookup(self.spec.name, lookup.number, space, wanted, tenant))
+
+    def expect(self, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
+        """Return the number of a pending lookup for each chunk without one, as far as allowed.
+
+        No action requests these lookups: another node says when it has computed the chunks. A
+        result that says otherwise is dropped.
+        """
+        room = max(0, MOST_EXPECTED - len(self.pending))
+        numbers: dict[ChunkKey, int] = {}
+        for key in [key for key in keys if key not in self.pending][:room]:
+            if key in self.known:
+                self.known.pop(key)
+            self._numbers += 1
+            lookup = Lookup(self._numbers, namespace, (key,))
+            self.lookups[lookup.number] = self.pending[key] = lookup
+            numbers[key] = lookup.number
+        return numbers
 
     def answered(self, number: int, found: Mapping[ChunkKey, int] | None) -> Lookup:
         """Process an answer (see `Catalog.tier_looked_up`) and return its lookup."""

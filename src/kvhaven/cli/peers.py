@@ -17,6 +17,8 @@ def peers(
 ) -> None:
     """Show the nodes in the setting peers: their state, and the shards that were read from them.
 
+    Also shows the chains: prompts that one node computes while another reads their chunks.
+
     Exits with status 1 if one of them does not answer.
     """
     import msgspec  # noqa: PLC0415 - keeps other commands quick
@@ -29,7 +31,8 @@ def peers(
     from kvhaven.service.status import ServiceStatus  # noqa: PLC0415
 
     with connect(find_socket(load_settings().settings, socket)) as control:
-        known = msgspec.json.decode(control.status(), type=ServiceStatus).peers
+        status = msgspec.json.decode(control.status(), type=ServiceStatus)
+    known, chains = status.peers, status.chains
     if not known:
         typer.echo("this service has no peers: set peers to the addresses of other nodes")
         return
@@ -39,5 +42,9 @@ def peers(
         counts = (peer.chunks_found, peer.shards_read, peer.shards_damaged)
         table.add_row(peer.address, peer.node[:8], state, *map(str, counts))
     Console().print(table)
+    typer.echo(
+        f"chains: {chains.open} open; offered {chains.offered}, refused {chains.refused}; "
+        f"expected {chains.expected}, completed {chains.completed}, stalled {chains.stalled}"
+    )
     if not all(peer.up or peer.own for peer in known):
         raise typer.Exit(1)

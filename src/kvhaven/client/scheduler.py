@@ -22,7 +22,9 @@ from kvhaven.protocol import (
     Acquired,
     Attached,
     AttachScheduler,
+    EndChain,
     ModelState,
+    OfferChain,
     Prefetch,
     RankModel,
     Release,
@@ -63,10 +65,11 @@ class Outcome(enum.Enum):
 class _Question:
     """The state of one lookup."""
 
-    __slots__ = ("answered", "asked", "lease", "promoting")
+    __slots__ = ("answered", "asked", "lease", "patience_s", "promoting")
 
-    def __init__(self, asked: float) -> None:
+    def __init__(self, asked: float, patience_s: float) -> None:
         self.asked = asked
+        self.patience_s = patience_s
         self.answered = False
         self.promoting = False
         self.lease: LeasedChunks | None = None
@@ -152,10 +155,27 @@ class SchedulerClient:
         if keys and self.responsive:
             self._link.post(Prefetch(b"".join(keys[:MOST_KEYS]), tenant))
 
-    def ask(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> int | None:
+    def offer_chain(
+        self, request: str, to: str, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT
+    ) -> None:
+        """Announce a request's chain to the node at `to`, until `end_chain`."""
+        if keys and self.responsive:
+            self._link.post(OfferChain(request, to, b"".join(keys[:MOST_KEYS]), tenant))
+
+    def end_chain(self, request: str) -> None:
+        """Note that a request whose chain was announced has ended."""
+        self._link.post(EndChain(request))
+
+    def ask(
+        self,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
+        promote_s: float | None = None,
+    ) -> int | None:
         """Request a lease on the longest prefix of a tenant's `keys`; return its lease id.
 
-        Returns None, an immediate miss, if the service is away or slow. Once a second, one request
+        The answer may wait `promote_s` seconds for promotions (None: `promote_deadline_s`). Returns
+        None, an immediate miss, if the service is away or slow. Once a second, one request
         still goes to a slow service, to see whether it has recovered.
         """
         now = self._clock()
@@ -165,9 +185,10 @@ class SchedulerClient:
                 self._probe(keys, tenant, now)
             return None
         lease_id = next(self._lease_ids)
+        patience_s = self._promote_deadline_s if promote_s is None else promote_s
         with self._lock:
-            self._questions[lease_id] = _Question(now)
-        if not self._post_question(lease_id, keys, tenant):
+            self._questions[lease_id] = _Question(now, patience_s)
+        if not self._post_question(lease_id, keys, tenant, patience_s):
             with self._lock:
                 self._questions.pop(lease_id, None)
             return None
@@ -186,7 +207,7 @@ class SchedulerClient:
                 return question.lease
             waited = self._clock() - question.asked
             patience = self._lookup_deadline_s + (
-                self._promote_deadline_s if question.promoting else 0.0
+                question.patience_s if question.promoting else 0.0
             )
             if waited < patience:
                 return Outcome.PENDING
@@ -299,15 +320,17 @@ class SchedulerClient:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _post_question(self, lease_id: int, keys: Sequence[ChunkKey], tenant: TenantId) -> bool:
-        wait_ms = int(self._promote_deadline_s * 1000)
+    def _post_question(
+        self, lease_id: int, keys: Sequence[ChunkKey], tenant: TenantId, patience_s: float
+    ) -> bool:
+        wait_ms = int(patience_s * 1000)
         return self._link.post(Acquire(lease_id, b"".join(keys[:MOST_KEYS]), wait_ms, tenant))
 
     def _probe(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
         lease_id = next(self._lease_ids)
         with self._lock:
             self._note_late(lease_id, now)
-        if self._post_question(lease_id, keys[:1], tenant):
+        if self._post_question(lease_id, keys[:1], tenant, self._promote_deadline_s):
             self._post_release([lease_id])
 
     def _note_late(self, lease_id: int, asked: float) -> None:

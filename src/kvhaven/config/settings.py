@@ -276,6 +276,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             least=10,
         ),
     ] = 1000.0
+    pd_wait_ms: Annotated[
+        float,
+        duration(
+            "How long a request that another node has prefilled waits for its chunks.",
+            "milliseconds",
+            most=600_000,
+        ),
+    ] = 10_000.0
+    pd_stall_ms: Annotated[
+        float,
+        duration(
+            "Longest silence of a node that announced chunks; then they are computed here.",
+            "milliseconds",
+            most=60_000,
+            least=500,
+        ),
+    ] = 1000.0
     fill_faster_tiers: Annotated[
         bool,
         setting(

@@ -37,6 +37,7 @@ class Lookups:
         self._spare_tokens = spare_tokens
         self._budget_s = settings.step_budget_ms / 1000
         self._patience_s = settings.promote_deadline_ms / 1000
+        self._awaited_s = settings.pd_wait_ms / 1000
         self._clock = clock
         self._waited_s = 0.0
         self._loading: dict[ChunkKey, str] = {}
@@ -58,7 +59,10 @@ class Lookups:
         if state.lease_id is None:
             if self._clock() < state.ask_after:
                 return Outcome.MISS
-            state.lease_id = self._client.ask(keys[first:], state.chain.tenant)
+            awaited = state.request.transfer.awaited
+            state.lease_id = self._client.ask(
+                keys[first:], state.chain.tenant, self._awaited_s if awaited else None
+            )
             state.lease_start = first
         answer = Outcome.MISS if state.lease_id is None else self._look_up(state.lease_id)
         if answer is Outcome.MISS:

@@ -58,6 +58,8 @@ class RequestState:
         """The input that its keys were computed for; a streaming session gets further input."""
         self.blocks: list[list[int]] = []
         self.planned_chunks = 0
+        self.announced = False
+        """Whether its chunks were announced to another node."""
         self.counted = False
         """Whether its lookup is in the statistics; each request counts once."""
         self.computed = 0

@@ -32,6 +32,23 @@ NOTHING = Permissions(load=False, save=False)
 EVERYTHING = Permissions(load=True, save=True)
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """Part of a request that one node prefills and another decodes.
+
+    The prefill node announces the request's chunks to the node at `to` (host:port), under the name
+    `id`; nothing is announced unless both are set. On the decode node, `awaited` says that another
+    node has prefilled the request: it waits up to `pd_wait_ms` for its chunks.
+    """
+
+    id: str = ""
+    to: str = ""
+    awaited: bool = False
+
+
+NO_TRANSFER = Transfer()
+
+
 class EngineRequest(Protocol):
     """One request, as the scheduler side reads it; it never writes attributes.
 
@@ -63,6 +80,10 @@ class EngineRequest(Protocol):
         """The transfers that the request asks for; settings and engine role may forbid them."""
 
     @property
+    def transfer(self) -> Transfer:
+        """The request's part in prefill and decode on two nodes; usually `NO_TRANSFER`."""
+
+    @property
     def priority(self) -> int:
         """Compared with the setting `priority_limit`; a larger number is less important."""
 
@@ -92,6 +113,7 @@ class Request:
     num_computed_tokens: int = 0
     extras: Extras = field(default_factory=Extras)
     permissions: Permissions = EVERYTHING
+    transfer: Transfer = NO_TRANSFER
     priority: int = 0
     resumable: bool = False
     turn: Hashable = 0

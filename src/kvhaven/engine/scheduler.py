@@ -105,6 +105,8 @@ class SchedulerSide:
             with self._keying(state):
                 state.extend_keys(request.num_tokens)
                 self._client.prefetch(state.chain.keys, state.chain.tenant)
+        if state is not None:
+            self._announce(state)
 
     def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """Return the number of loadable tokens after the first `computed`; None means ask again.
@@ -121,6 +123,7 @@ class SchedulerSide:
             self._follow(state)
             if state.permissions.load:
                 state.extend_keys(request.num_tokens)
+        self._announce(state)
         if not state.permissions.load:
             self._lookups.drop(state)
             return (None if self._waits_for_media(state) else 0), False
@@ -259,6 +262,8 @@ class SchedulerSide:
         if state is not None:
             state.forbid()
             self._lookups.drop(state)
+            if state.announced:
+                self._client.end_chain(state.request.transfer.id)
         self._lookups.load_ended(request.request_id)
         self._epoch.finished(request.request_id)
         self._extras.finished(request.request_id)
@@ -350,6 +355,18 @@ class SchedulerSide:
                 state.key(known)
         elif state.media is not None and state.permissions != NOTHING:
             state.media.check()
+
+    def _announce(self, state: RequestState) -> None:
+        """Announce a request's chunks to the node that decodes it, once its keys are known."""
+        transfer = state.request.transfer
+        if state.announced or not (transfer.id and transfer.to and state.permissions.save):
+            return
+        with self._keying(state):
+            tokens = state.request.num_prompt_tokens
+            state.extend_keys(tokens)
+            keys = state.chain.keys[: tokens // state.chunk_size]
+            self._client.offer_chain(transfer.id, transfer.to, keys, state.chain.tenant)
+            state.announced = True
 
     def _waits_for_media(self, state: RequestState) -> bool:
         """Return whether to ask again because media are being hashed, up to a deadline."""

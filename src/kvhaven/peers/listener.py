@@ -17,11 +17,14 @@ from kvhaven.peers.wire import (
     Absent,
     Chunk,
     Fetch,
+    Following,
     Has,
     HasReply,
+    Offer,
     PeerError,
     Ping,
     Pong,
+    Progress,
     Request,
     Stream,
     welcome,
@@ -60,6 +63,16 @@ class Lender(Protocol):
         """End a loan: nothing reads its memory any more."""
 
 
+class Receiver(Protocol):
+    """The chains that other nodes offer. Called from the listener's threads."""
+
+    def offered(self, node: str, offer: Offer) -> Following:
+        """Expect a chain that the node computes."""
+
+    def progressed(self, node: str, progress: Progress) -> Following:
+        """Read the chunks that have arrived at the node."""
+
+
 class PeerListener:
     """TCP listener. Each connection has a thread at nice 10, which serves one request at a time.
 
@@ -67,10 +80,13 @@ class PeerListener:
     one of its shards is being sent, and no longer, whatever becomes of the peer.
     """
 
-    def __init__(self, address: Address, node: str, token: bytes, lender: Lender) -> None:
+    def __init__(
+        self, address: Address, node: str, token: bytes, lender: Lender, receiver: Receiver
+    ) -> None:
         self._node = node
         self._token = token
         self._lender = lender
+        self._receiver = receiver
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
         self._unknown: set[Stream] = set()
@@ -132,7 +148,7 @@ class PeerListener:
             self._admit(stream)
             _log.info("%s: connected, node %s", stream.title, node[:8])
             while True:
-                self._answer(stream, stream.receive(REQUEST, time.monotonic() + _IDLE_S))
+                self._answer(stream, node, stream.receive(REQUEST, time.monotonic() + _IDLE_S))
         except (PeerError, ProtocolError) as error:
             _log.log(logging.DEBUG if self._closed else logging.INFO, "%s", error)
         except KVHavenError as error:
@@ -158,13 +174,17 @@ class PeerListener:
             self._streams.discard(stream)
             self._unknown.discard(stream)
 
-    def _answer(self, stream: Stream, request: Request) -> None:
+    def _answer(self, stream: Stream, node: str, request: Request) -> None:
         if isinstance(request, Ping):
             stream.send(Pong(), time.monotonic() + _SEND_S)
         elif isinstance(request, Has):
             keys, tenant = KeyList(request.keys), tenant_of(request.tenant)
             there = self._lender.has(NamespaceDigest(request.namespace), keys, tenant)
             stream.send(HasReply(bytes(there)), time.monotonic() + _SEND_S)
+        elif isinstance(request, Offer):
+            stream.send(self._receiver.offered(node, request), time.monotonic() + _SEND_S)
+        elif isinstance(request, Progress):
+            stream.send(self._receiver.progressed(node, request), time.monotonic() + _SEND_S)
         else:
             self._send_shard(stream, request)
 

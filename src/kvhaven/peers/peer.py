@@ -16,14 +16,18 @@ from kvhaven.errors import ProtocolError
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.wire import (
     FETCHED,
+    FOLLOWING,
     HAS_REPLY,
     MOST_KEYS,
     PONG,
     Absent,
     Fetch,
+    Following,
     Has,
+    Offer,
     PeerError,
     Ping,
+    Progress,
     SilentPeerError,
     Stream,
     greet,
@@ -115,6 +119,10 @@ class Peer:
         ask = functools.partial(self._has, namespace, tenant, keys)
         return await self._control.run(Lane.WRITE, ask)  # behind pings
 
+    async def tell(self, message: Offer | Progress) -> Following:
+        """Tell it of a chain that this node computes. Raises `PeerError` or `TierError`."""
+        return await self._control.run(Lane.WRITE, functools.partial(self._tell, message))
+
     async def fetch(self, shard: StoredShard, into: memoryview) -> Checksum | None:
         """Read a shard's payload; None if the peer does not have it.
 
@@ -159,6 +167,15 @@ class Peer:
             return there
 
         return self._with_stream(ask)
+
+    def _tell(self, message: Offer | Progress) -> Following:
+        self._require()
+
+        def tell(stream: Stream) -> Following:
+            stream.send(message, self._deadline)
+            return stream.receive(FOLLOWING, self._deadline)
+
+        return self._with_stream(tell)
 
     def _fetch(self, shard: StoredShard, into: memoryview) -> Checksum | None:
         self._require()

@@ -84,6 +84,27 @@ class PeerTier:
             for peer in self._peers.values()
         ]
 
+    def named(self, node: str) -> Peer | None:
+        """Return the peer with a node's name, if it can be reached."""
+        return next((peer for peer in self._usable() if peer.node == node), None)
+
+    async def at(self, address: Address) -> Peer | None:
+        """Return the peer at an address, which may be a name of its host, if it can be reached."""
+        peer = self._peers.get(address)
+        if peer is None:
+            with contextlib.suppress(OSError, TierError):
+                there = await self._names.run(
+                    Lane.READ, functools.partial(resolve, address._replace(dynamic=True))
+                )
+                peer = next((p for p in map(self._peers.get, there) if p is not None), None)
+        return peer if peer is not None and peer.usable else None
+
+    def located(self, chunk: ChunkName, peer: Peer) -> None:
+        """Note that a peer has a chunk, so that it is the first to be asked for it."""
+        if len(self._where) > _MOST_KNOWN:
+            self._where.clear()
+        self._where[chunk] = peer
+
     async def start(self) -> None:
         """Connect to the peers, in the background after `deadline_s` seconds."""
         tried = asyncio.Event()
@@ -129,9 +150,8 @@ class PeerTier:
                 answered = True
                 there |= found
                 peer.found += len(found)
-                if len(self._where) > _MOST_KNOWN:
-                    self._where.clear()
-                self._where.update(dict.fromkeys(found, peer))
+                for chunk in found:
+                    self.located(chunk, peer)
         if shards and not answered:
             raise TierError(f"no peer answered: {self._last_error}")
         return [(shard.namespace, shard.tenant, shard.key) in there for shard in shards]

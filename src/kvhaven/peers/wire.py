@@ -22,12 +22,14 @@ from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.protocol import Key, Sum, Tenant
 from kvhaven.types import KEY_BYTES, ShardId
 
-VERSION: Final = 1
+VERSION: Final = 2
 FRAME_LIMIT: Final = 1 << 20
 HANDSHAKE_LIMIT: Final = 1 << 10
 """Longest frame in bytes before the other side has proved that it knows the token."""
 MOST_KEYS: Final = 1 << 10
 """Keys in a `Has`."""
+MOST_OFFERED: Final = 1 << 13
+"""Keys in an `Offer`."""
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 
@@ -42,6 +44,8 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
+OfferedKeys = Annotated[bytes, msgspec.Meta(max_length=MOST_OFFERED * KEY_BYTES)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=MOST_OFFERED)]
 
 
 class PeerError(KVHavenError):
@@ -136,11 +140,42 @@ class Absent(PeerMessage, frozen=True, tag=True):
     """Answer to `Fetch`: the peer does not have the shard, or cannot pin it now."""
 
 
-Request = Ping | Has | Fetch
+class Offer(PeerMessage, frozen=True, tag=True):
+    """Announce a chain that this node's engine is computing, so that the peer reads it meanwhile.
+
+    `id` names the chain among those of this node.
+    """
+
+    id: Name
+    namespace: Key
+    keys: OfferedKeys
+    tenant: Tenant = b""
+
+
+class Progress(PeerMessage, frozen=True, tag=True):
+    """Name the chunks of an offered chain that can be read now, by their index in `Offer.keys`.
+
+    Sent at least every 0.25 s. `ended`: the other chunks will not come.
+    """
+
+    id: Name
+    arrived: Annotated[list[Index], msgspec.Meta(max_length=MOST_OFFERED)]
+    ended: bool = False
+
+
+class Following(PeerMessage, frozen=True, tag=True):
+    """Answer to `Offer` and `Progress`: whether the peer expects the chain, or why it does not."""
+
+    yes: bool
+    reason: Name = ""
+
+
+Request = Ping | Has | Fetch | Offer | Progress
 REQUEST: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 PONG: Final = msgspec.msgpack.Decoder(Pong)
 HAS_REPLY: Final = msgspec.msgpack.Decoder(HasReply)
 FETCHED: Final[msgspec.msgpack.Decoder[Chunk | Absent]] = msgspec.msgpack.Decoder(Chunk | Absent)
+FOLLOWING: Final = msgspec.msgpack.Decoder(Following)
 _HELLO: Final = msgspec.msgpack.Decoder(PeerHello)
 _PROOF: Final = msgspec.msgpack.Decoder(PeerProof)
 _WELCOME: Final[msgspec.msgpack.Decoder[PeerWelcome | PeerRefused]] = msgspec.msgpack.Decoder(

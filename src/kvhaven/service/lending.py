@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lending of chunks to other nodes: the way of the peer plane's threads to the catalog."""
+"""Lending of chunks to other nodes: the way of the peer plane's threads to the event loop."""
 
 import asyncio
 import contextlib
@@ -24,6 +24,44 @@ _PATIENCE_S: Final = 5.0
 """Longest wait for the event loop; a call that has not begun by then is withdrawn."""
 
 
+class LoopCalls:
+    """Calls from threads to the event loop that this was created on."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Have the loop do some work, unless it is closed. Returns immediately."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Have the loop do some work, and return its result. Raises `PeerError` if it is late.
+
+        Either the work is not done, or its result is returned: what it creates cannot get lost.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001  raised in the thread
+                future.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(run)
+        except RuntimeError as error:
+            raise PeerError("the service has ended") from error
+        try:
+            return future.result(_PATIENCE_S)
+        except TimeoutError as error:
+            if future.cancel():
+                raise PeerError("the service is too busy") from error
+            return future.result()
+
+
 class ArenaLender:
     """A `Lender` of the chunks in the arena. Its methods are called from threads.
 
@@ -33,7 +71,7 @@ class ArenaLender:
     def __init__(self, driver: Driver, arena: Arena) -> None:
         self._driver = driver
         self._arena = arena
-        self._loop = asyncio.get_running_loop()
+        self._calls = LoopCalls()
 
     def has(
         self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
@@ -59,35 +97,16 @@ class ArenaLender:
             with self._driver.event() as catalog:
                 catalog.returned(loan.number)
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the catalog
-            self._loop.call_soon_threadsafe(end)
+        self._calls.post(end)
 
     def _event(self, event: Callable[[Catalog], T]) -> T:
-        """Have the loop do an event, and return its result. Raises `PeerError` if it is late.
+        """Have the loop do an event, and return its result. Raises `PeerError` if it is late."""
 
-        Either the event does not happen, or its result is returned: a loan cannot get lost.
-        """
-        future: Future[T] = Future()
+        def work() -> T:
+            with self._driver.event() as catalog:
+                return event(catalog)
 
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                with self._driver.event() as catalog:
-                    future.set_result(event(catalog))
-            except Exception as error:  # noqa: BLE001  raised in the thread
-                future.set_exception(error)
-
-        try:
-            self._loop.call_soon_threadsafe(run)
-        except RuntimeError as error:
-            raise PeerError("the service has ended") from error
-        try:
-            return future.result(_PATIENCE_S)
-        except TimeoutError as error:
-            if future.cancel():
-                raise PeerError("the service is too busy") from error
-            return future.result()
+        return self._calls.call(work)
 
 
 def _has(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves: ranks' requests and reports while they write chunks into the arena."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Final
 
+from kvhaven.catalog.actions import CommitResult
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import Abort, Commit, Granted, KeyList, Reserve, batches, tenant_of
 from kvhaven.service.connection import Connection
@@ -17,10 +18,14 @@ _PIECE: Final = 32
 
 
 class Saves:
-    """Handler of messages about saves: passes them to the catalog, a few chunks at a time."""
+    """Handler of messages about saves: passes them to the catalog, a few chunks at a time.
 
-    def __init__(self, driver: Driver) -> None:
+    `on_saved` is called with each chunk that has become visible.
+    """
+
+    def __init__(self, driver: Driver, on_saved: Callable[[ChunkKey], None]) -> None:
         self._driver = driver
+        self._on_saved = on_saved
 
     def reserve(self, connection: Connection, member: AttachedProcess, message: Reserve) -> Job:
         """Grant space for chunks that are absent, as far as there is space.
@@ -62,7 +67,11 @@ class Saves:
             for key, generation, sums in part:
                 member.granted.pop(generation, None)
                 checksums = [Checksum(checksum) for checksum in sums]
-                self._driver.catalog.commit(member.id, ChunkKey(key), generation, checksums)
+                result = self._driver.catalog.commit(
+                    member.id, ChunkKey(key), generation, checksums
+                )
+                if result is CommitResult.RESIDENT:
+                    self._on_saved(ChunkKey(key))
             yield
 
     def abort(self, member: AttachedProcess, message: Abort) -> Job:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog
-from kvhaven.catalog.actions import Action, TierName, Update
+from kvhaven.catalog.actions import Action, SessionId, TierName, Update
 from kvhaven.catalog.policies import make_policy
 from kvhaven.config import Settings
 from kvhaven.errors import ProtocolError
@@ -25,10 +25,12 @@ from kvhaven.protocol import (
     Clear,
     ClientMessage,
     Commit,
+    EndChain,
     Flush,
     Limit,
     Loaded,
     ModelChanged,
+    OfferChain,
     Prefetch,
     Ready,
     Reliable,
@@ -41,11 +43,13 @@ from kvhaven.service.arena import SEGMENT, Arena
 from kvhaven.service.connection import Connection, Listener
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
+from kvhaven.service.expected_chains import ExpectedChains
 from kvhaven.service.lending import ArenaLender
 from kvhaven.service.loads import Loads
 from kvhaven.service.membership import Membership
+from kvhaven.service.offered_chains import OfferedChains
 from kvhaven.service.saves import Saves
-from kvhaven.service.status import describe
+from kvhaven.service.status import ChainStatus, describe
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.service.tier_setup import specs_of
 from kvhaven.service.turns import Job
@@ -57,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 _QUARANTINE_POLL_S = 0.05
 _HEALTH_POLL_S = 1.0
+_STALL_POLL_S = 0.1
 _DRAIN_POLL_S = 0.005
 
 
@@ -78,8 +83,12 @@ class Service:
         self._runner = TierRunner(
             self.driver, tiers, arena.memory, lookup_s=settings.promote_deadline_ms / 1000
         )
+        peers = tiers.get(TierName(PeerTier.name))
+        self._peers = peers if isinstance(peers, PeerTier) else None
+        self._expected = ExpectedChains(self.driver, self._peers, settings.pd_stall_ms / 1000)
+        self._offered = OfferedChains(self.driver, self._peers, self._attached, self._spawn)
         self._loads = Loads(self.driver, self.sessions, self.verifier, self._spawn)
-        self._saves = Saves(self.driver)
+        self._saves = Saves(self.driver, self._offered.saved)
         self._admin = Admin(self.driver, tiers, self._runner, self._spawn)
         self._membership = Membership(self.id, self.driver, self.sessions, arena, self._saves)
         self._connections: set[Connection] = set()
@@ -98,6 +107,7 @@ class Service:
         self._runner.check_health()
         self._spawn(self._every(_QUARANTINE_POLL_S, self._membership.end_quarantines))
         self._spawn(self._every(_HEALTH_POLL_S, self._runner.check_health))
+        self._spawn(self._every(_STALL_POLL_S, self._expected.end_silent))
         listener.start(self._accept)
         await stop.wait()
         listener.close()
@@ -115,9 +125,9 @@ class Service:
         address = parse_address(self._settings.peer_listen, "peer_listen")
         token = read_token(self._settings.peer_token_file)
         require_token(address, token)
-        names = [tier.node for tier in self.tiers.values() if isinstance(tier, PeerTier)]
+        node = self._peers.node if self._peers is not None else self.id
         lender = ArenaLender(self.driver, self.arena)
-        listener = PeerListener(address, names[0] if names else self.id, token, lender)
+        listener = PeerListener(address, node, token, lender, self._expected)
         logger.info("peers: listening at %s, port %d", address, listener.port)
         return listener
 
@@ -197,6 +207,8 @@ class Service:
             self._loads.acquire(member, message)
         elif isinstance(message, Prefetch):
             self._loads.prefetch(member, message)
+        elif isinstance(message, OfferChain | EndChain):
+            self._on_chain(member, message)
         elif isinstance(message, Reserve):
             return self._saves.reserve(connection, member, message)
         elif isinstance(message, Reliable):
@@ -204,6 +216,20 @@ class Service:
         else:
             raise ProtocolError(f"unexpected message {type(message).__name__} from a member")
         return None
+
+    def _on_chain(self, member: AttachedProcess, message: OfferChain | EndChain) -> None:
+        if member.rank is not None:
+            raise ProtocolError("a rank announced a chain; only schedulers do")
+        if isinstance(message, OfferChain):
+            self._offered.offer(member.session.id, member.session.digest, message)
+        else:
+            self._offered.request_ended(member.session.id, message.id)
+
+    def _attached(self, session: SessionId) -> bool:
+        """Return whether the scheduler of a session is connected."""
+        known = self.sessions.get(session)
+        scheduler = known.scheduler if known is not None else None
+        return scheduler is not None and scheduler.connection is not None
 
     def _on_reliable(self, member: AttachedProcess, message: Reliable) -> Job:
         """Handle a reliable message once. It counts as handled when its job is done, not before."""
@@ -225,7 +251,20 @@ class Service:
 
     def _status(self, connection: Connection, message: Status) -> Job:
         status = yield from describe(
-            self.id, self.catalog, self.arena, self.verifier, self.sessions, self.tiers
+            self.id,
+            self.catalog,
+            self.arena,
+            self.verifier,
+            self.sessions,
+            self.tiers,
+            ChainStatus(
+                open=len(self._offered) + len(self._expected),
+                offered=self._offered.offered,
+                refused=self._offered.refused,
+                expected=self._expected.accepted,
+                completed=self._expected.completed,
+                stalled=self._expected.stalled,
+            ),
         )
         connection.send(StatusReply(message.id, status))
 

@@ -66,6 +66,22 @@ class MemberStatus(msgspec.Struct, frozen=True):
     ready_bytes: int = 0
 
 
+class ChainStatus(msgspec.Struct, frozen=True):
+    """Counters of chains: prompts that one node computes and another reads meanwhile.
+
+    `offered` to peers and `refused` (by a peer, or not announced at all) are of this node's
+    engines. `expected` from peers, `completed` by them, `stalled` (the peer fell silent) are of
+    other nodes' engines. `open` is the number of both kinds that have not ended.
+    """
+
+    open: int = 0
+    offered: int = 0
+    refused: int = 0
+    expected: int = 0
+    completed: int = 0
+    stalled: int = 0
+
+
 class ServiceStatus(msgspec.Struct, frozen=True):
     """Status of a node service. Sizes are in bytes; counters start with the service."""
 
@@ -90,6 +106,7 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     """The tenants with the most bytes; `catalog.more_tenants` is the number of the others."""
     peers: list[PeerStatus] = []
     """Other nodes whose memory is read."""
+    chains: ChainStatus = ChainStatus()
 
 
 def describe(
@@ -99,6 +116,7 @@ def describe(
     verifier: Verifier,
     sessions: AttachedEngines,
     tiers: Mapping[TierName, Tier],
+    chains: ChainStatus,
 ) -> Generator[None, None, bytes]:
     """Return a service's `ServiceStatus` as JSON, in pieces of about a millisecond."""
     stats = yield from catalog.survey()
@@ -141,6 +159,7 @@ def describe(
         catalog=msgspec.structs.replace(stats, namespaces={}, tenants={}),
         tenants=tenants,
         peers=[p for tier in tiers.values() if isinstance(tier, PeerTier) for p in tier.peers()],
+        chains=chains,
     )
     return msgspec.json.encode(status)
 

@@ -264,10 +264,14 @@ class KVHavenConnector(KVConnectorBase_V1):
         request: "Request",
         block_ids: list[int],  # noqa: ARG002 - fences protect them
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; vLLM may free its blocks immediately."""
+        """Forget the request; vLLM may free its blocks immediately.
+
+        Returns the parameters for the node that decodes a request which this one has prefilled.
+        """
+        ours = VllmRequest(request)
         if self._scheduler is not None:
-            self._scheduler.finished(VllmRequest(request))
-        return False, None
+            self._scheduler.finished(ours)
+        return False, ours.handover
 
     @never_raises(dict)
     def get_external_cache_hit_sources(

@@ -13,7 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvhaven.engine.adapters import CacheName
 from kvhaven.engine.jobs import StepPlan, StepReport
-from kvhaven.engine.requests import MOST_TAGS, Permissions, ScheduledRequest
+from kvhaven.engine.requests import (
+    MOST_TAGS,
+    NO_TRANSFER,
+    Permissions,
+    ScheduledRequest,
+    Transfer,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _PREFIXES = ("kvhaven.", "lmcache.")
+_MOST_NAME = 128
+"""Longest name of a request between nodes, in characters."""
 
 
 class VllmRequest:
@@ -95,6 +103,37 @@ class VllmRequest:
         if _is_on(_parameter(parameters, "skip_save")):
             save = False
         return Permissions(load, save, _tags(_parameter(parameters, "tags")))
+
+    @property
+    def transfer(self) -> Transfer:
+        """The request's part in prefill and decode on two nodes, by its own parameters."""
+        parameters: Mapping[str, Any] = self.raw.kv_transfer_params or {}
+        awaited = _is_on(parameters.get("do_remote_prefill"))
+        name, to = parameters.get("kvhaven.id"), parameters.get("kvhaven.to")
+        if not (isinstance(name, str) and isinstance(to, str) and 0 < len(name) <= _MOST_NAME):
+            return Transfer(awaited=True) if awaited else NO_TRANSFER
+        return Transfer(name, to[:256], awaited)
+
+    @property
+    def handover(self) -> dict[str, Any] | None:
+        """Parameters for the node that decodes the request; None unless one will.
+
+        Two-step proxies pass them on. The `remote_*` names are those of vLLM's NIXL connector; here
+        no block stays reserved for the other node.
+        """
+        parameters: Mapping[str, Any] = self.raw.kv_transfer_params or {}
+        if not _is_on(parameters.get("do_remote_decode")):
+            return None
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": None,
+            "remote_block_ids": [],
+            "remote_request_id": self.request_id,
+            "remote_host": None,
+            "remote_port": None,
+            "kvhaven.id": parameters.get("kvhaven.id"),
+        }
 
 
 def cache_name(lora_request: Any) -> CacheName:

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expected chains: what other nodes' engines compute now, read from them chunk by chunk."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvhaven.catalog.actions import TierName
+from kvhaven.errors import KVHavenError
+from kvhaven.peers.peer import Peer
+from kvhaven.peers.tier import PeerTier
+from kvhaven.peers.wire import Following, Offer, Progress
+from kvhaven.protocol import KeyList, batches, tenant_of
+from kvhaven.service.driver import Driver
+from kvhaven.service.lending import LoopCalls
+from kvhaven.service.turns import Job
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
+
+logger = logging.getLogger(__name__)
+
+_TIER: Final = TierName(PeerTier.name)
+_PIECE: Final = 128
+"""Chunks that one piece of a job handles; takes 1 ms."""
+_MOST_CHAINS: Final = 1024
+
+
+class _Chain:
+    """A chain that a peer computes. `lookups` are the pending lookups of its chunks, by key.
+
+    Each lookup is answered once: its answer begins with its removal. A chunk in `arrived` is
+    answered as present, by the job that was started when it arrived, or when it is expected.
+    """
+
+    def __init__(
+        self, peer: Peer, namespace: Namespace, keys: KeyList, tenant: TenantId, now: float
+    ) -> None:
+        self.peer = peer
+        self.namespace = namespace
+        self.keys = keys
+        self.tenant = tenant
+        self.lookups: dict[ChunkKey, int] = {}
+        self.arrived: set[ChunkKey] = set()
+        self.heard = now
+        self.ended = False
+
+
+class ExpectedChains:
+    """A `Receiver` of offers, whose chains the catalog expects until each chunk's fate is known.
+
+    A node that offers a chain and is then silent for `stall_s` seconds has failed: its chain ends,
+    and requests that wait for it continue. `peers` is the tier that reads the chunks. `offered` and
+    `progressed` are called from threads, all else on the event loop.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        peers: PeerTier | None,
+        stall_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._driver = driver
+        self._peers = peers
+        self._stall_s = stall_s
+        self._clock = clock
+        self._calls = LoopCalls()
+        self._chains: dict[tuple[str, str], _Chain] = {}
+        self.accepted = self.completed = self.stalled = 0
+
+    def __len__(self) -> int:
+        """Return the number of chains that have not ended."""
+        return len(self._chains)
+
+    def offered(self, node: str, offer: Offer) -> Following:
+        """Expect a chain, unless this node cannot read it."""
+        return self._calls.call(functools.partial(self._expect, node, offer))
+
+    def progressed(self, node: str, progress: Progress) -> Following:
+        """Read the chunks that have arrived; `ended`: expect no others."""
+        return self._calls.call(functools.partial(self._advance, node, progress))
+
+    def end_silent(self) -> None:
+        """End the chains of nodes that have said nothing for too long."""
+        now = self._clock()
+        for name, chain in tuple(self._chains.items()):
+            if now - chain.heard > self._stall_s:
+                logger.warning("%s: silent while it computes a chain", chain.peer.title)
+                self.stalled += 1
+                self._end(name)
+
+    def _expect(self, node: str, offer: Offer) -> Following:
+        peer = self._peers.named(node) if self._peers is not None else None
+        if peer is None:
+            return _refusal("the node that offers is not among this node's peers (setting peers)")
+        self._end((node, offer.id))
+        if len(self._chains) >= _MOST_CHAINS:
+            return _refusal(f"{_MOST_CHAINS} chains are expected already")
+        keys = KeyList(offer.keys)
+        try:
+            namespace = self._driver.catalog.namespace(NamespaceDigest(offer.namespace))
+        except KVHavenError:
+            return _refusal("no engine of this node has that namespace: see kvhaven peers diff")
+        chain = _Chain(peer, namespace, keys, tenant_of(offer.tenant), self._clock())
+        self._chains[node, offer.id] = chain
+        self.accepted += 1
+        self._driver.turns.start(self._expecting(chain))
+        return Following(yes=True)
+
+    def _advance(self, node: str, progress: Progress) -> Following:
+        chain = self._chains.get((node, progress.id))
+        if chain is None:
+            return _refusal("this chain is not expected")
+        chain.heard = self._clock()
+        if any(index >= len(chain.keys) for index in progress.arrived):
+            self._end((node, progress.id))
+            return _refusal("the progress names chunks that were not offered")
+        arrived = [chain.keys[index] for index in progress.arrived]
+        chain.arrived.update(arrived)
+        self._driver.turns.start(self._arriving(chain, arrived))
+        if progress.ended:
+            self.completed += 1
+            self._end((node, progress.id))
+        return Following(yes=True)
+
+    def _end(self, name: tuple[str, str]) -> None:
+        chain = self._chains.pop(name, None)
+        if chain is not None:
+            chain.ended = True
+            self._driver.turns.start(self._ending(chain))
+
+    # Jobs, which may run in turns
+
+    def _expecting(self, chain: _Chain) -> Job:
+        digest = chain.namespace.digest
+        for part in batches(chain.keys, _PIECE):
+            if chain.ended:
+                return
+            chain.lookups |= self._driver.catalog.expected(_TIER, digest, part, chain.tenant)
+            for key in chain.arrived.intersection(part):
+                self._answer(chain, key, came=True)
+            yield
+
+    def _arriving(self, chain: _Chain, keys: list[ChunkKey]) -> Job:
+        assert self._peers is not None, "a chain is expected only from peers"
+        for part in batches(keys, _PIECE):
+            for key in part:
+                self._peers.located((chain.namespace.digest, chain.tenant, key), chain.peer)
+                self._answer(chain, key, came=True)
+            yield
+
+    def _ending(self, chain: _Chain) -> Job:
+        for part in batches([key for key in chain.lookups if key not in chain.arrived], _PIECE):
+            for key in part:
+                self._answer(chain, key, came=False)
+            yield
+
+    def _answer(self, chain: _Chain, key: ChunkKey, *, came: bool) -> None:
+        number = chain.lookups.pop(key, None)
+        if number is not None:
+            found = {key: chain.namespace.table.complete} if came else None
+            self._driver.catalog.tier_looked_up(_TIER, number, found)
+
+
+def _refusal(reason: str) -> Following:
+    return Following(yes=False, reason=reason)

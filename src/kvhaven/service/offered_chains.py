@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offered chains: what this node's engines compute for other nodes, announced chunk by chunk."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import islice
+from typing import Final
+
+from kvhaven.catalog.actions import SessionId
+from kvhaven.errors import ConfigError, ProtocolError, TierError
+from kvhaven.peers.addresses import Address, parse_address
+from kvhaven.peers.peer import Peer
+from kvhaven.peers.tier import PeerTier
+from kvhaven.peers.wire import MOST_OFFERED, Offer, PeerError, Progress
+from kvhaven.protocol import KeyList, OfferChain, batches, tenant_of
+from kvhaven.service.driver import Driver
+from kvhaven.types import KEY_BYTES, ChunkKey, NamespaceDigest
+
+logger = logging.getLogger(__name__)
+
+BEAT_S: Final = 0.25
+"""Longest silence about a chain that is being computed."""
+_LOOK_AHEAD: Final = 64
+"""Missing chunks that are looked up at each beat, because they may come from a tier."""
+_PIECE: Final = 512
+"""Chunks that are looked up in one event: 0.5 ms."""
+_QUIET_S: Final = 2 * BEAT_S
+"""A chain whose request has ended is over when no chunk was saved for this long."""
+_LONGEST_QUIET_S: Final = 120.0
+"""Any chain is over when no chunk was saved for this long."""
+_MOST_CHAINS: Final = 1024
+
+
+class _Chain:
+    """A chain that an engine computes. `missing` are the indices of its chunks still to come."""
+
+    def __init__(
+        self, session: SessionId, digest: NamespaceDigest, order: OfferChain, now: float
+    ) -> None:
+        self.session = session
+        self.id = order.id
+        self.digest = digest
+        self.tenant = tenant_of(order.tenant)
+        self.keys = order.keys[: MOST_OFFERED * KEY_BYTES]
+        self.missing = {key: index for index, key in enumerate(KeyList(self.keys))}
+        self.arrived: list[int] = []
+        """Indices that the peer was not told yet."""
+        self.line: _Line | None = None
+        self.offered = False
+        self.computing = True
+        """Whether the engine's request runs."""
+        self.moved = now
+        """Time of the last chunk, or of the end of the request."""
+        self.told = now
+
+
+class _Line:
+    """The chains that one peer is told of; `news` wakes the task that tells it."""
+
+    def __init__(self) -> None:
+        self.chains: dict[_Chain, None] = {}
+        self.news = asyncio.Event()
+
+
+class OfferedChains:
+    """Announcer of chains: an offer, the chunks that can be read as they are saved, and an end.
+
+    Each peer has one task, which sends one message after another, so a slow peer gets fewer and
+    longer ones. A peer that fails is told nothing more of its chains, and ends them itself.
+
+    `attached` returns whether a session exists, `spawn` runs a coroutine as a task of the service.
+    Used on the event loop only.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        peers: PeerTier | None,
+        attached: Callable[[SessionId], bool],
+        spawn: Callable[[Coroutine[None, None, None]], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._driver = driver
+        self._peers = peers
+        self._attached = attached
+        self._spawn = spawn
+        self._clock = clock
+        self._chains: dict[tuple[SessionId, str], _Chain] = {}
+        self._awaited: dict[ChunkKey, dict[_Chain, None]] = {}
+        self._lines: dict[Peer, _Line] = {}
+        self._complaints: set[str] = set()
+        self.offered = self.refused = 0
+
+    def __len__(self) -> int:
+        """Return the number of chains that are not over."""
+        return len(self._chains)
+
+    def offer(self, session: SessionId, digest: NamespaceDigest, order: OfferChain) -> None:
+        """Announce a chain that a session's engine computes.
+
+        A chain that cannot be announced is logged: the other node reads it later, without overlap.
+        Raises `ProtocolError` for malformed keys.
+        """
+        if self._peers is None:
+            self._complain("kvhaven.to: this node has no peers; set peers")
+            return
+        try:
+            address = parse_address(order.to, "kvhaven.to")
+        except ConfigError as error:
+            self._complain(str(error))
+            return
+        if (session, order.id) in self._chains or len(self._chains) >= _MOST_CHAINS:
+            self.refused += 1
+            return
+        chain = _Chain(session, digest, order, self._clock())
+        self._chains[session, order.id] = chain
+        for key in chain.missing:
+            self._awaited.setdefault(key, {})[chain] = None
+        self._spawn(self._begin(self._peers, chain, address))
+
+    def request_ended(self, session: SessionId, request: str) -> None:
+        """Note that a request ended; chunks that are still being saved count."""
+        chain = self._chains.get((session, request))
+        if chain is not None:
+            chain.computing = False
+            chain.moved = self._clock()
+
+    def saved(self, key: ChunkKey) -> None:
+        """Note that a chunk can be read from now on."""
+        for chain in tuple(self._awaited.get(key, ())):
+            self._arrived(chain, key)
+
+    async def _begin(self, peers: PeerTier, chain: _Chain, address: Address) -> None:
+        peer = await peers.at(address)
+        if peer is None:
+            self._complain(f"kvhaven.to: {address} is not a peer that this node can reach")
+            self._drop(chain)
+            return
+        for part in batches(list(chain.missing), _PIECE):
+            self._look_for(chain, part)
+            await asyncio.sleep(0)
+        line = self._lines.get(peer)
+        if line is None:
+            line = self._lines[peer] = _Line()
+            self._spawn(self._tell_all(peer, line))
+        chain.line = line
+        line.chains[chain] = None
+        line.news.set()
+
+    async def _tell_all(self, peer: Peer, line: _Line) -> None:
+        """Tell a peer of its chains until none is left, or the peer fails."""
+        try:
+            while line.chains:
+                line.news.clear()
+                for chain in tuple(line.chains):
+                    if not await self._tell(peer, chain):
+                        self._drop(chain)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BEAT_S):
+                        await line.news.wait()
+        except (PeerError, ProtocolError, TierError) as error:
+            logger.warning("%s: not told of %d chains: %s", peer.title, len(line.chains), error)
+        finally:
+            del self._lines[peer]
+            for chain in tuple(line.chains):
+                self._drop(chain)
+
+    async def _tell(self, peer: Peer, chain: _Chain) -> bool:
+        """Tell a peer what is new of a chain; return whether it is to be told more."""
+        if not chain.offered:
+            answer = await peer.tell(Offer(chain.id, chain.digest, chain.keys, chain.tenant))
+            if not answer.yes:
+                self._complain(f"{peer.title} does not expect chains: {answer.reason!r}")
+                return False
+            chain.offered = True
+            self.offered += 1
+        beat = self._clock() - chain.told >= BEAT_S
+        if beat:
+            self._look_for(chain, list(islice(chain.missing, _LOOK_AHEAD)))
+        over = self._is_over(chain)
+        if not (beat or over or chain.arrived):
+            return True
+        arrived, chain.arrived = chain.arrived, []
+        chain.told = self._clock()
+        answer = await peer.tell(Progress(chain.id, arrived, over))
+        return answer.yes and not over
+
+    def _is_over(self, chain: _Chain) -> bool:
+        quiet = self._clock() - chain.moved
+        return (
+            not chain.missing
+            or quiet >= _LONGEST_QUIET_S
+            or (not chain.computing and quiet >= _QUIET_S)
+            or not self._attached(chain.session)
+        )
+
+    def _look_for(self, chain: _Chain, keys: Sequence[ChunkKey]) -> None:
+        there = self._driver.catalog.has(chain.digest, keys, chain.tenant)
+        for key, has in zip(keys, there, strict=True):
+            if has:
+                self._arrived(chain, key)
+
+    def _arrived(self, chain: _Chain, key: ChunkKey) -> None:
+        index = chain.missing.pop(key, None)
+        if index is None:
+            return
+        self._forget(chain, key)
+        chain.arrived.append(index)
+        chain.moved = self._clock()
+        if chain.line is not None:
+            chain.line.news.set()
+
+    def _drop(self, chain: _Chain) -> None:
+        del self._chains[chain.session, chain.id]
+        for key in chain.missing:
+            self._forget(chain, key)
+        if chain.line is not None:
+            del chain.line.chains[chain]
+
+    def _forget(self, chain: _Chain, key: ChunkKey) -> None:
+        awaiting = self._awaited[key]
+        del awaiting[chain]
+        if not awaiting:
+            del self._awaited[key]
+
+    def _complain(self, reason: str) -> None:
+        """Count a chain that is not announced; log each reason once."""
+        self.refused += 1
+        if reason not in self._complaints and len(self._complaints) < _MOST_CHAINS:
+            self._complaints.add(reason)
+            logger.warning("chain not offered: %s (more are not logged)", reason)

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains that one node computes and another expects: read chunk by chunk, and never waited for."""
+
+import contextlib
+import functools
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvhaven.client.scheduler import LeasedChunks, Outcome
+from kvhaven.keys import tenant_id
+from kvhaven.types import NO_TENANT, ChunkKey, TenantId
+from tests.crash.engine import Engine, prompt
+from tests.crash.node import NodeProcess, eventually, settled, status_of
+from tests.crash.test_peers import connected, node_of
+from tests.servers import free_port
+
+pytestmark = pytest.mark.crash
+
+KEYS = prompt("p", 12)
+_names = itertools.count(1)
+
+
+class Fleet:
+    """A prefill node, a decode node, and an engine at each."""
+
+    def __init__(self, p: NodeProcess, d: NodeProcess, to: str) -> None:
+        self.p, self.d, self.to = p, d, to
+
+    def offer(self, engine: Engine, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> str:
+        """Have P's engine announce a chain, and wait until D expects it.
+
+        A node that has just started is refused until D has noticed.
+        """
+        before = status_of(self.d.address).chains.expected
+        for _ in range(20):
+            refused = status_of(self.p.address).chains.refused
+            name = f"request-{next(_names)}"
+            engine.scheduler.client.offer_chain(name, self.to, keys, tenant)
+            eventually(functools.partial(self._fate, before, refused))
+            if status_of(self.d.address).chains.expected > before:
+                return name
+            time.sleep(0.2)
+        raise AssertionError("D never expects a chain")
+
+    def _fate(self, expected: int, refused: int) -> bool:
+        """Return whether a chain was expected or refused since these counts."""
+        chains = status_of(self.d.address).chains
+        return chains.expected > expected or status_of(self.p.address).chains.refused > refused
+
+    def await_resident(self, chunks: int) -> None:
+        """Wait until D's memory has this many chunks."""
+
+        def there() -> bool:
+            found = sum(n.chunks["memory"] for n in status_of(self.d.address).namespaces)
+            assert found <= chunks
+            return found == chunks
+
+        eventually(there)
+
+    def quiet(self) -> None:
+        """Wait until no chain is open and nothing is held on either node."""
+        for node in (self.p, self.d):
+            await_no_chains(node)
+            settled(node.address)
+
+
+def await_no_chains(node: NodeProcess) -> None:
+    """Wait until a node neither offers nor expects a chain."""
+    eventually(lambda: status_of(node.address).chains.open == 0)
+
+
+@contextlib.contextmanager
+def fleet(short_dir: Path, **settings: object) -> Iterator[Fleet]:
+    """A prefill node and a decode node, which are each other's peers."""
+    one, two = free_port(), free_port()
+    with (
+        node_of(short_dir, "p", one, two, **settings) as p,
+        node_of(short_dir, "d", two, one, **settings) as d,
+    ):
+        connected(p)
+        connected(d)
+        yield Fleet(p, d, f"127.0.0.1:{two}")
+
+
+class Asking(threading.Thread):
+    """A decode engine's lookup of a chain, and its load; `loaded` is how many chunks were right."""
+
+    def __init__(
+        self, engine: Engine, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT
+    ) -> None:
+        super().__init__()
+        self.engine, self.keys, self.tenant = engine, keys, tenant
+        self.loaded = -1
+        self.pending = threading.Event()
+
+    def run(self) -> None:
+        client = self.engine.scheduler.client
+        lease_id = client.ask(self.keys, self.tenant, 60.0)
+        assert lease_id is not None
+        answer = client.wait(lease_id, 10)
+        while answer is Outcome.PENDING:
+            self.pending.set()
+            time.sleep(0.005)
+            answer = client.look_up(lease_id)
+        if isinstance(answer, LeasedChunks):
+            client.dispatched(lease_id)
+            self.loaded = min(rank.load(answer, self.keys) for rank in self.engine.ranks)
+        else:
+            self.loaded = 0
+
+    def result(self) -> int:
+        """Wait for its end."""
+        self.join(60)
+        assert not self.is_alive(), "a lookup hangs"
+        return self.loaded
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_chunks_move_while_the_prompt_is_computed(short_dir: Path, world_size: int) -> None:
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address, world_size) as p, Engine(nodes.d.address, world_size) as d:
+            name = nodes.offer(p, KEYS)
+            for at in range(0, len(KEYS), 3):
+                assert p.save(KEYS[at : at + 3], KEYS[at - 1] if at else None) == 3
+                nodes.await_resident(at + 3)  # and nobody has asked D for them
+            p.scheduler.client.end_chain(name)
+            assert d.load(KEYS) == len(KEYS)
+            assert status_of(nodes.d.address).catalog.hit_chunks == len(KEYS)
+        nodes.quiet()
+
+
+def test_a_request_waits_for_chunks_that_are_being_computed(short_dir: Path) -> None:
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            nodes.offer(p, KEYS)
+            asking = Asking(d, KEYS)
+            asking.start()
+            assert asking.pending.wait(10)
+            assert p.save(KEYS[:6]) == 6
+            nodes.await_resident(6)
+            assert asking.is_alive()
+            assert p.save(KEYS[6:], KEYS[5]) == 6
+            assert asking.result() == len(KEYS)
+        nodes.quiet()
+
+
+def test_chunks_that_were_there_before_move_as_well(short_dir: Path) -> None:
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address):
+            assert p.save(KEYS) == len(KEYS)
+            nodes.offer(p, KEYS)
+            nodes.await_resident(len(KEYS))
+        nodes.quiet()
+
+
+def test_what_is_not_saved_is_not_waited_for_once_the_request_has_ended(short_dir: Path) -> None:
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            name = nodes.offer(p, KEYS)
+            asking = Asking(d, KEYS)
+            asking.start()
+            assert asking.pending.wait(10)
+            assert p.save(KEYS[:5]) == 5
+            p.scheduler.client.end_chain(name)
+            assert asking.result() == 5
+        nodes.quiet()
+
+
+@pytest.mark.parametrize("how", ["engine", "service", "stopped"])
+def test_a_prefill_that_dies_midway_ends_the_wait(short_dir: Path, how: str) -> None:
+    with fleet(short_dir) as nodes, Engine(nodes.d.address) as d:
+        p = Engine(nodes.p.address).__enter__()
+        try:
+            nodes.offer(p, KEYS)
+            asking = Asking(d, KEYS)
+            asking.start()
+            assert asking.pending.wait(10)
+            assert p.save(KEYS[:5]) == 5
+            nodes.await_resident(5)
+            with contextlib.ExitStack() as stopped:
+                if how == "engine":
+                    p.__exit__()
+                elif how == "service":
+                    nodes.p.kill()
+                else:
+                    stopped.enter_context(nodes.p.frozen())
+                assert asking.result() == 5
+                await_no_chains(nodes.d)
+        finally:
+            p.__exit__()
+        settled(nodes.d.address, members=None)
+
+
+def test_a_chain_is_expected_by_its_tenant_only(short_dir: Path) -> None:
+    ann, ben = tenant_id("ann"), tenant_id("ben")
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            nodes.offer(p, KEYS, ann)
+            asking = Asking(d, KEYS, ben)
+            asking.start()
+            assert asking.result() == 0
+            assert p.save(KEYS, tenant=ann) == len(KEYS)
+            nodes.await_resident(len(KEYS))
+            assert d.load(KEYS, tenant=ben) == 0
+            assert d.load(KEYS, tenant=ann) == len(KEYS)
+        nodes.quiet()
+
+
+def test_a_chain_longer_than_the_arena_is_cut_and_nobody_is_stuck(short_dir: Path) -> None:
+    long = prompt("long", 600)
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            name = nodes.offer(p, long)
+            for at in range(0, 600, 20):
+                p.save(long[at : at + 20], long[at - 1] if at else None)
+            p.scheduler.client.end_chain(name)
+            nodes.quiet()
+            assert d.load(long) >= 0
+        nodes.quiet()
+
+
+@pytest.mark.parametrize(
+    ("to", "complaint"),
+    [
+        ("127.0.0.1:1", "not a peer that this node can reach"),
+        ("no.such.host.invalid:7420", "not a peer that this node can reach"),
+        ("http://x", "invalid address"),
+    ],
+)
+def test_a_chain_for_a_stranger_is_refused_with_the_reason(
+    short_dir: Path, to: str, complaint: str
+) -> None:
+    with fleet(short_dir) as nodes, Engine(nodes.p.address) as p:
+        p.scheduler.client.offer_chain("request", to, KEYS)
+        eventually(lambda: complaint in nodes.p.log.read_text())
+        assert status_of(nodes.p.address).chains.open == 0
+        assert p.save(KEYS) == len(KEYS)
+
+
+def test_a_node_without_that_namespace_refuses_a_chain(short_dir: Path) -> None:
+    with fleet(short_dir) as nodes, Engine(nodes.p.address) as p:
+        p.scheduler.client.offer_chain("request", nodes.to, KEYS)
+        eventually(lambda: "kvhaven peers diff" in nodes.p.log.read_text())
+        await_no_chains(nodes.p)
+
+
+def test_chains_with_kills_of_the_prefill_node_never_hang_or_lie(short_dir: Path) -> None:
+    rng = random.Random(7)
+    with fleet(short_dir) as nodes, Engine(nodes.d.address) as d:
+        for turn in range(6):
+            keys = prompt(f"turn {turn}", 12)
+            with contextlib.ExitStack() as stack:
+                p = stack.enter_context(Engine(nodes.p.address))
+                connected(nodes.d)
+                connected(nodes.p)
+                nodes.offer(p, keys)
+                asking = Asking(d, keys)
+                asking.start()
+                many = rng.randrange(1, len(keys))
+                assert p.save(keys[:many]) == many
+                time.sleep(rng.random() * 0.02)
+                nodes.p.kill()
+                assert 0 <= asking.result() <= many
+            nodes.p.start()
+        settled(nodes.d.address)

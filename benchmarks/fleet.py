@@ -160,6 +160,10 @@ class _Held:
     def returned(self, loan: Loan) -> None:
         """Do nothing."""
 
+    def namespaces(self) -> Sequence[Namespace]:
+        """Return none."""
+        return ()
+
 
 class _NoChains:
     """A receiver that expects nothing."""

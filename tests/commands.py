@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 
-def kvhaven(*arguments: str, status: int = 0, **environment: str) -> str:
-    """Run the command line; return what it printed."""
+def kvhaven(*arguments: str, status: int = 0, whole: bool = False, **environment: str) -> str:
+    """Run the command line; return its output, its errors if it fails, or both (`whole`)."""
     done = subprocess.run(
         [sys.executable, "-m", "kvhaven.cli", *arguments],
         capture_output=True,
@@ -17,4 +17,6 @@ def kvhaven(*arguments: str, status: int = 0, **environment: str) -> str:
         env=os.environ | {"COLUMNS": "200"} | environment,
     )
     assert done.returncode == status, done.stdout + done.stderr
+    if whole:
+        return done.stdout + done.stderr
     return done.stdout if status == 0 else done.stderr

@@ -15,6 +15,7 @@ import pytest
 from kvhaven.client.scheduler import LeasedChunks, Outcome
 from kvhaven.keys import tenant_id
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
+from tests.commands import kvhaven
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeProcess, eventually, settled, status_of
 from tests.crash.test_peers import connected, node_of
@@ -269,3 +270,17 @@ def test_chains_with_kills_of_the_prefill_node_never_hang_or_lie(short_dir: Path
                 assert 0 <= asking.result() <= many
             nodes.p.start()
         settled(nodes.d.address)
+
+
+def test_tools_measure_a_node_and_name_the_field_that_keeps_two_apart(short_dir: Path) -> None:
+    with fleet(short_dir) as nodes:
+        assert "round trip" in kvhaven("peers", "test", nodes.to, "--size", "1")
+        assert "cannot be reached" in kvhaven("peers", "test", "127.0.0.1:1", status=1)
+        here = ("--socket", nodes.p.address)
+        assert "attached here" in kvhaven("peers", "diff", nodes.to, *here, status=1, whole=True)
+        with Engine(nodes.p.address), Engine(nodes.d.address, 2):
+            found = kvhaven("peers", "diff", nodes.to, *here, status=1, whole=True)
+            assert "not there" in found
+            assert "heads" in found
+            with Engine(nodes.d.address, engine="like"):
+                assert "shared" in kvhaven("peers", "diff", nodes.to, *here)

@@ -33,6 +33,7 @@ from kvhaven.peers.wire import (
     welcome,
 )
 from kvhaven.testing.tiers import make_namespace, make_piece
+from kvhaven.tiers.base import Namespace
 from kvhaven.types import ChunkKey, Extent, NamespaceDigest, TenantId, align_up
 
 SPACE = make_namespace()
@@ -65,6 +66,9 @@ class Held:
     def returned(self, loan: Loan) -> None:
         del loan
         self.open -= 1
+
+    def namespaces(self) -> Sequence[Namespace]:
+        return [SPACE]
 
 
 class NoChains:

@@ -1,37 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvhaven peers`: state of the other nodes whose memory a running service reads."""
+"""`kvhaven peers`: other nodes whose memory a service reads: state, speed, differences."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvhaven.cli.text import size_text
+
+if TYPE_CHECKING:
+    from kvhaven.peers.addresses import Address
+    from kvhaven.peers.wire import NamespaceFields
+    from kvhaven.service.status import ServiceStatus
+
+Socket = Annotated[Path | None, typer.Option(help="Socket of the service.")]
+Host = Annotated[str, typer.Argument(help="The other node: host, host:port or [IPv6]:port.")]
+
+_MOST_VALUE = 60
+"""Characters of a field's value that are shown."""
+
+commands = typer.Typer(
+    invoke_without_command=True,
+    help="Show the nodes in the setting peers; measure one; compare its namespaces.",
+)
 
 
 def register(app: typer.Typer) -> None:
     """Add `peers` to the command line."""
-    app.command()(peers)
+    app.add_typer(commands, name="peers")
 
 
-def peers(
-    socket: Annotated[Path | None, typer.Option(help="Socket of the service.")] = None,
-) -> None:
+@commands.callback()
+def peers(context: typer.Context, socket: Socket = None) -> None:
     """Show the nodes in the setting peers: their state, and the shards that were read from them.
 
-    Also shows the chains: prompts that one node computes while another reads their chunks.
-
-    Exits with status 1 if one of them does not answer.
+    Also shows the chains: prompts that one node computes while another reads their chunks. Exits
+    with status 1 if a peer does not answer.
     """
-    import msgspec  # noqa: PLC0415 - keeps other commands quick
+    if context.invoked_subcommand is not None:
+        return
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    from kvhaven.cli.address import find_socket  # noqa: PLC0415
-    from kvhaven.client.control import connect  # noqa: PLC0415
-    from kvhaven.config import load_settings  # noqa: PLC0415
-    from kvhaven.service.status import ServiceStatus  # noqa: PLC0415
-
-    with connect(find_socket(load_settings().settings, socket)) as control:
-        status = msgspec.json.decode(control.status(), type=ServiceStatus)
+    status = _status(socket)
     known, chains = status.peers, status.chains
     if not known:
         typer.echo("this service has no peers: set peers to the addresses of other nodes")
@@ -48,3 +60,83 @@ def peers(
     )
     if not all(peer.up or peer.own for peer in known):
         raise typer.Exit(1)
+
+
+@commands.command("test")
+def measure_peer(
+    host: Host,
+    *,
+    size: Annotated[int, typer.Option(min=1, max=1024, help="MiB to receive.")] = 64,
+) -> None:
+    """Connect to a node as a peer does, and measure the connection; no service is needed here.
+
+    Uses the settings of this machine (`peer_token_file`). Exits with status 1 if it fails.
+    """
+    from kvhaven.peers.visit import measure  # noqa: PLC0415 - keeps other commands quick
+
+    address, token = _address_and_token(host)
+    speed = measure(address, token, size << 20)
+    typer.echo(
+        f"peer {address}: node {speed.node[:8]}, round trip {speed.round_trip_s * 1e3:.2f} ms, "
+        f"{size_text(int(speed.bytes_per_s))}/s over one connection"
+    )
+
+
+@commands.command()
+def diff(host: Host, *, socket: Socket = None) -> None:
+    """Show whether engines of this node and of another share KV, and what keeps them apart.
+
+    Exits with status 1 if a namespace of this node is not on the other.
+    """
+    from kvhaven.peers.visit import namespaces  # noqa: PLC0415 - keeps other commands quick
+
+    address, token = _address_and_token(host)
+    theirs = namespaces(address, token)
+    ours = [one for one in _status(socket).namespaces if one.fields]
+    if not (ours and theirs):
+        typer.echo(f"no engine has attached {'there' if ours else 'here'} yet")
+        raise typer.Exit(1)
+    apart = [_compare(one.digest, one.fields, theirs) for one in ours]
+    if any(apart):
+        raise typer.Exit(1)
+
+
+def _compare(digest: str, fields: Mapping[str, str], theirs: "Sequence[NamespaceFields]") -> bool:
+    """Print how a namespace compares with the most similar one of theirs; return if it differs."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    from kvhaven.keys import differing_fields  # noqa: PLC0415
+
+    name = f"{digest[:12]} ({fields.get('model', 'no model')})"
+    if any(one.digest.hex() == digest for one in theirs):
+        typer.echo(f"{name}: shared")
+        return False
+    nearest = min(theirs, key=lambda one: len(differing_fields(fields, one.fields)))
+    typer.echo(f"{name}: not there; the most similar is {nearest.digest.hex()[:12]}")
+    table = Table("field", "here", "there")
+    for field in differing_fields(fields, nearest.fields):
+        values = (fields.get(field, "-"), nearest.fields.get(field, "-"))
+        table.add_row(field, *(value[:_MOST_VALUE] for value in values))
+    Console().print(table)
+    return True
+
+
+def _status(socket: Path | None) -> "ServiceStatus":
+    import msgspec  # noqa: PLC0415 - keeps other commands quick
+
+    from kvhaven.cli.address import find_socket  # noqa: PLC0415
+    from kvhaven.client.control import connect  # noqa: PLC0415
+    from kvhaven.config import load_settings  # noqa: PLC0415
+    from kvhaven.service.status import ServiceStatus  # noqa: PLC0415
+
+    with connect(find_socket(load_settings().settings, socket)) as control:
+        return msgspec.json.decode(control.status(), type=ServiceStatus)
+
+
+def _address_and_token(host: str) -> "tuple[Address, bytes]":
+    from kvhaven.config import load_settings  # noqa: PLC0415 - keeps other commands quick
+    from kvhaven.peers.addresses import parse_address, read_token  # noqa: PLC0415
+
+    token = read_token(load_settings().settings.peer_token_file)
+    return parse_address(host, "HOST"), token

@@ -16,20 +16,26 @@ from kvhaven.peers.wire import (
     REQUEST,
     Absent,
     Chunk,
+    Describe,
+    Described,
     Fetch,
     Following,
     Has,
     HasReply,
+    NamespaceFields,
     Offer,
     PeerError,
     Ping,
     Pong,
+    Probe,
+    Probed,
     Progress,
     Request,
     Stream,
     welcome,
 )
 from kvhaven.protocol import KeyList, tenant_of
+from kvhaven.tiers.base import Namespace
 from kvhaven.tiers.executor import be_nice
 from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
 
@@ -41,6 +47,9 @@ _MOST_UNKNOWN: Final = 64
 _HANDSHAKE_S: Final = 5.0
 _IDLE_S: Final = 30.0
 """Peers ping every second, so a connection that is silent for this long is dead."""
+_MOST_DESCRIBED: Final = 1 << 19
+"""Characters of namespaces in an answer."""
+_ZEROS: Final = memoryview(bytes(1 << 20))
 _SEND_S: Final = 20.0
 """A peer that does not take a shard within this time is disconnected, so that its pin ends."""
 
@@ -61,6 +70,9 @@ class Lender(Protocol):
 
     def returned(self, loan: Loan) -> None:
         """End a loan: nothing reads its memory any more."""
+
+    def namespaces(self) -> Sequence[Namespace]:
+        """Return the namespaces of this node's engines, oldest first."""
 
 
 class Receiver(Protocol):
@@ -185,6 +197,10 @@ class PeerListener:
             stream.send(self._receiver.offered(node, request), time.monotonic() + _SEND_S)
         elif isinstance(request, Progress):
             stream.send(self._receiver.progressed(node, request), time.monotonic() + _SEND_S)
+        elif isinstance(request, Probe):
+            _send_zeros(stream, request.size)
+        elif isinstance(request, Describe):
+            stream.send(_described(self._lender.namespaces()), time.monotonic() + _SEND_S)
         else:
             self._send_shard(stream, request)
 
@@ -208,3 +224,23 @@ class PeerListener:
         finally:
             self._lender.returned(loan)
         stream.send(Absent(), deadline)
+
+
+def _send_zeros(stream: Stream, size: int) -> None:
+    stream.send(Probed(), time.monotonic() + _SEND_S)
+    while size:
+        piece = _ZEROS[: min(size, len(_ZEROS))]
+        stream.send_bytes(piece, time.monotonic() + _SEND_S)
+        size -= len(piece)
+
+
+def _described(namespaces: Sequence[Namespace]) -> Described:
+    """Describe the newest namespaces, as many as an answer holds."""
+    described: list[NamespaceFields] = []
+    left = _MOST_DESCRIBED
+    for namespace in reversed(namespaces):
+        left -= sum(len(name) + len(value) for name, value in namespace.fields.items())
+        if left < 0:
+            break
+        described.append(NamespaceFields(namespace.digest, dict(namespace.fields)))
+    return Described(described)

@@ -28,6 +28,7 @@ HANDSHAKE_LIMIT: Final = 1 << 10
 """Longest frame in bytes before the other side has proved that it knows the token."""
 MOST_KEYS: Final = 1 << 10
 """Keys in a `Has`."""
+MOST_PROBED: Final = 1 << 30
 MOST_OFFERED: Final = 1 << 13
 """Keys in an `Offer`."""
 NONCE_BYTES: Final = 32
@@ -170,11 +171,40 @@ class Following(PeerMessage, frozen=True, tag=True):
     reason: Name = ""
 
 
-Request = Ping | Has | Fetch | Offer | Progress
+class Probe(PeerMessage, frozen=True, tag=True):
+    """Ask for `size` bytes without meaning, to measure the connection."""
+
+    size: Annotated[int, msgspec.Meta(ge=1, le=MOST_PROBED)]
+
+
+class Probed(PeerMessage, frozen=True, tag=True):
+    """Answer to `Probe`: the bytes follow."""
+
+
+class NamespaceFields(msgspec.Struct, frozen=True):
+    """A namespace of a node's engines."""
+
+    digest: Key
+    fields: dict[str, str]
+
+
+class Describe(PeerMessage, frozen=True, tag=True):
+    """Ask for the namespaces of the peer's engines."""
+
+
+class Described(PeerMessage, frozen=True, tag=True):
+    """Answer to `Describe`: the newest namespaces first, as many as a frame holds."""
+
+    namespaces: list[NamespaceFields]
+
+
+Request = Ping | Has | Fetch | Offer | Progress | Probe | Describe
 REQUEST: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 PONG: Final = msgspec.msgpack.Decoder(Pong)
 HAS_REPLY: Final = msgspec.msgpack.Decoder(HasReply)
 FETCHED: Final[msgspec.msgpack.Decoder[Chunk | Absent]] = msgspec.msgpack.Decoder(Chunk | Absent)
+PROBED: Final = msgspec.msgpack.Decoder(Probed)
+DESCRIBED: Final = msgspec.msgpack.Decoder(Described)
 FOLLOWING: Final = msgspec.msgpack.Decoder(Following)
 _HELLO: Final = msgspec.msgpack.Decoder(PeerHello)
 _PROOF: Final = msgspec.msgpack.Decoder(PeerProof)

@@ -14,6 +14,7 @@ from kvhaven.peers.wire import PeerError
 from kvhaven.protocol import batches
 from kvhaven.service.arena import Arena
 from kvhaven.service.driver import Driver
+from kvhaven.tiers.base import Namespace
 from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
 
 T = TypeVar("T")
@@ -89,6 +90,10 @@ class ArenaLender:
     def memory(self, loan: Loan) -> memoryview:
         """Return the bytes of a loan's extent."""
         return self._arena.memory(loan.extent)
+
+    def namespaces(self) -> Sequence[Namespace]:
+        """Return the namespaces of this node's engines."""
+        return self._event(lambda catalog: catalog.namespaces())
 
     def returned(self, loan: Loan) -> None:
         """End a loan. Returns immediately."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _PREFIXES = ("kvhaven.", "lmcache.")
 _MOST_NAME = 128
 """Longest name of a request between nodes, in characters."""
+_MOST_ADDRESS = 256
 
 
 class VllmRequest:
@@ -106,13 +107,22 @@ class VllmRequest:
 
     @property
     def transfer(self) -> Transfer:
-        """The request's part in prefill and decode on two nodes, by its own parameters."""
+        """The request's part in prefill and decode on two nodes, by its own parameters.
+
+        LMCache's `disagg_spec` is read as well: `receiver_host` and `receiver_init_port` must then
+        be the address of a peer.
+        """
         parameters: Mapping[str, Any] = self.raw.kv_transfer_params or {}
         awaited = _is_on(parameters.get("do_remote_prefill"))
         name, to = parameters.get("kvhaven.id"), parameters.get("kvhaven.to")
+        spec = parameters.get("disagg_spec")
+        if to is None and isinstance(spec, Mapping) and spec.get("receiver_host"):
+            name = spec.get("req_id") or self.request_id
+            port = spec.get("receiver_init_port")
+            to = f"{spec['receiver_host']}:{port}" if port else spec["receiver_host"]
         if not (isinstance(name, str) and isinstance(to, str) and 0 < len(name) <= _MOST_NAME):
             return Transfer(awaited=True) if awaited else NO_TRANSFER
-        return Transfer(name, to[:256], awaited)
+        return Transfer(name, to[:_MOST_ADDRESS], awaited)
 
     @property
     def handover(self) -> dict[str, Any] | None:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of requests that one node prefills and another decodes."""
+
+from typing import Any
+
+import pytest
+
+from kvhaven.engine.requests import NO_TRANSFER, Transfer
+from kvhaven.integrations.vllm.requests import VllmRequest
+from tests.crash.node import eventually, status_of
+from tests.simulation.connector_kit import Bench, ask, make_request
+
+ANNOUNCED = {"kvhaven.id": "r1", "kvhaven.to": "127.0.0.1:1", "do_remote_decode": True}
+
+
+def refused(bench: Bench) -> int:
+    """Return how many chains the service was told of; without peers it announces none."""
+    return status_of(bench.node.address).chains.refused
+
+
+@pytest.mark.parametrize(
+    ("params", "transfer"),
+    [
+        (None, NO_TRANSFER),
+        ({}, NO_TRANSFER),
+        ({"do_remote_decode": True}, NO_TRANSFER),
+        ({"do_remote_prefill": True, "remote_block_ids": [1]}, Transfer(awaited=True)),
+        ({"do_remote_prefill": "false"}, NO_TRANSFER),
+        ({"kvhaven.id": "a", "kvhaven.to": "d:7420"}, Transfer("a", "d:7420")),
+        ({"kvhaven.id": "a"}, NO_TRANSFER),
+        ({"kvhaven.id": 7, "kvhaven.to": "d:7420"}, NO_TRANSFER),
+        ({"kvhaven.id": "a" * 129, "kvhaven.to": "d:7420"}, NO_TRANSFER),
+        ({"kvhaven.id": "", "kvhaven.to": "d:7420"}, NO_TRANSFER),
+        (
+            {"disagg_spec": {"req_id": "a", "receiver_host": "d", "receiver_init_port": 7420}},
+            Transfer("a", "d:7420"),
+        ),
+        ({"disagg_spec": {"req_id": "a", "receiver_host": "d"}}, Transfer("a", "d")),
+        ({"disagg_spec": "nonsense"}, NO_TRANSFER),
+        ({"disagg_spec": {"receiver_id": "d"}}, NO_TRANSFER),
+    ],
+)
+def test_the_part_of_a_request_is_read(params: Any, transfer: Transfer) -> None:
+    assert VllmRequest(make_request(40, params=params)).transfer == transfer
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False, "kvhaven.id": "a"}])
+def test_other_requests_hand_nothing_over(params: Any) -> None:
+    assert VllmRequest(make_request(40, params=params)).handover is None
+
+
+def test_a_prefill_hands_over_what_two_step_proxies_pass_on() -> None:
+    handover = VllmRequest(make_request(40, params=ANNOUNCED)).handover
+    assert handover is not None
+    assert (handover["do_remote_prefill"], handover["do_remote_decode"]) == (True, False)
+    assert handover["kvhaven.id"] == "r1"
+    assert VllmRequest(make_request(40, params=handover)).transfer == Transfer(awaited=True)
+
+
+def test_a_chain_is_announced_once(bench: Bench) -> None:
+    side, request = bench.side(), make_request(40, params=ANNOUNCED)
+    side.on_new_request(request)
+    for _ in range(3):
+        ask(side, request)
+    eventually(lambda: refused(bench) == 1)
+    side.finished(request)
+    ask(side, make_request(40))
+    assert refused(bench) == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"params": ANNOUNCED | {"kvhaven.skip_save": True}},
+        {"params": {"kvhaven.id": "r1"}},
+        {"params": ANNOUNCED, "tokens": 15},
+    ],
+)
+def test_a_chain_that_is_not_saved_or_empty_is_not_announced(
+    bench: Bench, more: dict[str, Any]
+) -> None:
+    side = bench.side()
+    request = make_request(more.get("tokens", 40), params=more["params"])
+    side.on_new_request(request)
+    ask(side, request)
+    side.finished(request)
+    other = make_request(range(100, 140), name="other")
+    # Messages are handled in order: after an answer, those before it were handled.
+    bench.fill(other, 1)
+    ask(side, other)
+    assert refused(bench) == 0

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 _LEVELS = (
     {"errors", "types", "keys", "maps", "tenants", "plugins", "protocol", "config"},
     {"arena", "catalog", "devices", "layouts", "peers", "tiers"},
-    {"client", "service"},
+    {"client", "router", "service"},
     {"engine", "identity"},
     {"cli", "integrations", "testing"},
 )

@@ -18,7 +18,7 @@ from kvhaven.errors import ConfigError, KVHavenError
 
 __all__ = ["app", "main"]
 
-_COMMANDS = ("serve", "status", "clear", "limit", "tenant", "tier", "peers", "config")
+_COMMANDS = ("serve", "status", "clear", "limit", "tenant", "tier", "peers", "route", "config")
 
 app = typer.Typer(
     name="kvhaven",

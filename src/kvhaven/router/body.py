@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of requests: the prefill's and the decode's, and digests of the prompt's prefixes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+TWO_STEP: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""Paths of requests that have a prompt."""
+
+_PIECE: Final = 512
+"""Bytes of text between two digests."""
+_CONTEXT: Final = (
+    *("model", "cache_salt", "tools", "system", "instructions", "documents"),
+    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "mm_processor_kwargs"),
+)
+"""Fields besides the text that are part of a prompt, or of its identity."""
+_TEXTS: Final = ("messages", "input", "prompt")
+_DROPPED: Final = (
+    *("stream_options", "min_tokens", "best_of", "response_format", "structured_outputs"),
+    *("logprobs", "top_logprobs", "echo", "store", "background"),
+)
+"""Fields that only concern the answer; some of them forbid an answer of one token."""
+_PROMPT_ANSWERS: Final = ("prompt_logprobs", "echo")
+"""Fields that make the decode node compute the whole prompt itself."""
+_MOST_TOKENS: Final = ("max_completion_tokens", "max_output_tokens")
+
+Fields = dict[str, msgspec.Raw]
+
+_decode_fields: Final = msgspec.json.Decoder(Fields).decode
+_decode_list: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_ONE: Final = msgspec.Raw(b"1")
+_FALSE: Final = msgspec.Raw(b"false")
+
+
+class RequestBody:
+    """A JSON object whose values stay as the client wrote them, except for those replaced.
+
+    Raises `ValueError` if the bytes are not a JSON object.
+    """
+
+    def __init__(self, path: str, raw: bytes) -> None:
+        self.path = path
+        self.raw = raw
+        try:
+            self._fields = _decode_fields(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"not a JSON object: {error}") from error
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client asks for a stream."""
+        return self._value("stream") is True
+
+    @property
+    def divisible(self) -> bool:
+        """Whether a prefill on another node can help: the answer says nothing of the prompt."""
+        return not any(self._value(name) for name in _PROMPT_ANSWERS)
+
+    @property
+    def text_bytes(self) -> int:
+        """The size of the prompt's text in bytes."""
+        return sum(len(piece) for piece in self._pieces())
+
+    def digests(self) -> list[bytes]:
+        """Return a digest of each prefix of the prompt: after each message, and each 512 bytes."""
+        hashed = xxhash.xxh3_128(self.path.encode())
+        for name in _CONTEXT:
+            hashed.update(name.encode() + b"=" + bytes(self._fields.get(name, b"")))
+        digests = []
+        for piece in self._pieces():
+            hashed.update(piece)
+            digests.append(hashed.digest())
+        return digests
+
+    def for_prefill(self, request: str, to: str) -> bytes:
+        """Return the body for the prefill node: one token, and no stream.
+
+        `request` names the request on both nodes; the node at `to` is told of its chunks (empty:
+        none is).
+        """
+        fields = {name: value for name, value in self._fields.items() if name not in _DROPPED}
+        if self.path != "/v1/responses":
+            fields["max_tokens"] = _ONE
+        for name in _MOST_TOKENS:
+            if name in fields or (name, self.path) == ("max_output_tokens", "/v1/responses"):
+                fields[name] = _ONE
+        if "n" in fields:
+            fields["n"] = _ONE
+        fields["stream"] = _FALSE
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "kvhaven.id": request}
+        if to:
+            params["kvhaven.to"] = to
+        return self._with_params(fields, params)
+
+    def for_decode(self, params: Mapping[str, Any]) -> bytes:
+        """Return the body for the decode node, with the prefill node's parameters, if any."""
+        return self._with_params(dict(self._fields), params) if params else self.raw
+
+    def _with_params(self, fields: Fields, params: Mapping[str, Any]) -> bytes:
+        given = self._value("kv_transfer_params")
+        own = given if isinstance(given, dict) else {}
+        merged = {**own, **{name: value for name, value in params.items() if value is not None}}
+        fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(merged))
+        return msgspec.json.encode(fields)
+
+    def _value(self, name: str) -> Any:  # any JSON value
+        raw = self._fields.get(name)
+        return msgspec.json.decode(raw) if raw is not None else None
+
+    def _pieces(self) -> Iterator[bytes]:
+        for name in _TEXTS:
+            raw = bytes(self._fields.get(name, b""))
+            parts = _decode_list(raw) if raw.startswith(b"[{") else [raw]
+            for part in map(bytes, parts):
+                for start in range(0, len(part), _PIECE):
+                    yield part[start : start + _PIECE]

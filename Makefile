@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick servers demo test test-quick test-ceph test-wheels bench bench-tiers docs lint format clean
+.PHONY: help setup setup-quick servers demo demo-fleet test test-quick test-ceph test-wheels bench bench-tiers docs lint format clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ test-ceph: setup-quick  ## Run the tests of the S3 tier against a real Ceph (ins
 
 test-wheels: setup-quick  ## Install KVHaven's wheel into a bare Python 3.11, 3.12, 3.13 and 3.14
 	@KVHAVEN_EVENTS=1 $(PYTHON) -m pytest tests/unit/test_wheels.py $(PYTEST_ARGS)
+
+demo-fleet: setup  ## Show a prefill node and an unlike decode node behind the router
+	@$(PYTHON) examples/fleet/main.py
 
 bench: setup servers  ## Measure, and compare with the limits of this machine
 	@$(PYTHON) -m benchmarks

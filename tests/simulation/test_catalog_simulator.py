@@ -49,7 +49,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def quick_age(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have tails grow old within some hundred events."""
-    monkeypatch.setattr(tails, "KEEP_S", 10.0)
+    monkeypatch.setattr(tails, "KEEP_S", 4.0)
 
 
 EVENTS = int(os.environ.get("KVHAVEN_EVENTS", "60000"))
@@ -109,7 +109,7 @@ def test_no_policy_breaks_a_promise(policy: str) -> None:
 
 def simulate_some() -> None:
     """Run the histories in which each breakage below must show; the model alone watches."""
-    for seed in range(40):
+    for seed in range(60):
         simulate(seed, 4000, audit_every=0)
 
 
@@ -175,6 +175,7 @@ def _adopt(monkeypatch: pytest.MonkeyPatch, joins: Callable[[int, int], bool]) -
         parent: ChunkKey | None,
         keys: Sequence[ChunkKey],
         save: int,
+        tail: int = 0,
     ) -> list[Grant | None]:
         known = self._sessions.members[member]
         ranks = [m for m in self._sessions.sessions[known.session].members.values() if m.shard_mask]
@@ -185,7 +186,7 @@ def _adopt(monkeypatch: pytest.MonkeyPatch, joins: Callable[[int, int], bool]) -
                 entry.owner = known.session, save
                 missing = [m.rank for m in ranks if m.shard_mask & ~entry.bitmap]
                 entry.awaited = sum(1 << rank for rank in missing if rank is not None)
-        return reserve(self, member, namespace, parent, keys, save)
+        return reserve(self, member, namespace, parent, keys, save, tail)
 
     monkeypatch.setattr(Reservations, "reserve", adopting)
 

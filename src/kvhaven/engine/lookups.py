@@ -71,13 +71,17 @@ class Lookups:
         """Return the number of tokens that the first `chunks` chunks add to the computed ones.
 
         `has_tail`: the last of the request's tokens are a tail that can be loaded, too. If loads
-        are synchronous, the last token is not loaded: the engine needs its logits.
+        are synchronous, the last token is not loaded: the engine needs its logits. The last token
+        alone is never loaded: the engine computes it in any case, and vLLM would look up a prompt
+        of one token again and again.
         """
         tokens = int(state.request.num_tokens)
         end = tokens if has_tail else min(chunks * state.chunk_size, tokens)
         spare = self._spare_tokens
         if end == tokens and not self._asynchronous:
             spare = max(spare, 1)
+        if end == tokens and state.computed == tokens - 1:
+            return 0
         return end - spare - state.computed
 
     def take(self, state: RequestState, offer: PendingLoad) -> None:

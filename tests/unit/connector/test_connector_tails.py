@@ -171,13 +171,23 @@ def test_with_a_part_in_the_engines_own_cache_its_blocks_are_never_written(bench
     request = make_request(45)
     fill_tail(bench, request)
     side = bench.side(pd_tail=True, asynchronous=True, shared=False)
-    for computed in (0, 4, 16, 32, 36, 40, 44):
+    for computed in (0, 4, 16, 32, 36, 40):
         one = make_request(45, f"of {computed}")
         assert ask(side, one, computed) == (45 - computed, True)
         job = admit(side, one, 45 - computed, range(12))
         assert job is not None
         assert job.written == set(range(computed // 4, 12))
         assert len(job.places) == len(job.blocks[0]) == 3 - computed // 16
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_token_alone_is_not_loaded(bench: Bench, *, asynchronous: bool) -> None:
+    """vLLM steps back from a hit of a prompt of one token to none, and asks again for ever."""
+    one, many = make_request(1, "one"), make_request(41, "many")
+    fill_tail(bench, one)
+    side = bench.side(pd_tail=True, asynchronous=asynchronous)
+    assert ask(side, one) == (0, False)
+    assert ask(side, many, 40) == (0, False)
 
 
 def test_a_missing_chunk_or_another_prompt_makes_the_tail_useless(bench: Bench) -> None:

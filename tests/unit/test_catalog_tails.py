@@ -10,7 +10,8 @@ from kvhaven.catalog.tails import KEEP_S
 from kvhaven.catalog.tier_spec import StoreOn
 from kvhaven.keys import tenant_id
 from kvhaven.tenants import Quotas
-from kvhaven.types import ChunkKey
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import ChunkKey, NamespaceDigest, ShardTable
 from tests.unit.catalog_kit import DISK, PAGE, Node, checksums_of, keys_of, spec
 
 TAIL, *OTHERS = keys_of("tail", 9)
@@ -251,6 +252,28 @@ def test_a_tail_is_not_lent_to_other_nodes() -> None:
     assert node.catalog.checksums(TAIL) == checksums_of(TAIL)
     assert node.catalog.has(node.namespace.digest, [TAIL]) == [False]
     assert node.catalog.lend(node.namespace.digest, TAIL) is None
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "tokens", "expected"),
+    [
+        ("16", 1, 256),
+        ("16", 16, 4096),
+        ("16", 17, None),
+        ("16", 0, None),
+        ("", 1, None),
+        ("0", 1, None),
+        ("-16", 1, None),
+        ("many", 1, None),
+        ("3", 1, None),
+    ],
+)
+def test_a_shard_of_a_tail_has_its_share_of_the_bytes(
+    chunk_size: str, tokens: int, expected: int | None
+) -> None:
+    namespace = Namespace(NamespaceDigest(bytes(32)), {"chunk_size": chunk_size}, ShardTable(()))
+    assert namespace.tail_bytes(4096, tokens) == expected
+    assert Namespace(namespace.digest, {}, namespace.table).tail_bytes(4096, tokens) is None
 
 
 def test_a_clear_drops_tails() -> None:

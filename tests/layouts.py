@@ -257,14 +257,19 @@ def contents(caches: Caches, blocks: Sequence[int]) -> list[list[torch.Tensor]]:
     ]
 
 
-def reference_shards(caches: Caches, blocks: Sequence[int]) -> list[torch.Tensor]:
-    """The canonical shard of each head, as bytes: `[layer][plane][token][head_dim]`."""
+def reference_shards(
+    caches: Caches, blocks: Sequence[int], tokens: int | None = None
+) -> list[torch.Tensor]:
+    """The canonical shard of each head, as bytes: `[layer][plane][token][head_dim]`.
+
+    With `tokens`, of a tail: of the first so many tokens.
+    """
     kv = contents(caches, blocks)
     heads = kv[0][0].shape[1]
     return [
         torch.cat(
             [
-                plane[:, head].contiguous().view(torch.uint8).flatten()
+                plane[:tokens, head].contiguous().view(torch.uint8).flatten()
                 for layer in kv
                 for plane in layer
             ]

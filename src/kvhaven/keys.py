@@ -16,6 +16,9 @@ bytes each, so that no text is refused.
   touches, with the content `i64 offset || u32 length || content hash`. The offset is that of the
   item's first token relative to the chunk's first token; it is negative if the item began in an
   earlier chunk. Items are ordered by offset, length, content hash.
+- Tail, the tokens behind the last full chunk: `SHA-256("kvhaven tail 1\n" || key of that chunk ||
+  u32 number of tokens || tokens, each u32 || extras)`. Without a full chunk it follows the root,
+  and its extras are those of chunk 0.
 - Tenant: the first 8 bytes of `SHA-256("kvhaven tenant 1\n" || cache salt)`, empty without a salt.
   It replaces the salt wherever users or files see it: usage, quotas, names of stores.
 
@@ -44,6 +47,7 @@ UINT32_MAX = 2**32 - 1
 _NAMESPACE_TAG = b"kvhaven namespace 1\n"
 _EPOCH_TAG = b"kvhaven epoch 1\n"
 _TENANT_TAG = b"kvhaven tenant 1\n"
+_TAIL_TAG = b"kvhaven tail 1\n"
 _LORA, _SALT, _MEDIA = 1, 2, 3
 _RULES = "rules"
 """Field with the version of the rules by which the other fields were made."""
@@ -165,9 +169,7 @@ class KeyChain:
                 "Call truncate first."
             )
         packed = _packed(tokens, first * size, end * size)
-        records = self._media_records(first, end)
-        if first == 0 and self._first_records:
-            records[0] = self._first_records + records.get(0, b"")
+        records = self._records(first, end, end * size)
         previous = self.keys[-1] if self.keys else self.root
         step = 4 * size
         for index, start in enumerate(range(0, len(packed), step), first):
@@ -176,6 +178,27 @@ class KeyChain:
                 content += records.get(index, b"")
             previous = ChunkKey(sha256(content).digest())
             self.keys.append(previous)
+
+    def tail_key(self, tokens: Sequence[int], end: int) -> ChunkKey | None:
+        """Return the key of the tail of the first `end` tokens; None if they end with a full chunk.
+
+        Nothing has a tail as its parent. Raises `KeyInputError` as `extend` does, or if not all
+        full chunks of these tokens are hashed.
+        """
+        size, full = self.chunk_size, end // self.chunk_size
+        count = end - full * size
+        if not count:
+            return None
+        if len(tokens) < end or len(self.keys) < full:
+            raise KeyInputError(
+                f"tail of {end} tokens: {len(tokens)} tokens and {len(self.keys)} full chunks are "
+                "known; expected all of them. Call extend first."
+            )
+        parent = self.keys[full - 1] if full else self.root
+        packed = _packed(tokens, full * size, end)
+        extras = self._records(full, full + 1, end).get(full, b"")
+        content = _TAIL_TAG + parent + struct.pack("<I", count) + packed + extras
+        return ChunkKey(sha256(content).digest())
 
     def truncate(self, tokens: int) -> None:
         """Drop the keys of chunks that end after the first `tokens` tokens."""
@@ -191,10 +214,14 @@ class KeyChain:
         for item in added:
             self.truncate(item.offset)
 
-    def _media_records(self, first: int, end: int) -> dict[int, bytes]:
-        """Return the media records of chunks `first` to `end`, by chunk index."""
+    def _records(self, first: int, end: int, tokens: int) -> dict[int, bytes]:
+        """Return the extras of chunks `first` to `end` by index, for the first `tokens` tokens."""
         records: dict[int, bytes] = {}
+        if first == 0 and self._first_records:
+            records[0] = self._first_records
         for item in self._items:
+            if item.offset >= tokens:
+                break  # items are in order
             content = _text(item.content_hash)
             touched = range(
                 max(first, item.offset // self.chunk_size),

@@ -46,6 +46,8 @@ MOST_ADAPTERS: Final = 1 << 12
 _LENGTH: Final = struct.Struct("<I")
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+MaybeKey = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)]
+"""`KEY_BYTES` bytes, or empty."""
 Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
 FewKeys = Annotated[bytes, msgspec.Meta(max_length=MOST_ITEMS * KEY_BYTES)]
 _FEW: Final = msgspec.Meta(max_length=MOST_ITEMS)
@@ -199,17 +201,22 @@ class Prefetch(Message, frozen=True, tag=True):
 
 
 class Acquire(Message, frozen=True, tag=True):
-    """Lease the longest prefix of `keys`; the service waits up to `wait_ms` for promotions."""
+    """Lease the longest prefix of `keys`; the service waits up to `wait_ms` for promotions.
+
+    `tail` is the key of the tail behind all of `keys` (empty: none); it is leased if they are.
+    """
 
     lease_id: int
     keys: Keys
     wait_ms: Milliseconds
     tenant: Tenant = b""
+    tail: MaybeKey = b""
 
 
 class Acquired(Message, frozen=True, tag=True):
     """State of a lease: `(segment, offset)` of each chunk's extent, and a source byte for each.
 
+    With one more chunk than there were keys in the `Acquire`, the last one is the tail.
     `final=False`: promotions are in progress and another answer follows.
     """
 
@@ -284,7 +291,8 @@ class Reserve(Message, frozen=True, tag=True):
     """Reserve space for consecutive chunks; `parent` is the preceding key (empty: none).
 
     `save` is the number of the save: the same on all ranks, and never reused by the engine. All
-    shards of a chunk come from one save.
+    shards of a chunk come from one save. With `tail`, the chunks are tails, of which so many tokens
+    are stored.
     """
 
     id: int
@@ -292,6 +300,7 @@ class Reserve(Message, frozen=True, tag=True):
     keys: FewKeys
     save: int
     tenant: Tenant = b""
+    tail: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Granted(Message, frozen=True, tag=True):
@@ -545,6 +554,16 @@ def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     """Yield items in order, `size` at a time."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+def tail_of(raw: bytes) -> ChunkKey | None:
+    """Return the tail's key of a message, None if it has none.
+
+    Raises `ProtocolError` if the key has a wrong length.
+    """
+    if len(raw) not in {0, KEY_BYTES}:
+        raise ProtocolError(f"tail: not a key (got {len(raw)} bytes); expected 0 or {KEY_BYTES}")
+    return ChunkKey(raw) if raw else None
 
 
 def tenant_of(raw: bytes) -> TenantId:

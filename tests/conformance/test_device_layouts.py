@@ -14,6 +14,7 @@ from typing import Final
 import pytest
 import torch
 
+from kvhaven.devices.base import SKIP
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.plan import bytes_at
 from kvhaven.layouts import Layout, head_shards
@@ -102,10 +103,46 @@ def test_a_device_copies_as_the_cpu_does(word: str, kind: str, kv_format: str) -
             assert torch.equal(now[block * tokens : (block + 1) * tokens], expected)
 
 
-class Split:
-    """An engine of some ranks on one device, with a chunk of `CHUNK` tokens in each rank's KV."""
+@pytest.mark.parametrize("kv_format", ["paged", "portable"])
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("word", WORDS)
+def test_a_device_copies_tails_as_the_cpu_does(word: str, kind: str, kv_format: str) -> None:
+    """A tail of 37 tokens in 3 blocks of 16; its last block may get anything behind the tail."""
+    tail, chunk = 37, 64
+    rank = engine(kind, Sizes(layers=2, blocks=7, tokens=16, heads=2, head_dim=8))
+    whole = rank.paged if kv_format == "paged" else rank.portable
+    reference = whole.of_tail(tail, chunk)
+    wanted, got = (ctypes.create_string_buffer(whole.payload_bytes(chunk // 16)) for _ in range(2))
+    sums = CpuDevice().store(reference, [BLOCKS], [ctypes.addressof(wanted)]).checksums
+    with opened(word, seed=len(kind)) as found:
+        there = OnDevice(rank, found)
+        layout = there.layouts[kv_format].of_tail(tail, chunk)
+        job = found.device.store(layout, [BLOCKS], [ctypes.addressof(got)])
+        assert job.wait(30)
+        assert job.error == ""
+        assert list(job.checksums) == list(sums)
+        assert got.raw == wanted.raw, "bytes outside of the tail were written"
+        before = contents(rank.caches, range(7))
+        job = found.device.load(layout, [[SKIP, 0, 6]], [ctypes.addressof(got)])
+        assert job.wait(30)
+        assert job.error == ""
+        there.pull()
+    after = contents(rank.caches, range(7))
+    for was, now in zip(itertools.chain(*before), itertools.chain(*after), strict=True):
+        moved = was.clone()
+        moved[:16] = was[16:32]  # block 0 is the tail's second, which came from block 1
+        moved[6 * 16 : 6 * 16 + 5] = was[2 * 16 : 2 * 16 + 5]
+        moved[6 * 16 + 5 :], now[6 * 16 + 5 :] = 0, 0
+        assert torch.equal(now, moved)
 
-    def __init__(self, word: str, kind: str, tokens: int, ranks: int, dice: random.Random) -> None:
+
+class Split:
+    """An engine of some ranks on one device, with a chunk or a tail in each rank's KV."""
+
+    def __init__(
+        self, word: str, kind: str, tokens: int, ranks: int, tail: int, dice: random.Random
+    ) -> None:
+        self.tail = tail
         self.word, self.kind, self.tokens, self.ranks = word, kind, tokens, ranks
         self.heads = [
             [shard.heads[0] for shard in head_shards(HEADS, ranks, rank, group=0, layers=(0, 2))]
@@ -115,7 +152,7 @@ class Split:
         self.engines = [
             engine(kind, Sizes(2, blocks, tokens, len(heads), 8)) for heads in self.heads
         ]
-        self.blocks = dice.sample(range(blocks), CHUNK // tokens)
+        self.blocks = dice.sample(range(blocks), -(-(tail or CHUNK) // tokens))
 
     def copy(self, memory: int, seed: int, *, store: bool) -> None:
         """Let every rank store its heads to the chunk's memory, or load them from there."""
@@ -123,6 +160,8 @@ class Split:
             ranks = [OnDevice(rank, found) for rank in self.engines]
             for heads, rank in zip(self.heads, ranks, strict=True):
                 layout = rank.layouts["portable"]
+                if self.tail:
+                    layout = layout.of_tail(self.tail, CHUNK)
                 place = memory + heads[0] * layout.shard_stride(len(self.blocks))
                 copy = found.device.store if store else found.device.load
                 job = copy(layout, [self.blocks], [place])
@@ -136,14 +175,19 @@ class Split:
         return {
             head: shard
             for heads, rank in zip(self.heads, self.engines, strict=True)
-            for head, shard in zip(heads, reference_shards(rank.caches, self.blocks), strict=True)
+            for head, shard in zip(heads, self.shards_of(rank), strict=True)
         }
 
+    def shards_of(self, rank: Engine) -> list[torch.Tensor]:
+        """Return the canonical shards of a rank, by torch alone."""
+        return reference_shards(rank.caches, self.blocks, self.tail or CHUNK)
+
     def __repr__(self) -> str:
-        return f"{self.ranks} ranks on {self.word}, {self.kind}, blocks of {self.tokens}"
+        what = f"a tail of {self.tail}" if self.tail else "a chunk"
+        return f"{self.ranks} ranks on {self.word}, {self.kind}, blocks of {self.tokens}, {what}"
 
 
-def random_split(word: str, dice: random.Random) -> Split:
+def random_split(word: str, tail: int, dice: random.Random) -> Split:
     """Return an engine of any layout with K and V alike, block size and degree."""
     alike = [name for name, kind in KINDS.items() if not kind.latent and name != "unlike K and V"]
     return Split(
@@ -151,6 +195,7 @@ def random_split(word: str, dice: random.Random) -> Split:
         dice.choice(alike),
         dice.choice((16, 32, 64, 128, 256)),
         dice.choice((1, 2, 4, 8)),
+        tail,
         dice,
     )
 
@@ -162,7 +207,8 @@ def test_any_engine_reads_what_any_other_wrote(source: str, target: str) -> None
     replay = os.environ.get("KVHAVEN_SEED")
     for seed in [int(replay)] if replay else range(PAIRS):
         dice = random.Random(f"{source} {target} {seed}")
-        writer, reader = random_split(source, dice), random_split(target, dice)
+        tail = dice.choice((0, dice.randrange(1, CHUNK)))
+        writer, reader = random_split(source, tail, dice), random_split(target, tail, dice)
         one = writer.engines[0].portable.shard_stride(CHUNK // writer.tokens)
         memory = ctypes.create_string_buffer(HEADS * one + 4096)
         base = -(-ctypes.addressof(memory) // 4096) * 4096
@@ -173,7 +219,7 @@ def test_any_engine_reads_what_any_other_wrote(source: str, target: str) -> None
             assert torch.equal(stored, shard), f"KVHAVEN_SEED={seed}: head {head} by {writer}"
         reader.copy(base, seed, store=False)
         for rank_heads, rank in zip(reader.heads, reader.engines, strict=True):
-            found = reference_shards(rank.caches, reader.blocks)
+            found = reader.shards_of(rank)
             for head, shard in zip(rank_heads, found, strict=True):
                 assert torch.equal(shard, wanted[head]), (
                     f"KVHAVEN_SEED={seed}: head {head}, written by {writer}, read by {reader}"

@@ -102,7 +102,7 @@ class Asking(threading.Thread):
 
     def run(self) -> None:
         client = self.engine.scheduler.client
-        lease_id = client.ask(self.keys, self.tenant, 60.0)
+        lease_id = client.ask(self.keys, self.tenant, promote_s=60.0)
         assert lease_id is not None
         answer = client.wait(lease_id, 10)
         while answer is Outcome.PENDING:

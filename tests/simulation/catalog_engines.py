@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvhaven.catalog import tails
 from kvhaven.catalog.actions import Acquisition, Leased, LeaseId, MemberId, SessionId
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import ChunkKey, TenantId
@@ -14,6 +15,8 @@ from tests.simulation.catalog_model import (
     NAMESPACES,
     PACE,
     STEP_BYTES,
+    TAIL_TOKENS,
+    TAILS,
     TENANT_OF,
     Copy,
     Split,
@@ -68,6 +71,7 @@ class Save:
     parent: ChunkKey | None
     keys: list[ChunkKey]
     spoiled_on: int | None
+    tail: int = 0
 
 
 @dataclass(eq=False)
@@ -197,7 +201,7 @@ class Engines:
         if self.all:
             engine = self._world.pick(self.all)
             digest = engine.namespace.digest
-            tenant, keys = self._world.pick(CHAIN_KEYS[digest])
+            tenant, keys, _ = self._world.pick(CHAIN_KEYS[digest])
             with self._world.nobody_else_pays(tenant), self.nobody_goes_in_vain(engine):
                 self._world.catalog.prefetch(digest, keys, tenant, engine.id)
 
@@ -208,29 +212,36 @@ class Engines:
             return
         engine, catalog = process.engine, self._world.catalog
         digest = engine.namespace.digest
-        tenant, chain = self._world.pick(CHAIN_KEYS[digest])
-        keys = chain[: 1 + self._world.choose(CHAIN_CHUNKS)]
+        tenant, chain, behind = self._world.pick(CHAIN_KEYS[digest])
+        keys, tail = chain[: 1 + self._world.choose(CHAIN_CHUNKS)], None
+        if self._world.one_in(3):
+            here = [n for n, key in enumerate(behind) if key in catalog._space.entries]
+            keys = chain[: self._world.pick(here)] if here else keys
+            tail = behind[len(keys)]
         self._names += 1
-        load = Load(LeaseId(self._names), keys)
+        load = Load(LeaseId(self._names), [*keys, tail] if tail is not None else keys)
         resident = 0
         while resident < len(keys) and catalog.checksums(keys[resident]) is not None:
             if end_of(catalog._space.entries[keys[resident]].extent) > engine.reach:
                 self._world.counts["unready"] += 1
                 break
             resident += 1
+        if tail is not None and resident == len(keys) and self._is_here(engine, tail):
+            resident += 1
         stats = catalog.stats()
-        most = len(keys) * engine.namespace.table.extent_bytes
+        most = len(load.keys) * engine.namespace.table.extent_bytes
         # What was in the arena may be evicted by the acquire itself.
         busy = {key for key in keys if key in catalog._space.entries}
         roomy = stats.leased_bytes + stats.promoting_bytes + most <= stats.pin_limit_bytes
-        with self._world.nobody_else_pays(tenant), self.nobody_goes_in_vain(engine):
-            answer = catalog.acquire(engine.id, load.lease_id, digest, keys, tenant)
+        tails_first = self._world.tails_go_first(engine.namespace, tenant)
+        with self._world.nobody_else_pays(tenant), self.nobody_goes_in_vain(engine), tails_first:
+            answer = catalog.acquire(engine.id, load.lease_id, digest, keys, tenant, tail)
         at_once = min(resident, PACE.leases) if answer.promoting else resident
         assert len(answer.chunks) >= at_once or not roomy, "a resident prefix was not offered"
         if roomy and not answer.promoting and len(answer.chunks) < len(keys):
             self._expect_gap(engine, keys[len(answer.chunks)], busy)
         if answer.chunks or answer.promoting:
-            assert catalog.acquire(engine.id, load.lease_id, digest, keys, tenant) == answer
+            assert catalog.acquire(engine.id, load.lease_id, digest, keys, tenant, tail) == answer
             engine.loads[load.lease_id] = load
             self._world.counts["hits"] += len(answer.chunks)
             self._answered(engine, load, answer)
@@ -343,6 +354,15 @@ class Engines:
 
     # What these are made of
 
+    def _is_here(self, engine: Engine, tail: ChunkKey) -> bool:
+        """Whether a tail must be offered behind its chain: it is resident, and not too old."""
+        entry = self._world.catalog._space.entries.get(tail)
+        if entry is None or self._world.catalog.checksums(tail) is None:
+            return False
+        if self._world.catalog._space.tails.expired(tail) and not entry.pinned:
+            return False
+        return end_of(entry.extent) <= engine.reach
+
     def _expect_gap(self, engine: Engine, key: ChunkKey, busy: set[ChunkKey]) -> None:
         """Assert that a lease has ended before a chunk for a reason."""
         catalog = self._world.catalog
@@ -410,6 +430,9 @@ class Engines:
         bits = range(len(engine.namespace.table.shards))
         for chunk in answer.chunks:
             self._world.memory.verify(engine.namespace, chunk)
+            assert chunk.tail == (TAIL_TOKENS if chunk.key in TAILS else 0)
+            if chunk.key in TAILS:
+                self._tail_offered(chunk.key)
             unready = [p.id for p in engine.ranks if p.prepared < end_of(chunk.extent)]
             assert not unready, f"{chunk} is offered, but {unready} cannot load it"
             writer = self._world.memory.splits.get(chunk.extent.generation, engine.split)
@@ -421,6 +444,14 @@ class Engines:
         if load.final and not load.chunks:
             del engine.loads[load.lease_id]
             self._world.catalog.release(engine.id, load.lease_id)
+
+    def _tail_offered(self, tail: ChunkKey) -> None:
+        """Assert that a tail was used a short time ago, and note its use."""
+        world = self._world
+        old = world.now - world.tail_used[tail]
+        assert old < tails.KEEP_S, f"a tail is offered {old} s after its last use"
+        world.tail_used[tail] = world.now
+        world.counts["tail offered"] += 1
 
     def _let_go(self, load: Load) -> None:
         for copy in load.held:

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import Leased, TierName
+from kvhaven.catalog.entries import State
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.tier_spec import MEMORY
 from kvhaven.catalog.work import Pace
@@ -97,20 +98,23 @@ DISK_QUOTAS = Quotas({ALICE: 100 << 10}, others=200 << 10)
 
 
 class Chain(NamedTuple):
-    """Whose chunks, and their keys."""
+    """Whose chunks, and their keys; `tails[n]` is a tail behind the first `n` of them."""
 
     tenant: TenantId
     keys: list[ChunkKey]
+    tails: list[ChunkKey]
 
 
 def chain_of(namespace: Namespace, number: int, tenant: TenantId) -> Chain:
     """Return a chain; it shares its first `number` chunks with the tenant's later ones."""
     keys, parent = [], namespace.digest + tenant
+    tails = [ChunkKey(hashlib.sha256(b"tail" + parent).digest())]
     for index in range(CHAIN_CHUNKS):
         branch = 0 if index < number else number + 1
         parent = hashlib.sha256(parent + bytes([index, branch])).digest()
         keys.append(ChunkKey(parent))
-    return Chain(tenant, keys)
+        tails.append(ChunkKey(hashlib.sha256(b"tail" + parent).digest()))
+    return Chain(tenant, keys, tails)
 
 
 CHAIN_KEYS = {
@@ -121,8 +125,13 @@ CHAIN_KEYS = {
     for digest, namespace in BY_DIGEST.items()
 }
 TENANT_OF = {
-    k: chain.tenant for chains in CHAIN_KEYS.values() for chain in chains for k in chain.keys
+    k: chain.tenant
+    for chains in CHAIN_KEYS.values()
+    for chain in chains
+    for k in (*chain.keys, *chain.tails)
 }
+TAILS = {k for chains in CHAIN_KEYS.values() for chain in chains for k in chain.tails}
+TAIL_TOKENS = 5
 
 
 def bits_of(bitmap: int) -> list[int]:
@@ -299,6 +308,8 @@ class World:
         self.now = 0.0
         self.grown = False
         self.heard = Heard()
+        self.tail_used: dict[ChunkKey, float] = {}
+        """When each tail was last used, or at least held by somebody when time went by."""
         self.online = {spec.name: True for spec in TIERS}
         for namespace in BY_DIGEST.values():
             self.catalog.add_namespace(namespace)
@@ -325,6 +336,37 @@ class World:
         if self.allocator.refused == refused:
             assert not gone, f"{len(gone)} chunks of others went for tenant {tenant.hex()}"
 
+    def pass_time(self, seconds: float) -> None:
+        """Some seconds go by. What is in use then does not grow old."""
+        self.now += seconds
+        self.catalog.tick(self.now)
+        entries = self.catalog._space.entries
+        for key in TAILS:
+            entry = entries.get(key)
+            if entry is not None and entry.pinned:
+                self.tail_used[key] = self.now
+
+    @contextlib.contextmanager
+    def tails_go_first(self, namespace: Namespace, tenant: TenantId) -> Iterator[None]:
+        """Assert that no full chunk of this size is evicted meanwhile while a tail could go.
+
+        (A search may give up among tails in use, so there must be none. For its quota a tenant
+        gives up its own alone.)
+        """
+        space, size = self.catalog._space, namespace.table.extent_bytes
+        alike = [e for e in space.entries.values() if e.extent.length == size]
+        tails = [e for e in alike if e.key in TAILS and not e.holding.cleared]
+        full = [e for e in alike if e.key not in TAILS and e.state is State.RESIDENT]
+        full = [e for e in full if not e.holding.cleared]
+        busy = any(e.pinned or not e.listed for e in tails)
+        yield
+        gone = [e for e in full if e.state is State.RETIRED and not e.corrupt]
+        left = [e for e in tails if e.state is not State.RETIRED]
+        for entry in gone if not busy else ():
+            owner = TENANT_OF[entry.key]
+            spared = [e for e in left if owner in {NO_TENANT, TENANT_OF[e.key]}]
+            assert not spared, f"{entry.key.hex()} went for {tenant.hex()} before a tail did"
+
     def clear(
         self,
         namespace: NamespaceDigest | None = None,
@@ -348,7 +390,7 @@ class World:
             for chain in chains:
                 if namespace not in {None, digest} or tenant not in {None, chain.tenant}:
                     continue
-                for key in chain.keys:
+                for key in (*chain.keys, *chain.tails):
                     assert self.catalog.checksums(key) is None, "what was cleared can be seen"
                     if before.get(key) not in {None, *in_use}:
                         self.memory.cleared.add(before[key])

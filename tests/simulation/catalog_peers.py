@@ -6,6 +6,7 @@ from kvhaven.types import NO_TENANT
 from tests.simulation.catalog_model import (
     BY_DIGEST,
     CHAIN_KEYS,
+    TAILS,
     TENANT_OF,
     TENANTS,
     Copy,
@@ -30,7 +31,9 @@ class Peers:
         """Another node fetches a chunk, perhaps as another tenant or in another namespace."""
         world, catalog = self._world, self._world.catalog
         digest = world.pick(tuple(BY_DIGEST))
-        tenant, keys = world.pick(CHAIN_KEYS[digest])
+        tenant, keys, tails = world.pick(CHAIN_KEYS[digest])
+        if world.one_in(3):
+            keys = [key for key in tails if catalog.checksums(key) is not None] or keys
         key = world.pick(keys)
         if world.one_in(6):
             tenant = world.pick((NO_TENANT, *TENANTS))
@@ -47,6 +50,7 @@ class Peers:
             assert full or not has, "a chunk that is here was not lent"
             return
         assert has, "a chunk was lent that is not here"
+        assert key not in TAILS, "a tail was lent"
         assert TENANT_OF[key] == tenant, "a chunk was lent to another tenant"
         namespace = BY_DIGEST[digest]
         generation = loan.extent.generation

@@ -7,6 +7,8 @@ from tests.simulation.catalog_engines import Engine, Engines, Part, Process, Sav
 from tests.simulation.catalog_model import (
     CHAIN_CHUNKS,
     CHAIN_KEYS,
+    TAIL_TOKENS,
+    TAILS,
     Copy,
     World,
     bits_of,
@@ -28,13 +30,16 @@ class Saving:
         if not self._engines.all:
             return
         engine = self._world.pick(self._engines.all)
-        tenant, keys = self._world.pick(CHAIN_KEYS[engine.namespace.digest])
+        tenant, keys, tails = self._world.pick(CHAIN_KEYS[engine.namespace.digest])
         first = self._world.choose(CHAIN_CHUNKS)
         end = first + 1 + self._world.choose(CHAIN_CHUNKS - first)
         self._numbers += 1
         spoiled_on = self._world.choose(engine.world) if self._world.one_in(6) else None
         parent = keys[first - 1] if first else None
-        save = Save(self._numbers, tenant, parent, keys[first:end], spoiled_on)
+        wanted, tail = keys[first:end], 0
+        if self._world.one_in(5):
+            wanted, tail = [tails[first]], TAIL_TOKENS
+        save = Save(self._numbers, tenant, parent, wanted, spoiled_on, tail)
         engine.to_save.extend((rank, save) for rank in range(engine.world))
 
     def reserve(self) -> None:
@@ -52,9 +57,10 @@ class Saving:
             return
         digest = engine.namespace.digest
         nobody_goes = self._engines.nobody_goes_in_vain(engine)
-        with self._world.nobody_else_pays(save.tenant), nobody_goes:
+        tails_first = self._world.tails_go_first(engine.namespace, save.tenant)
+        with self._world.nobody_else_pays(save.tenant), nobody_goes, tails_first:
             grants = self._world.catalog.reserve(
-                process.id, digest, save.parent, save.keys, save.number, save.tenant
+                process.id, digest, save.parent, save.keys, save.number, save.tenant, save.tail
             )
         for key, grant in zip(save.keys, grants, strict=True):
             if grant is not None:
@@ -131,3 +137,6 @@ class Saving:
             memory.awaited[extent.generation].discard(process.rank or 0)
             whole = memory.is_whole(engine.namespace, extent)
             assert whole == (result is CommitResult.RESIDENT), f"{extent} is {result}"
+            if whole and copy.key in TAILS:
+                self._world.tail_used[copy.key] = self._world.now
+                self._world.counts["tail saved"] += 1

@@ -36,11 +36,13 @@ class TenantEvents:
             return
         engine, catalog = process.engine, self._world.catalog
         digest = engine.namespace.digest
-        owner, keys = self._world.pick(CHAIN_KEYS[digest])
+        owner, keys, tails = self._world.pick(CHAIN_KEYS[digest])
         tenant = self._world.pick([t for t in (NO_TENANT, *TENANTS) if t != owner])
         self._lease_ids -= 1
         lease_id = LeaseId(self._lease_ids)
-        answer = catalog.acquire(engine.id, lease_id, digest, keys, tenant)
+        if self._world.one_in(4):
+            keys = []
+        answer = catalog.acquire(engine.id, lease_id, digest, keys, tenant, tails[len(keys)])
         assert not answer.chunks, "a tenant's chunk was offered to another"
         catalog.release(engine.id, lease_id)
         self._world.counts["asked as another"] += 1

@@ -12,6 +12,7 @@ from tests.simulation.catalog_model import (
     CHAIN_KEYS,
     OWN,
     SHARED,
+    TAILS,
     TENANT_OF,
     TIERS,
     Copy,
@@ -66,6 +67,7 @@ class FakeTiers:
         """Begin an action of the catalog."""
         world, memory = self._world, self._world.memory
         keys = action.keys if isinstance(action, TierLookup) else (action.key,)
+        assert not TAILS & set(keys), f"{action}: tails are in memory alone"
         asked_as = {TENANT_OF[key] for key in keys}
         assert isinstance(action, TierLookup) or asked_as == {action.tenant}, f"{action} of another"
         if isinstance(action, TierDelete):
@@ -118,7 +120,7 @@ class FakeTiers:
         """Another node announces that it computes a chain; its answers come later, if at all."""
         world = self._world
         tier, digest = world.pick(tuple(SHARED)), world.pick(tuple(BY_DIGEST))
-        tenant, keys = world.pick(CHAIN_KEYS[digest])
+        tenant, keys, _ = world.pick(CHAIN_KEYS[digest])
         chain = tuple(keys[: 1 + world.choose(len(keys))])
         numbers = world.catalog.expected(tier, digest, chain, tenant)
         assert numbers.keys() <= set(chain), "a chunk is expected that was not announced"
@@ -130,8 +132,7 @@ class FakeTiers:
 
     def pass_time(self) -> None:
         """Some seconds go by."""
-        self._world.now += self._world.choose(4)
-        self._world.catalog.tick(self._world.now)
+        self._world.pass_time(self._world.choose(4))
 
     def read(self) -> None:
         """Go on with a read; verify at its end, and say how it went."""
@@ -253,7 +254,7 @@ class FakeTiers:
         store = self._stores[world.pick(tuple(SHARED))]
         digest = world.pick(tuple(BY_DIGEST))
         complete = BY_DIGEST[digest].table.complete
-        _, keys = world.pick(CHAIN_KEYS[digest])
+        _, keys, _ = world.pick(CHAIN_KEYS[digest])
         for key in keys[: 1 + world.choose(len(keys))]:
             shards = complete & ~(1 << world.choose(4)) if world.one_in(8) else complete
             if key not in store or not store[key].readable:
@@ -272,7 +273,9 @@ class FakeTiers:
     def damage_memory(self) -> None:
         """A bit flips in a resident chunk, and verification finds it."""
         world = self._world
-        _, keys = world.pick(world.pick(tuple(CHAIN_KEYS.values())))
+        _, keys, tails = world.pick(world.pick(tuple(CHAIN_KEYS.values())))
+        if world.one_in(4):
+            keys = tails
         resident = [key for key in keys if world.catalog.checksums(key) is not None]
         if resident:
             key = world.pick(resident)

@@ -208,7 +208,7 @@ class Bench:
                 rank=rank,
                 world_size=self.world_size,
                 namespace=self.namespace,
-                fields={"model": "bench"},
+                fields={"model": "bench", "chunk_size": str(CHUNK)},
                 shards=(Shard(ShardId(0, (0, 1), (rank, rank + 1)), BYTES),),
             ),
         )

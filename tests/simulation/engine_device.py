@@ -5,7 +5,6 @@ It keeps exactly the promises of `kvhaven.devices.base.Device` and breaks everyt
 not promised there: work runs only when `tick` picks it, which may be long after the call.
 """
 
-import ctypes
 import functools
 import random
 import threading
@@ -14,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvhaven.devices.base import CopyJob, MemoryFigures
-from kvhaven.devices.plan import check_copy, checksum_at, plan_moves, shard_places
+from kvhaven.devices.cpu_copies import copier_of
+from kvhaven.devices.plan import check_copy, checksum_at, shard_places
 from kvhaven.layouts import Layout
 from kvhaven.types import Checksum
 
@@ -213,8 +213,8 @@ class LateDevice:
 
 
 def _move(layout: Layout, ids: Sequence[int], host: int, *, to_host: bool) -> None:
-    plan = plan_moves(layout, ids, host)
-    for at, device, size in zip(
-        plan.host.tolist(), plan.device.tolist(), plan.size.tolist(), strict=True
-    ):
-        ctypes.memmove(*((at, device) if to_host else (device, at)), size)
+    copier = copier_of(layout)
+    if to_host:
+        copier.store(ids, host)
+    else:
+        copier.load(ids, host)

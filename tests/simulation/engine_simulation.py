@@ -25,6 +25,7 @@ def random_setup(
     `patient`: its deadlines are not those of the defaults, but long.
     """
     multi = second is not None and choice.random() < 0.25
+    tails = choice.random() < 0.6
     return Setup(
         asynchronous_scheduling=choice.random() < 0.7,
         load_mode=choice.choice(("async", "sync")),
@@ -32,8 +33,12 @@ def random_setup(
         blocks=choice.choice((48, 64, 100)),
         prefix_caching=choice.random() < 0.7,
         save_decode=choice.random() < 0.5,
+        tails=tails,
+        format=choice.choice(("paged", "portable")),
         budget=choice.choice((16, 48, 100)),
-        policy=choice.choice(("fcfs", "priority")),
+        # A request that priority scheduling preempts in the very step that scheduled it leaves
+        # blocks in vLLM's prefix cache that were never computed; repeated prompts find them.
+        policy="fcfs" if tails else choice.choice(("fcfs", "priority")),
         service_address=node.address,
         second_address=second.address if second is not None and multi else "",
         settings=PATIENT if patient else (),
@@ -72,6 +77,7 @@ class Simulation:
             [self.choice.randrange(VOCABULARY) for _ in range(self.choice.randint(30, 140))]
             for _ in range(4)
         ]
+        self._asked: list[list[int]] = []
         self._names = 0
         self._aborted: set[str] = set()
         self._expected: dict[str, list[int]] = {}
@@ -155,15 +161,21 @@ class Simulation:
         self.engine.step()
 
     def _prompt(self) -> list[int]:
-        """Return a prompt that shares a prefix with others, often up to a chunk's border."""
+        """Return a prompt that shares a prefix with others, often up to a chunk's border.
+
+        With tails, some repeat a prompt of a short time ago.
+        """
         choice = self.choice
+        if self.engine.setup.tails and self._asked and choice.random() < 0.4:
+            return list(choice.choice(self._asked[-6:]))
         document = choice.choice(self._documents)
         cut = choice.randint(1, len(document))
         if choice.random() < 0.4:
             cut = max(CHUNK, cut // CHUNK * CHUNK)
         tail = choice.choice((0, 0, 1, 3, 12))
         prompt = document[:cut] + [choice.randrange(VOCABULARY) for _ in range(tail)]
-        return prompt[: MODEL_LENGTH - 30]
+        self._asked.append(prompt[: MODEL_LENGTH - 30])
+        return list(self._asked[-1])
 
     def _reset(self) -> None:
         """Reset the caches, or only the engine's own while its weights are updated in place.

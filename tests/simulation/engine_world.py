@@ -78,6 +78,7 @@ class Setup:
     blocks: int = 64
     prefix_caching: bool = True
     save_decode: bool = False
+    tails: bool = False
     budget: int = 48
     sequences: int = 8
     policy: str = "fcfs"
@@ -142,6 +143,7 @@ def _transfer_config(setup: Setup) -> KVTransferConfig:
                 "model_fingerprint": setup.fingerprint,
                 "load_mode": setup.load_mode,
                 "save_decode_cache": setup.save_decode,
+                "pd_tail": setup.tails,
                 "format": setup.format,
                 "service_address": address,
                 "log_level": "ERROR",
@@ -196,7 +198,8 @@ class Engine:
         self.config = make_config(folder, setup)
         if simulation is not None:
             self.config.device_config.device_type = simulation.torch_type
-            known = attention_layers(simulation.kind, LAYERS)
+        if simulation is not None or setup.format == "portable":
+            known = attention_layers(simulation.kind if simulation else "cuda", LAYERS)
             self.config.compilation_config.static_forward_context = known
         kv_cache_config = make_kv_cache_config(setup)
         init_none_hash(sha256)

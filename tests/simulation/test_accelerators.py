@@ -51,6 +51,7 @@ def setup_of(accelerator: str, kv_format: str, choice: random.Random, node: Node
         blocks=choice.choice((48, 64, 100)),
         prefix_caching=gaudi or choice.random() < 0.7,
         save_decode=choice.random() < 0.5,
+        tails=choice.random() < 0.6,
         budget=choice.choice((16, 48, 100)),
         policy=choice.choice(("fcfs", "priority")),
         service_address=node.address,

@@ -15,8 +15,8 @@ import pytest
 
 from kvhaven import maps
 from kvhaven.arena.slabs import SegmentUnits, SlabId
-from kvhaven.catalog import Catalog, leases
-from kvhaven.catalog.actions import Grant, MemberId, TierName
+from kvhaven.catalog import Catalog, leases, tails
+from kvhaven.catalog.actions import CommitResult, Grant, MemberId, TierName
 from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.holdings import Place, Scope
@@ -30,6 +30,7 @@ from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Lease, Lookup, Member, Session, Sessions
 from kvhaven.catalog.shared_index import SharedTierIndex
+from kvhaven.catalog.tails import TailAges
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.errors import KVHavenError
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey, NamespaceDigest, TenantId
@@ -43,6 +44,12 @@ Found = dict[ChunkKey, int]
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have mappings part what is a few dozens of chunks here, as they do with thousands."""
     monkeypatch.setattr(maps, "PAGE", 4)
+
+
+@pytest.fixture(autouse=True)
+def quick_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tails grow old within some hundred events."""
+    monkeypatch.setattr(tails, "KEEP_S", 4.0)
 
 
 EVENTS = int(os.environ.get("KVHAVEN_EVENTS", "60000"))
@@ -82,7 +89,7 @@ def test_no_history_breaks_a_promise() -> None:
             *("resident", "waiting", "discarded", "cleared", "gone", "reconnected", "evictions"),
             *("twins", "shared", "at quota", "asked as another", "limited"),
             *("quota evictions", "quota refusals", "foreign", "prepared", "unready", "worked"),
-            *("lent", "returned", "expected"),
+            *("lent", "returned", "expected", "tail saved", "tail offered"),
         )
         assert counts["grown"], f"seed {SEED}: {counts}"
         assert not [what for what in wanted if not counts[what]], f"seed {SEED}: {counts}"
@@ -102,7 +109,7 @@ def test_no_policy_breaks_a_promise(policy: str) -> None:
 
 def simulate_some() -> None:
     """Run the histories in which each breakage below must show; the model alone watches."""
-    for seed in range(40):
+    for seed in range(60):
         simulate(seed, 4000, audit_every=0)
 
 
@@ -168,6 +175,7 @@ def _adopt(monkeypatch: pytest.MonkeyPatch, joins: Callable[[int, int], bool]) -
         parent: ChunkKey | None,
         keys: Sequence[ChunkKey],
         save: int,
+        tail: int = 0,
     ) -> list[Grant | None]:
         known = self._sessions.members[member]
         ranks = [m for m in self._sessions.sessions[known.session].members.values() if m.shard_mask]
@@ -178,7 +186,7 @@ def _adopt(monkeypatch: pytest.MonkeyPatch, joins: Callable[[int, int], bool]) -
                 entry.owner = known.session, save
                 missing = [m.rank for m in ranks if m.shard_mask & ~entry.bitmap]
                 entry.awaited = sum(1 << rank for rank in missing if rank is not None)
-        return reserve(self, member, namespace, parent, keys, save)
+        return reserve(self, member, namespace, parent, keys, save, tail)
 
     monkeypatch.setattr(Reservations, "reserve", adopting)
 
@@ -541,7 +549,75 @@ def _break_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SegmentUnits, "grow", lambda self, _: grow(self, ARENA_BYTES))
 
 
+def _break_age_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tails for ever."""
+    monkeypatch.setattr(TailAges, "expired", lambda _, __: False)
+
+
+def _break_use_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer what has expired, until it is dropped."""
+    monkeypatch.setattr(ResidentChunks, "_is_over", lambda _, __: False)
+    monkeypatch.setattr(ResidentChunks, "tick", lambda self, now: self.tails.tick(now))
+
+
+def _break_order_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tails age like full chunks."""
+    monkeypatch.setattr(Entry, "order", property(lambda entry: entry.extent.length))
+
+
+def _break_place_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer a tail behind a part of its chain."""
+    lease_resident = Leases._lease_resident
+
+    def early(self: Leases, lease: Lease, keys: Sequence[ChunkKey]) -> int:
+        leased = lease_resident(self, lease, keys)
+        if lease.tail is not None and leased < len(keys):
+            self._lease_tail(lease, lease.tail)
+        return leased
+
+    monkeypatch.setattr(Leases, "_lease_resident", early)
+
+
+def _break_tiers_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write tails to tiers as full chunks."""
+    publish = ResidentChunks.publish
+
+    def generous(self: ResidentChunks[SlabId], entry: Entry) -> None:
+        publish(self, entry)
+        written.append(entry)
+
+    def commit(self: Catalog, *args: object) -> CommitResult:
+        result = original(self, *args)  # type: ignore[arg-type]
+        while written:
+            entry = written.pop()
+            if entry.tail:
+                self._tiers.computed(entry)
+        return result
+
+    written: list[Entry] = []
+    original = Catalog.commit
+    monkeypatch.setattr(ResidentChunks, "publish", generous)
+    monkeypatch.setattr(Catalog, "commit", commit)
+
+
+def _break_loans_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lend tails, whose shards are shorter than a reader believes."""
+
+    def find(self: Loans, part: NamespaceState, key: ChunkKey) -> Entry | None:
+        entry, holding = self._space.find(key), self._space.place.find(part)
+        mine = entry is not None and holding is not None and entry.holding is holding
+        return entry if mine and entry is not None and entry.state is State.RESIDENT else None
+
+    monkeypatch.setattr(Loans, "_find", find)
+
+
 BREAKAGES = [
+    _break_age_of_tails,
+    _break_use_of_tails,
+    _break_order_of_tails,
+    _break_place_of_tails,
+    _break_tiers_of_tails,
+    _break_loans_of_tails,
     _break_loans,
     _break_tenants_of_loans,
     _break_readiness,

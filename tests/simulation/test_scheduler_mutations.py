@@ -5,6 +5,7 @@ import dataclasses
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from kvhaven.engine.save_planner import SavePlanner
 from kvhaven.engine.saver import Saver
 from kvhaven.engine.scheduler import SchedulerSide
 from kvhaven.integrations.vllm.extras import VllmPendingExtras
-from kvhaven.keys import Extras
-from kvhaven.types import Checksum
+from kvhaven.keys import Extras, KeyChain
+from kvhaven.types import Checksum, ChunkKey
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_simulation import Simulation
 from tests.simulation.engine_world import Setup
@@ -155,6 +156,41 @@ def an_update_of_weights_is_not_noticed(patch: Patch) -> None:
     patch.setattr(LoadedModel, "weights_changed", lambda _: None)
 
 
+def tails_are_named_without_their_tokens(patch: Patch) -> None:
+    """As if a tail were what is behind a chunk, whatever its count and tokens."""
+
+    def key(chain: KeyChain, _: Sequence[int], end: int) -> ChunkKey | None:
+        full, count = divmod(end, chain.chunk_size)
+        parent = chain.keys[full - 1] if full else chain.root
+        return ChunkKey(sha256(b"tail" + parent).digest()) if count else None
+
+    patch.setattr(KeyChain, "tail_key", key)
+
+
+def tails_are_named_without_their_chain(patch: Patch) -> None:
+    def key(chain: KeyChain, tokens: Sequence[int], end: int) -> ChunkKey | None:
+        full, count = divmod(end, chain.chunk_size)
+        own = bytes(tokens[full * chain.chunk_size : end])
+        return ChunkKey(sha256(chain.root + own).digest()) if count else None
+
+    patch.setattr(KeyChain, "tail_key", key)
+
+
+def tails_are_saved_before_their_last_step(patch: Patch) -> None:
+    due = SavePlanner.tail_due
+    patch.setattr(SavePlanner, "tail_due", lambda saves, state, end: due(saves, state, end + 8))
+
+
+def tails_begin_a_block_too_late(patch: Patch) -> None:
+    original = RequestState.chunk_blocks
+
+    def blocks(state: RequestState, chunk: int, sizes: Sequence[int], tail: int = 0) -> Any:
+        found = original(state, chunk, sizes, tail)
+        return [(*ids[1:], ids[0]) for ids in found] if tail else found
+
+    patch.setattr(RequestState, "chunk_blocks", blocks)
+
+
 SMALL: dict[str, Any] = {"blocks": 48, "stores": (0.02,), "loads": (0.02,)}
 MUTATIONS: dict[Callable[[Patch], None], dict[str, Any]] = {
     no_fence: SMALL,
@@ -182,6 +218,10 @@ MUTATIONS: dict[Callable[[Patch], None], dict[str, Any]] = {
     saves_are_committed_before_they_ended: SMALL,
     failed_loads_do_not_stop_saves: {"load_mode": "async"},
     an_update_of_weights_is_not_noticed: {"load_mode": "async", "prefix_caching": False},
+    tails_are_named_without_their_tokens: {"tails": True},
+    tails_are_named_without_their_chain: {"tails": True},
+    tails_are_saved_before_their_last_step: {"tails": True, "budget": 16},
+    tails_begin_a_block_too_late: {"tails": True, "format": "portable"},
 }
 
 

@@ -79,7 +79,7 @@ def test_no_schedule_shows_wrong_kv_or_leaks(short_dir: Path, node: Node, second
         counts += simulate(seed, short_dir, node, second, failing=seed % 2 == 0)
     if RUNS >= 20:
         wanted = (
-            *("hit_tokens", "saved_chunks", "fences", "preemptions"),
+            *("hit_tokens", "tail_hits", "saved_chunks", "fences", "preemptions"),
             *("aborted WAITING", "aborted RUNNING", "aborted WAITING_FOR_REMOTE_KVS"),
         )
         assert not [what for what in wanted if not counts[what]], f"seed {SEED}: {counts}"

@@ -136,10 +136,11 @@ class Node:
         parent: ChunkKey | None = None,
         save: int = 0,
         tenant: TenantId = NO_TENANT,
+        tail: int = 0,
     ) -> list[Grant | None]:
         """Reserve as a rank."""
         digest = self.namespace.digest
-        return self.catalog.reserve(MemberId(member), digest, parent, keys, save, tenant)
+        return self.catalog.reserve(MemberId(member), digest, parent, keys, save, tenant, tail)
 
     def grant(self, key: ChunkKey, member: str = "s/0", save: int = 0) -> Grant:
         """Reserve one chunk, which must be granted."""
@@ -161,10 +162,11 @@ class Node:
         keys: Sequence[ChunkKey],
         parent: ChunkKey | None = None,
         tenant: TenantId = NO_TENANT,
+        tail: int = 0,
     ) -> int:
         """Have all ranks of `s` save chunks; return how many are resident then."""
         ranks = [f"s/{rank}" for rank in range(self.world_size)]
-        grants = [self.reserve(keys, rank, parent, tenant=tenant) for rank in ranks]
+        grants = [self.reserve(keys, rank, parent, tenant=tenant, tail=tail) for rank in ranks]
         for rank, granted in enumerate(grants):
             for grant in granted:
                 if grant is not None:
@@ -177,12 +179,16 @@ class Node:
         return sum(self.catalog.checksums(key) is not None for key in keys)
 
     def acquire(
-        self, keys: Sequence[ChunkKey], session: str = "s", tenant: TenantId = NO_TENANT
+        self,
+        keys: Sequence[ChunkKey],
+        session: str = "s",
+        tenant: TenantId = NO_TENANT,
+        tail: ChunkKey | None = None,
     ) -> Acquisition:
         """Acquire under a new ticket."""
         self._lease_id += 1
         lease_id, digest = LeaseId(self._lease_id), self.namespace.digest
-        return self.catalog.acquire(SessionId(session), lease_id, digest, keys, tenant)
+        return self.catalog.acquire(SessionId(session), lease_id, digest, keys, tenant, tail)
 
     def store(
         self, keys: Sequence[ChunkKey], tier: TierName = DISK, tenant: TenantId = NO_TENANT

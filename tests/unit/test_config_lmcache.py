@@ -33,6 +33,8 @@ UNDERSTOOD = [
     ("cache_policy", "lru", "cache_policy", "LRU"),
     ("save_decode_cache", "true", "save_decode_cache", True),
     ("save_decode_cache", "False", "save_decode_cache", False),
+    ("save_unfull_chunk", "true", "pd_tail", True),
+    ("save_unfull_chunk", "False", "pd_tail", False),
     ("priority_limit", "3", "priority_limit", 3),
     ("enable_kv_events", "False", "kv_events", False),
     ("force_skip_save", "1", "force_skip_save", True),

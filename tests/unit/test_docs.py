@@ -218,8 +218,11 @@ def test_the_key_vectors_are_the_tests_own_and_the_documented_code_gives_them() 
         row, extras = vector["tokens"], vector["extras"]
         tokens = [(row["first"] + i * row["step"]) % 2**32 for i in range(row["count"])]
         items = [(item["content_hash"], item["offset"], item["length"]) for item in extras["items"]]
-        found = keys(root, vector["chunk_size"], tokens, extras["lora"], extras["salt"], items)
+        found, tail = keys(
+            root, vector["chunk_size"], tokens, extras["lora"], extras["salt"], items
+        )
         assert [key.hex() for key in found] == vector["keys"], vector["name"]
+        assert (tail.hex() if tail else "") == vector["tail"], vector["name"]
 
 
 def test_the_names_of_tenants_are_the_tests_own_and_the_documented_code_gives_them() -> None:

@@ -46,22 +46,37 @@ def reference_keys(
 ) -> list[bytes]:
     keys, previous = [], root
     for start in range(0, len(tokens) - chunk_size + 1, chunk_size):
-        text = previous + struct.pack(f"<{chunk_size}I", *tokens[start : start + chunk_size])
-        for kind, name in ((1, "lora"), (2, "salt")):
-            if start == 0 and extras[name]:
-                content = extras[name].encode()
-                text += bytes([kind]) + struct.pack("<I", len(content)) + content
-        items = sorted(
-            (item["offset"], item["length"], item["content_hash"].encode())
-            for item in extras["items"]
-        )
-        for offset, length, content_hash in items:
-            if offset < start + chunk_size and offset + length > start:
-                content = struct.pack("<qI", offset - start, length) + content_hash
-                text += b"\x03" + struct.pack("<I", len(content)) + content
+        text = previous + reference_content(tokens, start, start + chunk_size, extras)
         previous = hashlib.sha256(text).digest()
         keys.append(previous)
     return keys
+
+
+def reference_tail(
+    root: bytes, chunk_size: int, tokens: list[int], extras: dict[str, Any]
+) -> bytes | None:
+    start = len(tokens) // chunk_size * chunk_size
+    if start == len(tokens):
+        return None
+    parent = [root, *reference_keys(root, chunk_size, tokens, extras)][-1]
+    text = b"kvhaven tail 1\n" + parent + struct.pack("<I", len(tokens) - start)
+    return hashlib.sha256(text + reference_content(tokens, start, len(tokens), extras)).digest()
+
+
+def reference_content(tokens: list[int], start: int, end: int, extras: dict[str, Any]) -> bytes:
+    text = struct.pack(f"<{end - start}I", *tokens[start:end])
+    for kind, name in ((1, "lora"), (2, "salt")):
+        if start == 0 and extras[name]:
+            content = extras[name].encode()
+            text += bytes([kind]) + struct.pack("<I", len(content)) + content
+    items = sorted(
+        (item["offset"], item["length"], item["content_hash"].encode()) for item in extras["items"]
+    )
+    for offset, length, content_hash in items:
+        if offset < end and offset + length > start:
+            content = struct.pack("<qI", offset - start, length) + content_hash
+            text += b"\x03" + struct.pack("<I", len(content)) + content
+    return text
 
 
 def token_rule(rule: dict[str, int]) -> list[int]:
@@ -94,6 +109,8 @@ def test_the_written_vectors_hold_here_and_in_the_reference(vector: dict[str, An
     )
     reference = reference_keys(root, vector["chunk_size"], tokens, vector["extras"])
     assert [key.hex() for key in reference] == expected
+    tail = reference_tail(root, vector["chunk_size"], tokens, vector["extras"])
+    assert (tail.hex() if tail else "") == vector["tail"]
 
     digest = namespace_digest(vector["namespace"])
     assert digest.hex() == vector["namespace_digest"]
@@ -101,6 +118,7 @@ def test_the_written_vectors_hold_here_and_in_the_reference(vector: dict[str, An
     chain = KeyChain(ours, vector["chunk_size"], extras_of(vector["extras"]))
     chain.extend(tokens)
     assert [key.hex() for key in chain.keys] == expected
+    assert chain.tail_key(tokens, len(tokens)) == tail
 
 
 def test_a_tenant_has_the_written_name_and_a_chain_knows_its_own() -> None:
@@ -159,6 +177,9 @@ def test_growing_in_steps_gives_the_keys_of_hashing_at_once(
         ],
     }
     assert chain.keys == reference_keys(bytes(ROOT), chunk_size, tokens, plain)
+    for end in range(len(tokens) + 1):
+        tail = reference_tail(bytes(ROOT), chunk_size, tokens[:end], plain)
+        assert chain.tail_key(tokens, end) == tail
 
 
 @given(
@@ -262,6 +283,47 @@ def test_fewer_tokens_than_hashed_are_refused() -> None:
 def test_items_that_cannot_be_are_refused(item: MediaItem) -> None:
     with pytest.raises(KeyInputError, match="media item 'a'"):
         KeyChain(ROOT, 4, Extras(items=(item,)))
+
+
+def tail_of(tokens: list[int], chunk_size: int = 4, **extras: Any) -> bytes | None:
+    chain = KeyChain(ROOT, chunk_size, Extras(**extras))
+    chain.extend(tokens)
+    return chain.tail_key(tokens, len(tokens))
+
+
+def test_a_tail_has_a_key_of_its_own_whatever_differs() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    tails = [
+        tail_of(tokens),
+        tail_of(tokens[:6]),
+        tail_of([*tokens[:6], 0]),
+        tail_of([0, *tokens[1:]]),
+        tail_of(tokens[4:]),
+        tail_of(tokens, 5),
+        tail_of(tokens, 8),
+        tail_of(tokens, lora="x"),
+        tail_of(tokens, salt="x"),
+        tail_of(tokens[:3], lora="x"),
+        tail_of(tokens[:3], salt="x"),
+        tail_of(tokens, items=(MediaItem("cat", 5, 1),)),
+        tail_of(tokens, items=(MediaItem("dog", 5, 1),)),
+        tail_of(tokens, items=(MediaItem("cat", 5, 2),)),
+        tail_of(tokens, items=(MediaItem("cat", 6, 1),)),
+        *chain_of(tokens, 3),
+        *chain_of(tokens, 7),
+    ]
+    assert len(set(tails)) == len(tails)
+    assert tail_of(tokens, items=(MediaItem("cat", 7, 1),)) == tails[0], "the item is behind it"
+
+
+def test_a_tail_of_tokens_that_are_not_hashed_is_refused() -> None:
+    chain = KeyChain(ROOT, 2)
+    with pytest.raises(KeyInputError, match="extend first"):
+        chain.tail_key([1, 2, 3], 3)
+    chain.extend([1, 2])
+    with pytest.raises(KeyInputError, match="token 2 of the request"):
+        chain.tail_key([1, 2, -1], 3)
+    assert chain.tail_key([1, 2, 3, -1], 3) == tail_of([1, 2, 3], 2)
 
 
 def test_roots_and_chunk_sizes_that_cannot_be_are_refused() -> None:

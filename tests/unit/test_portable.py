@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +65,64 @@ def test_what_one_engine_writes_any_other_reads(
     writer: tuple[str, int, int], reader: tuple[str, int, int], heads: int, item: int
 ) -> None:
     exchange(writer, reader, heads, torch.float32 if item == 4 else torch.bfloat16)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(configs, configs, st.integers(1, CHUNK - 1))
+def test_a_tail_is_written_and_read_to_the_token(
+    writer: tuple[str, int, int], reader: tuple[str, int, int], tail: int
+) -> None:
+    """No byte of another token is written, in memory or in the KV, whatever the blocks."""
+    stride = engines_of(*writer, HEADS)[0].portable.shard_stride(CHUNK // writer[1])
+    memory = ctypes.create_string_buffer(b"\xaa" * (HEADS * stride))
+    wanted: dict[ShardId, torch.Tensor] = {}
+    for rank, one in enumerate(engines_of(*writer, HEADS)):
+        ids = shards_of(rank, writer[2], HEADS)
+        blocks = some_blocks(one, rank)[: -(-tail // writer[1])]
+        if ids[0] in wanted:
+            continue
+        layout = one.portable.of_tail(tail, CHUNK)
+        place = ctypes.addressof(memory) + ids[0].heads[0] * stride
+        job = DEVICE.store(layout, [blocks], [place])
+        expected = reference_shards(one.caches, blocks, tail)
+        wanted |= dict(zip(ids, expected, strict=True))
+        assert list(job.checksums) == [
+            xxhash.xxh3_128_digest(shard.numpy().tobytes()) for shard in expected
+        ]
+    for shard, content in wanted.items():
+        stored = memory.raw[shard.heads[0] * stride : (shard.heads[0] + 1) * stride]
+        assert stored == content.numpy().tobytes().ljust(stride, b"\xaa")
+        assert len(content) * CHUNK == tail * engines_of(*writer, HEADS)[0].portable.shard_bytes(
+            CHUNK // writer[1]
+        )
+    for rank, one in enumerate(engines_of(*reader, HEADS)):
+        ids = shards_of(rank, reader[2], HEADS)
+        blocks = some_blocks(one, rank + 1)[: -(-tail // reader[1])]
+        before = contents(one.caches, range(one.sizes.blocks))
+        place = ctypes.addressof(memory) + ids[0].heads[0] * stride
+        DEVICE.load(one.portable.of_tail(tail, CHUNK), [blocks], [place])
+        found = reference_shards(one.caches, blocks, tail)
+        assert all(torch.equal(wanted[i], f) for i, f in zip(ids, found, strict=True))
+        written = {
+            block * reader[1] + at
+            for position, block in enumerate(blocks)
+            for at in range(min(reader[1], tail - position * reader[1]))
+        }
+        rest = [t for t in range(one.sizes.blocks * reader[1]) if t not in written]
+        after = contents(one.caches, range(one.sizes.blocks))
+        for was, now in zip(itertools.chain(*before), itertools.chain(*after), strict=True):
+            assert torch.equal(was[rest], now[rest])
+
+
+def test_a_tail_in_the_wrong_number_of_blocks_is_refused() -> None:
+    one = engines_of("CPU", 16, 1, HEADS)[0]
+    layout = one.portable.of_tail(33, CHUNK)
+    memory = ctypes.create_string_buffer(layout.payload_bytes(3))
+    for blocks in ([1, 2], [1, 2, 3, 4]):
+        with pytest.raises(LayoutError, match=r"tail of 33 tokens in .* blocks; expected 3"):
+            DEVICE.store(layout, [blocks], [ctypes.addressof(memory)])
+    with pytest.raises(LayoutError, match="not copied in pieces"):
+        _ = layout.pieces
 
 
 @given(st.sampled_from(RANKS), st.sampled_from((1, 2, 4, 8, 16)))

@@ -35,6 +35,8 @@ class Leased(msgspec.Struct, frozen=True, gc=False):
     key: ChunkKey
     extent: Extent
     source: Source
+    tail: int = 0
+    """Stored tokens, if it is a tail; 0 for a full chunk."""
 
 
 class _Pinned(Protocol):
@@ -42,6 +44,7 @@ class _Pinned(Protocol):
 
     key: ChunkKey
     extent: Extent
+    tail: int
 
 
 class Prefix(Sequence[Leased]):
@@ -88,7 +91,7 @@ class Prefix(Sequence[Leased]):
 
 
 def _leased(entry: _Pinned, source: int) -> Leased:
-    return Leased(entry.key, entry.extent, Source(source))
+    return Leased(entry.key, entry.extent, Source(source), entry.tail)
 
 
 class Acquisition(msgspec.Struct, frozen=True):

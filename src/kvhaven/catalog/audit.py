@@ -71,6 +71,7 @@ def check(
     for entry in space.held:
         wanted = writes.get(entry.extent.generation, 0)
         assert entry.writes == wanted, f"{_name(entry)} counts {entry.writes} writes, not {wanted}"
+        assert not (entry.tail and wanted), f"{_name(entry)}, a tail, is written to a tier"
 
 
 def _name(entry: Entry) -> str:
@@ -199,6 +200,9 @@ def _check_aging(owners: Owners, space: ResidentChunks[S]) -> None:
     assert children == dict(space.orphans.items()), "orphans are miscounted"
     listed = [e for e in space.entries.values() if e.listed]
     _check_orders(space.orders.classes, listed, "all")
+    tails = {e.key for e in listed if e.tail}
+    assert len(tails) == len(space.tails), "the ages of tails are miscounted"
+    assert all(key in space.tails for key in tails), "a tail has no age"
     own = defaultdict[Tenant, list[Entry]](list)
     for entry in listed:
         if entry.listed is Listed.TENANT:
@@ -210,12 +214,12 @@ def _check_aging(owners: Owners, space: ResidentChunks[S]) -> None:
 
 def _check_orders(orders: dict[int, EvictionPolicy], listed: list[Entry], of: str) -> None:
     """Check that each policy proposes the aging chunks of its size class once each."""
-    assert {e.extent.length for e in listed} <= orders.keys(), f"{of}: a class has no policy"
-    for length, policy in orders.items():
+    assert {e.order for e in listed} <= orders.keys(), f"{of}: a class has no policy"
+    for order_, policy in orders.items():
         order = list(policy.candidates())
         assert len(set(order)) == len(order), f"policy {policy.name} proposes a chunk twice"
-        known = {e.key for e in listed if e.extent.length == length}
-        assert known == set(order), f"{of}: policy {policy.name} does not know class {length}"
+        known = {e.key for e in listed if e.order == order_}
+        assert known == set(order), f"{of}: policy {policy.name} does not know class {order_}"
 
 
 def _check_quotas(owners: Owners, space: ResidentChunks[S], *, at_rest: bool) -> None:

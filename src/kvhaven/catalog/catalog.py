@@ -221,6 +221,7 @@ class Catalog:
         namespace: NamespaceDigest,
         keys: Sequence[ChunkKey],
         tenant: TenantId = NO_TENANT,
+        tail: ChunkKey | None = None,
     ) -> Acquisition:
         """Lease the longest resident prefix of a tenant's chain, and promote the chunks behind it.
 
@@ -231,11 +232,15 @@ class Catalog:
         place, shared tiers are asked, and the lease waits for their answers and the resulting
         promotions. A long chain is leased piece by piece, and the lease waits for that too.
 
+        `tail` is the key of the tail behind the chain, which may be empty. If all chunks are leased
+        or promoted and the tail is resident, it is leased as the chunk behind them.
+
         When the wait ends, an `Update` reports it. A repeated call with the same lease id returns
         the present state. A lease without chunks that waits for nothing is not stored. Raises
         `KVHavenError` for an unknown session or namespace.
         """
-        return self._leases.acquire(session, lease_id, self._owners.part(namespace, tenant), keys)
+        part = self._owners.part(namespace, tenant)
+        return self._leases.acquire(session, lease_id, part, keys, tail)
 
     def finalize(self, session: SessionId, lease_id: LeaseId) -> Acquisition:
         """End the wait of a lease: return the final answer, the prefix that is ready now.
@@ -318,6 +323,7 @@ class Catalog:
         keys: Sequence[ChunkKey],
         save: int,
         tenant: TenantId = NO_TENANT,
+        tail: int = 0,
     ) -> list[Grant | None]:
         """Reserve space for a tenant's consecutive chunks; `parent` is the key before the first.
 
@@ -329,11 +335,17 @@ class Catalog:
         promoted, or being written by another save; because this rank has already committed it; or
         because there is no space even after eviction, within the tenant's quota, or in places that
         all ranks of the session are ready for. An incomplete chunk of another save is dropped if no
-        member writes it any more. Raises `KVHavenError` for a member that is not a connected rank,
-        an unknown namespace, or a namespace other than the member's.
+        member writes it any more.
+
+        With `tail`, the chunks are tails, of which so many tokens are stored: they are not written
+        to tiers, are evicted before all full chunks of their size, and are dropped after
+        `tails.KEEP_S` seconds without use.
+
+        Raises `KVHavenError` for a member that is not a connected rank, an unknown namespace, or a
+        namespace other than the member's.
         """
         part = self._owners.part(namespace, tenant)
-        return self._reservations.reserve(member, part, parent, keys, save)
+        return self._reservations.reserve(member, part, parent, keys, save, tail)
 
     def commit(
         self, member: MemberId, key: ChunkKey, generation: int, checksums: Sequence[Checksum]
@@ -343,7 +355,7 @@ class Catalog:
         `checksums` are those of the shards that it was granted, in the order of their bits.
         """
         result, entry = self._reservations.commit(member, key, generation, checksums)
-        if entry is not None:
+        if entry is not None and not entry.tail:
             self._tiers.computed(entry)
         return result
 
@@ -357,8 +369,9 @@ class Catalog:
     # Tiers
 
     def tick(self, now: float) -> None:
-        """Set the time in seconds, by which cached lookup results of shared tiers expire."""
+        """Set the time in seconds, by which lookup results of shared tiers and tails expire."""
         self._tiers.tick(now)
+        self._space.tick(now)
 
     def tier_looked_up(
         self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None

@@ -45,7 +45,7 @@ class Listed(enum.IntEnum):
 class Tenant:
     """Usage of the arena by one tenant, and its quotas in the arena and in each local tier.
 
-    `orders` are the tenant's eviction policies by extent length, which apply when it has a quota.
+    `orders` are the tenant's eviction policies by `Entry.order`, which apply when it has a quota.
     It is None before the first quota.
     """
 
@@ -155,6 +155,7 @@ class Entry:
         "slab",
         "stamp",
         "state",
+        "tail",
         "writers",
         "writes",
     )
@@ -168,6 +169,7 @@ class Entry:
         extent: Extent,
         slab: SlabUse[Any],  # the allocator's slab type does not matter here
         state: State,
+        tail: int = 0,
     ) -> None:
         self.namespace = namespace
         self.holding = holding
@@ -176,6 +178,7 @@ class Entry:
         self.extent = extent
         self.slab = slab
         self.state = state
+        self.tail = tail  # stored tokens of an incomplete chunk at a prompt's end; 0: a full chunk
         self.bitmap = 0  # written shards; complete when resident
         self.checksums: list[Checksum | None] | tuple[Checksum, ...] = ()
         self.leases = 0
@@ -197,6 +200,11 @@ class Entry:
             self.fresh = False
             return Source.TIER
         return Source.MEMORY
+
+    @property
+    def order(self) -> int:
+        """The eviction order that it belongs to: one for each extent length, and one for tails."""
+        return -self.extent.length if self.tail else self.extent.length
 
     @property
     def pinned(self) -> bool:

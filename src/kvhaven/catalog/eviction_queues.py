@@ -9,7 +9,9 @@ from kvhaven.types import ChunkKey
 
 
 class EvictionQueues:
-    """Eviction policies: one per size class, and one per size class and tenant with a quota.
+    """Eviction policies by `Entry.order`: of all chunks, and of each tenant's with a quota.
+
+    The tails of a size class have an order of their own: they are evicted before its full chunks.
 
     A chunk of a tenant with a quota is in both. So quotas do not change the order of tenants
     without one, and the search for the next victim costs the same for any number of tenants. If a
@@ -18,12 +20,12 @@ class EvictionQueues:
     """
 
     def __init__(self, pattern: EvictionPolicy) -> None:
-        self.classes: dict[int, EvictionPolicy] = {}  # by extent length
+        self.classes: dict[int, EvictionPolicy] = {}  # by `Entry.order`
         self._pattern = pattern
 
-    def of(self, length: int) -> EvictionPolicy:
-        """Return the policy of a size class."""
-        return self._policy(self.classes, length)
+    def of(self, order: int) -> EvictionPolicy:
+        """Return the policy of an order (`Entry.order`)."""
+        return self._policy(self.classes, order)
 
     def walk(self) -> Iterator[Sequence[ChunkKey]]:
         """Yield all chunks in eviction order, in parts, one size after another.
@@ -36,7 +38,7 @@ class EvictionQueues:
 
     def added(self, entry: Entry) -> None:
         """Add a chunk that can be evicted from now on."""
-        self.of(entry.extent.length).added(entry.key)
+        self.of(entry.order).added(entry.key)
         entry.listed = Listed.CLASS
         self.join(entry)
 
@@ -44,21 +46,21 @@ class EvictionQueues:
         """Add a chunk that is in its class's order to its tenant's order too, if there is one."""
         orders = entry.namespace.tenant.orders
         if orders is not None and entry.listed is Listed.CLASS:
-            self._policy(orders, entry.extent.length).added(entry.key)
+            self._policy(orders, entry.order).added(entry.key)
             entry.listed = Listed.TENANT
 
     def touched(self, entries: Sequence[Entry]) -> None:
-        """Record one use of chunks of one namespace and tenant, given from tail to head."""
+        """Record one use of chunks of one order and tenant, given from tail to head."""
         keys = [entry.key for entry in entries]
-        self.of(entries[0].extent.length).touched(keys)
+        self.of(entries[0].order).touched(keys)
         own = self._own(entries)
         if own is not None:
             own.touched(keys)
 
     def arranged(self, entries: Sequence[Entry]) -> None:
-        """Put chunks of one namespace and tenant in order, from tail to head; this is not a use."""
+        """Put chunks of one order and tenant in order, from tail to head; this is not a use."""
         keys = [entry.key for entry in entries]
-        self.of(entries[0].extent.length).arranged(keys)
+        self.of(entries[0].order).arranged(keys)
         own = self._own(entries)
         if own is not None:
             own.arranged(keys)
@@ -80,19 +82,19 @@ class EvictionQueues:
             return None
         for entry in entries:
             self.join(entry)
-        return self._policy(orders, entries[0].extent.length)
+        return self._policy(orders, entries[0].order)
 
     def _leave(self, entry: Entry) -> tuple[EvictionPolicy, ...]:
         """Mark a chunk as not evictable; return the policies that contain it."""
-        length, listed = entry.extent.length, entry.listed
+        order, listed = entry.order, entry.listed
         entry.listed = Listed.NOT
         orders = entry.namespace.tenant.orders
         if listed is Listed.TENANT and orders is not None:
-            return self.of(length), self._policy(orders, length)
-        return (self.of(length),)
+            return self.of(order), self._policy(orders, order)
+        return (self.of(order),)
 
-    def _policy(self, orders: dict[int, EvictionPolicy], length: int) -> EvictionPolicy:
-        policy = orders.get(length)
+    def _policy(self, orders: dict[int, EvictionPolicy], order: int) -> EvictionPolicy:
+        policy = orders.get(order)
         if policy is None:
-            policy = orders[length] = self._pattern.fresh()
+            policy = orders[order] = self._pattern.fresh()
         return policy

@@ -156,12 +156,13 @@ class Leases:
         lease_id: LeaseId,
         namespace: NamespaceState,
         keys: Sequence[ChunkKey],
+        tail: ChunkKey | None = None,
     ) -> Acquisition:
         """Lease and promote; see `Catalog.acquire`."""
         home = self._sessions.session(session)
         lease = home.leases.get(lease_id)
         if lease is None:
-            lease = Lease(session, lease_id, namespace, keys)
+            lease = Lease(session, lease_id, namespace, keys, tail=tail)
             if len(home.leases) < MOST_LEASES:
                 self._grow(lease)
             if lease.slots or not lease.final:
@@ -337,6 +338,8 @@ class Leases:
         got = lease.passed + len(lease.slots) - first
         if end is _End.OTHER and got == len(piece) and first + got < len(keys):
             end = _End.PIECE
+        if lease.tail is not None and first + got == len(keys):
+            self._lease_tail(lease, lease.tail)
         # Chunks behind a gap are touched as well: a request is a use, even if it is not served.
         self._tiers.touch(piece[got - 1 :: -1] if end is _End.PIECE else piece[::-1])
         lease.limited = end is _End.LIMIT
@@ -379,6 +382,23 @@ class Leases:
         lease.slots += found
         lease.sources += sources
         return len(found)
+
+    def _lease_tail(self, lease: Lease, key: ChunkKey) -> None:
+        """Lease the tail behind a complete chain if it is resident; tiers have no tails."""
+        space, namespace, entry = self._space, lease.namespace, self._space.find(key)
+        if entry is None or not entry.tail or entry.state is not State.RESIDENT:
+            return
+        reach = self._sessions.reach(lease.session)
+        if entry.holding is not space.place.find(namespace) or not (
+            reach is None or within(entry.extent, reach)
+        ):
+            return
+        pinned = space.leased_bytes + space.promoting_bytes + namespace.extent_bytes
+        if entry.leases or pinned <= self.pin_limit:
+            space.lease(entry)
+            space.touch_tail(entry)
+            lease.slots.append(entry)
+            lease.sources.append(entry.take_source())
 
     def _promote(self, lease: Lease, first: int, keys: Sequence[ChunkKey]) -> _End:
         """Continue with chunks that are not all resident; `first` is the index of the first one."""
@@ -559,7 +579,7 @@ class Leases:
     def _note_final(lease: Lease) -> None:
         """Drop the requested keys of a final lease, which are not needed any more."""
         if lease.final:
-            lease.keys = ()
+            lease.keys, lease.tail = (), None
             lease.expected = False
 
     def _finalize(self, home: Session, lease: Lease) -> None:
@@ -577,7 +597,7 @@ class Leases:
             awaited = lease.waiting and lease.slots[lease.counted :]
             self.hits += new - sum(entry.key in lease.waiting for entry in awaited or ())
             lease.counted = len(lease.slots)
-        asked = len(lease.keys)
+        asked = len(lease.keys) + (lease.tail is not None)
         more = lease.growing or lease.lookups or (lease.limited and lease.waiting)
         if not more and lease.counted < asked:
             self.misses += asked - lease.counted

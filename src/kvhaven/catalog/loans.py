@@ -66,7 +66,8 @@ class Loans:
         entry, holding = self._space.find(key), self._space.place.find(part)
         if entry is None or holding is None or entry.holding is not holding:
             return None
-        return entry if entry.state is State.RESIDENT and not entry.corrupt else None
+        lendable = entry.state is State.RESIDENT and not entry.corrupt and not entry.tail
+        return entry if lendable else None
 
     def _fits(self, entry: Entry) -> bool:
         length, limit, space = entry.extent.length, self._pin_limit(), self._space

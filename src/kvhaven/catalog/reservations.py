@@ -47,6 +47,7 @@ class Reservations:
         parent: ChunkKey | None,
         keys: Sequence[ChunkKey],
         save: int,
+        tail: int = 0,
     ) -> list[Grant | None]:
         """Grant a member its part of the chunks; see `Catalog.reserve`."""
         member = self._sessions.rank(member_id)
@@ -63,7 +64,11 @@ class Reservations:
             grant = None
             if entry is None:
                 missing.setdefault(key, index)
-            elif entry.state is State.RESERVED and entry.namespace is namespace:
+            elif (
+                entry.state is State.RESERVED
+                and entry.namespace is namespace
+                and entry.tail == tail
+            ):
                 if entry.owner == owner:
                     grant = self._join(entry, member)
                 elif not entry.writers:
@@ -71,7 +76,7 @@ class Reservations:
                     missing.setdefault(key, index)
             grants.append(grant)
         if missing:
-            self._reserve_new(member, namespace, owner, [parent, *keys], missing, grants)
+            self._reserve_new(member, namespace, owner, [parent, *keys], missing, grants, tail)
         return grants
 
     def commit(
@@ -215,6 +220,7 @@ class Reservations:
         chain: Sequence[ChunkKey | None],
         missing: dict[ChunkKey, int],
         grants: list[Grant | None],
+        tail: int,
     ) -> None:
         """Reserve absent chunks from the head on; those without space stay None."""
         space = self._space
@@ -226,7 +232,9 @@ class Reservations:
         wanted = min(len(missing), _room(member))
         extents = space.allocate(namespace, wanted, self._sessions.reach(member.session))
         for (key, index), extent in zip(missing.items(), extents, strict=False):
-            entry = space.insert(namespace, key, chain[index], extent, State.RESERVED)
+            # Tails are evicted before all full chunks, so they need not keep their parents.
+            above = None if tail else chain[index]
+            entry = space.insert(namespace, key, above, extent, State.RESERVED, tail)
             entry.owner, entry.awaited = owner, ranks
             grants[index] = self._open(entry, member, member.shard_mask)
         for parent in parents:

@@ -11,6 +11,7 @@ from kvhaven.catalog.eviction_queues import EvictionQueues
 from kvhaven.catalog.holdings import Place, Scope
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.slabs import Slabs
+from kvhaven.catalog.tails import TailAges
 from kvhaven.catalog.tier_spec import MEMORY
 from kvhaven.catalog.work import Job, Work, consume
 from kvhaven.errors import ArenaError
@@ -49,6 +50,7 @@ class ResidentChunks(Generic[S]):
         self.quota_evictions = 0  # evictions for a tenant's quota
         self.quota_refusals = 0  # chunks that a tenant's quota had no room for
         self.orders = EvictionQueues(policy)
+        self.tails = TailAges()
         self.over: dict[Tenant, None] = {}  # tenants above a lowered quota
         self._work = work
         self._patience = 0  # chunks that searches of this event may still pass over
@@ -70,12 +72,25 @@ class ResidentChunks(Generic[S]):
         return None if slab is None else slab.entries.get(extent.generation)
 
     def find(self, key: ChunkKey) -> Entry | None:
-        """Return the visible chunk with this key; a cleared one is retired first."""
+        """Return the visible chunk with this key; a cleared or expired one is retired first."""
         entry = self.entries.stripes[key[0]].get(key)
-        if entry is not None and entry.holding.cleared:
+        if entry is not None and (entry.holding.cleared or self._is_over(entry)):
             self.retire(entry)
             return None
         return entry
+
+    def tick(self, now: float) -> None:
+        """Set the time in seconds, and retire some of the tails that have expired."""
+        self.tails.tick(now)
+        for _ in range(self._work.pace.heavy):
+            key = self.tails.oldest_expired()
+            if key is None:
+                return
+            entry = self.entries[key]
+            if entry.pinned:
+                self.tails.used(key)
+            else:
+                self.retire(entry)
 
     def allocate(
         self, namespace: NamespaceState, count: int, reach: Reach | None = None
@@ -129,11 +144,12 @@ class ResidentChunks(Generic[S]):
         parent: ChunkKey | None,
         extent: Extent,
         state: State,
+        tail: int = 0,
     ) -> Entry:
-        """Add a chunk that is reserved or promoted."""
+        """Add a chunk that is reserved or promoted, or a tail of so many stored tokens."""
         holding = self.place.holding(namespace)
         slab = self.slabs.enter(self.allocator.slab_of(extent), extent.length)
-        entry = Entry(namespace, holding, key, parent, extent, slab, state)
+        entry = Entry(namespace, holding, key, parent, extent, slab, state, tail)
         entry.checksums = [None] * namespace.shards
         slab.entries[extent.generation] = entry
         self.last_generation = max(self.last_generation, extent.generation)
@@ -183,7 +199,7 @@ class ResidentChunks(Generic[S]):
         self.place.count(entry.holding, 1, entry.extent.length)
         self.list(entry)
         # If it has a child in the arena, publishing the child puts the chain in order.
-        if not entry.children:
+        if not (entry.children or entry.tail):
             self.arrange([e for e in self.chain(entry) if e.listed])
 
     def list(self, entry: Entry) -> None:
@@ -192,12 +208,20 @@ class ResidentChunks(Generic[S]):
             entry.stamp = self._clock
             self.slabs.use(entry.slab, self._clock)
             self.orders.added(entry)
+        if entry.tail:
+            self.tails.used(entry.key)
 
     def touch(self, entries: Sequence[Entry]) -> None:
-        """Record a use of resident chunks of one namespace, given from head to tail."""
+        """Record a use of resident full chunks of one namespace, given from head to tail."""
         if entries:
             self._stamp(entries)
             self.orders.touched(entries[::-1])
+
+    def touch_tail(self, entry: Entry) -> None:
+        """Record a use of a resident tail."""
+        self._stamp([entry])
+        self.orders.touched([entry])
+        self.tails.used(entry.key)
 
     def arrange(self, entries: Sequence[Entry]) -> None:
         """Put resident chunks of one namespace in order, given from tail to head; not a use."""
@@ -351,20 +375,25 @@ class ResidentChunks(Generic[S]):
         self.quota_refusals += count - allowed
         return allowed
 
+    def _is_over(self, entry: Entry) -> bool:
+        """Return whether a chunk is a tail that has expired and is not in use."""
+        return entry.tail > 0 and self.tails.expired(entry.key) and not entry.pinned
+
     def _shrink(self, tenant: Tenant, most_bytes: int, most_chunks: int) -> None:
         """Evict a tenant's chunks down to `most_bytes`, as far as they are evictable.
 
-        Victims are those that the policy proposes; among several size classes, the class with the
-        least recently used one. Evicts at most `most_chunks`.
+        Victims are those that the policy proposes: tails first, then among several size classes
+        those of the class with the least recently used one. Evicts at most `most_chunks`.
         """
         orders = tenant.orders or {}
         while most_chunks > 0 and (excess := tenant.memory_bytes - most_bytes) > 0:
             oldest = [e for policy in orders.values() if (e := self._oldest(policy)) is not None]
             if not oldest:
                 return
-            length = min(oldest, key=lambda entry: entry.stamp).extent.length
-            count = 1 if len(orders) > 1 else min(most_chunks, -(-excess // length))
-            evicted = self._evict_some(orders[length], count)
+            victim = min(oldest, key=lambda entry: (not entry.tail, entry.stamp))
+            wanted = -(-excess // victim.extent.length)
+            count = 1 if len(orders) > 1 else min(most_chunks, wanted)
+            evicted = self._evict_some(orders[victim.order], count)
             self.quota_evictions += evicted
             if not evicted:
                 return
@@ -376,6 +405,8 @@ class ResidentChunks(Generic[S]):
             self.place.count(entry.holding, -1, -length)
         elif entry.state is State.RESERVED:
             self.reserved_bytes -= length
+        if entry.tail:
+            self.tails.drop(key)
         del self.entries.stripes[key[0]][key]
         if entry.children:
             self.orphans[key] = entry.children
@@ -387,12 +418,14 @@ class ResidentChunks(Generic[S]):
     def _make_room(self, length: int, count: int) -> bool:
         """Free up to `count` extents of a size class; return False if none could be freed.
 
-        A class evicts its own oldest chunks. Another class gives up slabs if this class has nothing
-        to evict, or if these slabs are colder throughout than this class's victim. Otherwise the
-        first model to fill the arena would keep out all later ones.
+        A class evicts its own tails, then its own oldest chunks. Another class gives up slabs if
+        this class has nothing to evict, or if these slabs are colder throughout than this class's
+        victim. Otherwise the first model to fill the arena would keep out all later ones.
         """
         if not self.allocator.fits(length):
             return False
+        if self.tails and self._evict_some(self.orders.of(-length), count):
+            return True
         policy = self.orders.of(length)
         oldest = self._oldest(policy)
         if self._empty_slabs(length, None if oldest is None else oldest.stamp):

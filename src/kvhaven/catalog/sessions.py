@@ -53,6 +53,7 @@ class Lease:
         "session",
         "slots",
         "sources",
+        "tail",
         "waiting",
     )
 
@@ -63,6 +64,7 @@ class Lease:
         namespace: NamespaceState,
         keys: Sequence[ChunkKey],
         *,
+        tail: ChunkKey | None = None,
         prefetch: bool = False,
     ) -> None:
         self.session = session  # the id, because the object would form a cycle
@@ -74,6 +76,7 @@ class Lease:
         self.growing = False
         self.namespace = namespace
         self.keys = keys  # requested chunks, until the lease is final
+        self.tail = tail  # the requested tail behind them
         self.prefetch = prefetch  # without an owner: it pins no chunk for long
         self.passed = 0  # of a prefetch: chunks before its slots
         self.expected = False  # the last answer to its scheduler was not final

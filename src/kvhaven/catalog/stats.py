@@ -132,6 +132,8 @@ class CatalogStats(msgspec.Struct, frozen=True):
     """The `MOST_TENANTS` tenants with the most bytes."""
     more_tenants: int = 0
     """Number of other tenants with any bytes."""
+    tails: int = 0
+    """Incomplete chunks at the ends of prompts, among the resident chunks."""
 
 
 _PIECE = 64
@@ -173,6 +175,7 @@ def collect(
         used_bytes=space.allocator.used_bytes,
         pin_limit_bytes=leases.pin_limit,
         resident_chunks=sum(shelf.chunks for shelf in space.place.shelves.values()),
+        tails=len(space.tails),
         leases=sum(len(s.leases) for s in sessions.sessions.values()),
         leased_bytes=space.leased_bytes,
         promoting_bytes=space.promoting_bytes,

@@ -136,7 +136,7 @@ class Tiers:
         """
         if not self._patient:
             return
-        for entry in [entry for entry in entries if not entry.reused]:
+        for entry in [entry for entry in entries if not (entry.reused or entry.tail)]:
             if entry.state is State.RESIDENT:
                 entry.reused = True
                 for writes in self._patient:

@@ -201,11 +201,13 @@ class RankClient:
         keys: Sequence[ChunkKey],
         save: int,
         tenant: TenantId = NO_TENANT,
+        tail: int = 0,
     ) -> Reservation | None:
         """Request space for a tenant's consecutive chunks; None if the service is away or slow.
 
         Chunks beyond the first `MOST_ITEMS` get none. `save` is the number of the save, the same on
-        all ranks and unique to it. Once a second, a slow service gets an empty request, to see
+        all ranks and unique to it. With `tail`, the chunks are tails, of which so many tokens are
+        stored. Once a second, a slow service gets an empty request, to see
         whether it has recovered.
         """
         now = time.monotonic()
@@ -216,7 +218,7 @@ class RankClient:
             self._ask(Reserve(0, b"", b"", save), (), now)
             return None
         wanted = b"".join(keys[:MOST_ITEMS])
-        return self._ask(Reserve(0, parent or b"", wanted, save, tenant), keys, now)
+        return self._ask(Reserve(0, parent or b"", wanted, save, tenant, tail), keys, now)
 
     def grants(self, reservation: Reservation, deadline: float) -> list[RankGrant | None]:
         """Wait for an answer until `deadline` (`time.monotonic`); without one, return no grants.

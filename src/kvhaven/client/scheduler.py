@@ -53,6 +53,8 @@ class LeasedChunks(msgspec.Struct, frozen=True):
     sources: bytes
     offsets: tuple[int, ...]
     """Bytes from an extent's start to each rank's first shard; the rank's other shards follow."""
+    tail: bool = False
+    """Whether the last chunk is the tail that was asked for."""
 
 
 class Outcome(enum.Enum):
@@ -65,10 +67,11 @@ class Outcome(enum.Enum):
 class _Question:
     """The state of one lookup."""
 
-    __slots__ = ("answered", "asked", "lease", "patience_s", "promoting")
+    __slots__ = ("answered", "asked", "chunks", "lease", "patience_s", "promoting")
 
-    def __init__(self, asked: float, patience_s: float) -> None:
+    def __init__(self, asked: float, chunks: int, patience_s: float) -> None:
         self.asked = asked
+        self.chunks = chunks  # without the tail
         self.patience_s = patience_s
         self.answered = False
         self.promoting = False
@@ -170,12 +173,15 @@ class SchedulerClient:
         self,
         keys: Sequence[ChunkKey],
         tenant: TenantId = NO_TENANT,
+        tail: ChunkKey | None = None,
         promote_s: float | None = None,
     ) -> int | None:
         """Request a lease on the longest prefix of a tenant's `keys`; return its lease id.
 
-        The answer may wait `promote_s` seconds for promotions (None: `promote_deadline_s`). Returns
-        None, an immediate miss, if the service is away or slow. Once a second, one request
+        `tail` is the key of the tail behind them; it is leased if all of `keys` are. The answer may
+        wait `promote_s` seconds for promotions (None: `promote_deadline_s`).
+
+        Returns None, an immediate miss, if the service is away or slow. Once a second, one request
         still goes to a slow service, to see whether it has recovered.
         """
         now = self._clock()
@@ -187,8 +193,8 @@ class SchedulerClient:
         lease_id = next(self._lease_ids)
         patience_s = self._promote_deadline_s if promote_s is None else promote_s
         with self._lock:
-            self._questions[lease_id] = _Question(now, patience_s)
-        if not self._post_question(lease_id, keys, tenant, patience_s):
+            self._questions[lease_id] = _Question(now, len(keys), patience_s)
+        if not self._post_question(lease_id, keys, tenant, tail, patience_s):
             with self._lock:
                 self._questions.pop(lease_id, None)
             return None
@@ -298,6 +304,7 @@ class SchedulerClient:
                         message.extents,
                         message.sources,
                         self._offsets,
+                        len(message.extents) > question.chunks,
                     )
                     if message.extents
                     else None
@@ -321,16 +328,22 @@ class SchedulerClient:
     # --- helpers ----------------------------------------------------------------------------
 
     def _post_question(
-        self, lease_id: int, keys: Sequence[ChunkKey], tenant: TenantId, patience_s: float
+        self,
+        lease_id: int,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId,
+        tail: ChunkKey | None,
+        patience_s: float,
     ) -> bool:
-        wait_ms = int(patience_s * 1000)
-        return self._link.post(Acquire(lease_id, b"".join(keys[:MOST_KEYS]), wait_ms, tenant))
+        behind = tail if tail is not None and len(keys) <= MOST_KEYS else b""
+        wanted, wait_ms = b"".join(keys[:MOST_KEYS]), int(patience_s * 1000)
+        return self._link.post(Acquire(lease_id, wanted, wait_ms, tenant, behind))
 
     def _probe(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
         lease_id = next(self._lease_ids)
         with self._lock:
             self._note_late(lease_id, now)
-        if self._post_question(lease_id, keys[:1], tenant, self._promote_deadline_s):
+        if self._post_question(lease_id, keys[:1], tenant, None, self._promote_deadline_s):
             self._post_release([lease_id])
 
     def _note_late(self, lease_id: int, asked: float) -> None:

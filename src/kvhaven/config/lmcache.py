@@ -55,6 +55,10 @@ TAKEN = {
     "s3_endpoint_url": Taken("s3_endpoint_url"),
     "cache_policy": Taken("cache_policy", "the disk tier always uses LRU"),
     "save_decode_cache": Taken("save_decode_cache"),
+    "save_unfull_chunk": Taken(
+        "pd_tail",
+        "applies to the end of prompts only: kept in memory for 60 s, never written to tiers",
+    ),
     "priority_limit": Taken("priority_limit"),
     "enable_kv_events": Taken("kv_events", "enabled by default"),
     "force_skip_save": Taken(
@@ -98,10 +102,6 @@ NOT_TAKEN = (
         "only prefixes are reused; blending of chunks is not supported yet",
     ),
     Left(("use_layerwise",), "layers are not loaded one by one; load_mode sets when loads run"),
-    Left(
-        ("save_unfull_chunk",),
-        "incomplete chunks are not saved; a smaller chunk_size loses fewer tokens",
-    ),
     Left(
         ("gds_*", "use_gds", "weka_path", "maru_*"),
         "this tier is not supported; local_disk uses direct I/O if available (disk_direct_io)",

@@ -215,8 +215,8 @@ _SERVICE_ONLY = (
 )
 _NOT_YET: dict[tuple[str, object], str] = {
     ("discard_partial_chunks", False): (
-        "incomplete chunks are not supported yet; omit the setting, and set a smaller chunk_size "
-        "to lose fewer tokens at a prompt's end"
+        "incomplete chunks are not stored in tiers; omit the setting, and set pd_tail to keep them "
+        "in memory, or a smaller chunk_size to lose fewer tokens at a prompt's end"
     ),
     ("local_cpu", False): (
         "every chunk passes through host memory, so it cannot be disabled; to use little memory "

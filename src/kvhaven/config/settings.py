@@ -33,10 +33,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 256
     discard_partial_chunks: Annotated[
-        bool, setting("Discard the incomplete chunk at a prompt's end. Cannot be disabled.", "true")
+        bool,
+        setting(
+            "Do not store the incomplete chunk at a prompt's end in tiers. Cannot be disabled "
+            "(pd_tail keeps it in memory).",
+            "true",
+        ),
     ] = True
     save_decode_cache: Annotated[
         bool, switch("Also save the KV of generated tokens, not only of prompts.")
+    ] = False
+    pd_tail: Annotated[
+        bool,
+        switch(
+            "Also keep the incomplete chunk at a prompt's end (the tail) in host memory for 60 s, "
+            "for exact repeats of the prompt."
+        ),
     ] = False
     device: Annotated[
         str,

@@ -141,7 +141,7 @@ class _HeadCopier:
 
     Both are strided arrays of the same dimensions. Native code copies some layers of all blocks
     with one call (`native`); without it, numpy copies one block per assignment. Neither holds the
-    GIL.
+    GIL. Of a tail's last block, only the tail's tokens are copied.
     """
 
     def __init__(self, layout: PortableLayout) -> None:
@@ -153,7 +153,6 @@ class _HeadCopier:
         """Copy one chunk to host memory and return the checksum of each head's shard."""
         layout = self._layout
         ids = kernel_blocks(blocks, layout.geometry.kernel_blocks)
-        moves = [(block, position) for position, block in enumerate(ids)]
         stride = layout.shard_stride(len(blocks))
         shards = [target + head * stride for head in range(layout.shards)]
         layer_bytes = layout.shard_bytes(len(blocks)) // self._layers
@@ -161,8 +160,10 @@ class _HeadCopier:
         step = max(1, HASH_BYTES // layer_bytes)
         for first in range(0, self._layers, step):
             last = min(first + step, self._layers)
-            for pairs in self._arrays(len(blocks), target, first, last):
-                _copy(pairs, moves)
+            for run in self._runs(len(ids)):
+                moves = [(ids[run.first + at], at) for at in range(run.blocks)]
+                for pairs in self._arrays(run, len(blocks), target, first, last):
+                    _copy(pairs, moves)
             for shard, digest in zip(shards, digests, strict=True):
                 start = shard + first * layer_bytes
                 digest.update(bytes_at(start, (last - first) * layer_bytes).data)
@@ -171,43 +172,65 @@ class _HeadCopier:
     def load(self, blocks: Sequence[int], source: int) -> None:
         """Copy one chunk's blocks to the KV tensors, except those with the id `SKIP`."""
         ids = kernel_blocks(blocks, self._layout.geometry.kernel_blocks)
-        moves = [(position, block) for position, block in enumerate(ids) if block != SKIP]
-        for pairs in self._arrays(len(blocks), source, 0, self._layers):
-            _copy([(host, kv) for kv, host in pairs], moves)
+        for run in self._runs(len(ids)):
+            there = [(at, ids[run.first + at]) for at in range(run.blocks)]
+            moves = [(at, block) for at, block in there if block != SKIP]
+            for pairs in self._arrays(run, len(blocks), source, 0, self._layers):
+                _copy([(host, kv) for kv, host in pairs], moves)
+
+    def _runs(self, blocks: int) -> list["_Run"]:
+        """Return the kernel blocks of a chunk in runs, of which equally many tokens are copied."""
+        size, tail = self._layout.geometry.kernel_block_size, self._layout.tail
+        if not tail:
+            return [_Run(0, blocks, size)]
+        full, rest = divmod(tail, size)
+        runs = [_Run(0, full, size), _Run(full, 1, rest)]
+        return [run for run in runs if run.blocks and run.tokens]
 
     def _arrays(
-        self, blocks: int, host: int, first: int, last: int
+        self, run: "_Run", blocks: int, host: int, first: int, last: int
     ) -> Iterable[list[tuple[_Array, _Array]]]:
-        """Return KV and host memory of a range of layers, in lists of pairs with the same layers.
+        """Return KV and host memory of a run in some layers, in lists of pairs with equal layers.
 
         The first index of the KV is the block's id, that of the host memory its position in the
-        chunk.
+        run.
         """
         found: dict[tuple[int, int], list[tuple[_Array, _Array]]] = {}
         layout, geometry = self._layout, self._layout.geometry
-        tokens, positions = geometry.kernel_block_size, blocks * geometry.kernel_blocks
+        size = geometry.kernel_block_size
+        tokens = layout.tail or blocks * geometry.kernel_blocks * size
         layer_bytes = layout.shard_bytes(blocks) // self._layers
         for stack in self._stacks:
             low, high = max(first, stack.first), min(last, stack.first + stack.kv.shape[2])
             if low >= high:
                 continue
             row = stack.row_bytes
+            start = host + low * layer_bytes + stack.before * tokens + run.first * size * row
+            _, _, _, planes, _, items = stack.kv.shape
             host_phlctd = array_at(
-                host + low * layer_bytes + stack.before * positions * tokens,
+                start,
                 stack.kv.dtype.str,
-                (positions, layout.heads, high - low, *stack.kv.shape[3:]),
+                (run.blocks, layout.heads, high - low, planes, run.tokens, items),
                 (
-                    tokens * row,
+                    size * row,
                     layout.shard_stride(blocks),
                     layer_bytes,
-                    positions * tokens * row,
+                    tokens * row,
                     row,
                     stack.kv.itemsize,
                 ),
             )
-            kv = stack.kv[:, :, low - stack.first : high - stack.first]
+            kv = stack.kv[:, :, low - stack.first : high - stack.first, :, : run.tokens]
             found.setdefault((low, high), []).append((kv, host_phlctd))
         return found.values()
+
+
+class _Run(NamedTuple):
+    """Consecutive kernel blocks of a chunk, and how many tokens are copied of each."""
+
+    first: int
+    blocks: int
+    tokens: int
 
 
 def _copy(pairs: Sequence[tuple[_Array, _Array]], moves: Sequence[tuple[int, int]]) -> None:

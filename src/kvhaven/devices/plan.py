@@ -15,7 +15,7 @@ import xxhash
 
 from kvhaven.devices.base import SKIP
 from kvhaven.errors import LayoutError
-from kvhaven.layouts import Layout
+from kvhaven.layouts import Layout, PortableLayout
 from kvhaven.layouts.base import IntArray
 from kvhaven.types import Checksum
 
@@ -98,6 +98,13 @@ def check_copy(
             f"copy: {len(blocks)} chunks, but {len(addresses)} host addresses; expected one each"
         )
     chunks = Chunks.of(blocks, addresses)
+    if isinstance(layout, PortableLayout) and layout.tail:
+        needed = -(-layout.tail // layout.block_size)
+        if (chunks.counts != needed).any():
+            raise LayoutError(
+                f"copy: a tail of {layout.tail} tokens in {chunks.counts.tolist()} blocks; "
+                f"expected {needed}"
+            )
     if not chunks.counts.all():
         raise LayoutError("copy: a chunk without blocks; expected at least one block a chunk")
     if len(chunks):

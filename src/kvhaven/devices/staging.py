@@ -88,8 +88,12 @@ class Piece:
         places = np.where(kept, np.cumsum(kept) - 1, SKIP)
         self.places = Chunks(places, chunks.counts, chunks.hosts).lists()
         self._pool = pool
-        self._buffer = pool.take(paged_of(layout).payload_bytes(max(1, len(self._blocks))))
+        size = paged_of(layout).payload_bytes(max(1, len(self._blocks)))
+        self._buffer = pool.take(size)
         try:
+            if isinstance(layout, PortableLayout) and layout.tail:
+                # Whole blocks go to the device, and bytes left behind may be NaNs.
+                self._buffer[:size].zero_()
             self.layout = staged(layout, self._buffer, len(self._blocks))
         except BaseException:  # after any error, the buffer must not be lost
             self.give_back()
@@ -134,7 +138,8 @@ def staged(layout: Layout, buffer: torch.Tensor, blocks: int) -> Layout:
         tuple(_moved(plane, paged.layers, there, geometry.kernel_blocks, buffer) for plane in layer)
         for layer in geometry.layers
     )
-    return PortableLayout(there, HeadGeometry(planes, geometry.kernel_blocks))
+    moved = HeadGeometry(planes, geometry.kernel_blocks)
+    return replace(layout, paged=there, geometry=moved)
 
 
 def _moved(

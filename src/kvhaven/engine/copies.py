@@ -5,10 +5,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvhaven.devices.base import CopyJob
+from kvhaven.types import Checksum
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +20,36 @@ LOST_S = 2 * COPY_DEADLINE_S
 """Duration after which a failed copy that has not ended counts as lost, with its device."""
 
 _LOOK_AGAIN_S = 1.0
+
+
+class JoinedCopy:
+    """Several copies as one `CopyJob`: it ends with the last, with the first part's error."""
+
+    def __init__(self, parts: Sequence[CopyJob]) -> None:
+        self.parts = parts
+
+    @property
+    def error(self) -> str:
+        """Reason of the first failure; empty if there was none."""
+        return next((part.error for part in self.parts if part.error), "")
+
+    @property
+    def checksums(self) -> Sequence[Checksum]:
+        """The checksums of all parts, in order."""
+        return [checksum for part in self.parts for checksum in part.checksums]
+
+    def done(self) -> bool:
+        """Return whether all parts have ended."""
+        return all(part.done() for part in self.parts)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block this thread until `done`, for at most `timeout_s` seconds; return `done`."""
+        return all_ended(self.parts, time.monotonic() + timeout_s)
+
+
+def parts_of(copy: CopyJob) -> Sequence[CopyJob]:
+    """Return the copies of the device that a copy consists of: usually itself."""
+    return copy.parts if isinstance(copy, JoinedCopy) else (copy,)
 
 
 def all_ended(copies: Iterable[CopyJob], deadline: float) -> bool:

@@ -17,6 +17,8 @@ class LoadJob:
     `service`. `shard_offsets[rank]` is the offset of a rank's first shard in the extent; its
     other shards follow. The KV was computed with `adapter`, if any. A job without places could
     not be planned: its blocks are reported as failed, so that the engine does not use them.
+
+    With `tail`, the last chunk is a tail of so many tokens, with as many blocks as these need.
     """
 
     request_id: str
@@ -27,6 +29,7 @@ class LoadJob:
     blocks: tuple[tuple[tuple[int, ...], ...], ...]
     asynchronous: bool
     adapter: AdapterUse | None = None
+    tail: int = 0
 
     @property
     def written(self) -> set[int]:
@@ -40,7 +43,8 @@ class SaveJob:
 
     An engine uses each `id` once: all shards of a chunk come from one job. `parent` is the key
     before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`. The chunks belong to
-    `tenant` and were computed with `adapter`, if any.
+    `tenant` and were computed with `adapter`, if any. With `tail`, the only chunk is a tail of so
+    many tokens.
     """
 
     id: int
@@ -49,6 +53,7 @@ class SaveJob:
     blocks: tuple[tuple[tuple[int, ...], ...], ...]
     tenant: TenantId = NO_TENANT
     adapter: AdapterUse | None = None
+    tail: int = 0
 
 
 @dataclass

@@ -3,12 +3,19 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvhaven.client.rank import RankClient
-from kvhaven.devices.base import CopyJob, Device
-from kvhaven.engine.copies import COPY_DEADLINE_S, LOST_S, CopyWatch, all_ended
+from kvhaven.devices.base import CopyJob, Device, FinishedCopy
+from kvhaven.engine.copies import (
+    COPY_DEADLINE_S,
+    LOST_S,
+    CopyWatch,
+    JoinedCopy,
+    all_ended,
+    parts_of,
+)
 from kvhaven.engine.jobs import LoadJob
 from kvhaven.engine.loaded_model import LoadedModel
 from kvhaven.engine.stats import Stats
@@ -49,6 +56,7 @@ class Loader:
         rank: int,
         stats: Stats,
         model: LoadedModel,
+        chunk_size: int,
         *,
         heard: bool = True,
     ) -> None:
@@ -59,6 +67,7 @@ class Loader:
         self._rank = rank
         self._stats = stats
         self._model = model
+        self._chunk_size = chunk_size
         self._heard = heard
         self._running: list[_Load] = []
         self._lost: list[CopyJob] = []
@@ -86,8 +95,7 @@ class Loader:
         """Start a load, or fail it. The forward waits for synchronous loads."""
         begun = time.perf_counter()
         try:
-            sources = self._sources(job)
-            copy = self._device.load(self.layout, job.blocks[0], sources)
+            copy = self._copy(job, self._sources(job))
         except Exception as error:  # noqa: BLE001 - a promised load is done, or reported
             self._client.loaded([job.lease_id], job.service)  # no copy was started
             self.fail(job, repr(error))
@@ -161,10 +169,30 @@ class Loader:
         self.poll()
         return ended and all(copy.done() for copy in self._lost)
 
+    def _copy(self, job: LoadJob, sources: Sequence[int]) -> CopyJob:
+        """Submit a load's copies: of its full chunks, and of its tail. Raises if none was begun."""
+        blocks = job.blocks[0]
+        if not job.tail:
+            return self._device.load(self.layout, blocks, sources)
+        of_tail = self.layout.of_tail(job.tail, self._chunk_size)
+        parts = [(self.layout, blocks[:-1], sources[:-1]), (of_tail, blocks[-1:], sources[-1:])]
+        copies: list[CopyJob] = []
+        for layout, chunks, places in parts:
+            if not places:
+                continue
+            try:
+                copies.append(self._device.load(layout, chunks, places))
+            except Exception as error:
+                if not copies:
+                    raise
+                copies.append(FinishedCopy(error=repr(error)))
+        return JoinedCopy(copies)
+
     def _order(self, load: _Load) -> None:
         """Make the forward wait for a load's copy; if the device cannot, wait here."""
         try:
-            self._device.forward_waits(load.copy)
+            for part in parts_of(load.copy):
+                self._device.forward_waits(part)
         except Exception:  # a driver may raise anything; the forward must not start first
             logger.exception(
                 "request %s: the forward cannot wait for its load, so the worker waits",

@@ -50,18 +50,19 @@ class Lookups:
     def lease(self, state: RequestState) -> LeasedChunks | Outcome:
         """Return the lease on the chunks after the computed tokens; request it if necessary."""
         keys, first = state.chain.keys, state.computed // state.chunk_size
-        if self.gained_tokens(state, len(keys)) <= 0:
+        if self.gained_tokens(state, len(keys), has_tail=state.tail is not None) <= 0:
             return Outcome.MISS
-        if self._another_loads(state, keys[first]):
+        missing = keys[first] if first < len(keys) else state.tail
+        if missing is not None and self._another_loads(state, missing):
             return Outcome.PENDING
         if state.lease_id is not None and state.lease_start > first:
             self.drop(state)
         if state.lease_id is None:
             if self._clock() < state.ask_after:
                 return Outcome.MISS
-            awaited = state.request.transfer.awaited
+            awaited_s = self._awaited_s if state.request.transfer.awaited else None
             state.lease_id = self._client.ask(
-                keys[first:], state.chain.tenant, self._awaited_s if awaited else None
+                keys[first:], state.chain.tenant, state.tail, awaited_s
             )
             state.lease_start = first
         answer = Outcome.MISS if state.lease_id is None else self._look_up(state.lease_id)
@@ -70,16 +71,21 @@ class Lookups:
             state.ask_after = self._clock() + _ASK_AGAIN_S
         return answer
 
-    def gained_tokens(self, state: RequestState, chunks: int) -> int:
+    def gained_tokens(self, state: RequestState, chunks: int, *, has_tail: bool = False) -> int:
         """Return the number of tokens that the first `chunks` chunks add to the computed ones.
 
-        If loads are synchronous, the last token is not loaded: the engine needs its logits.
+        `has_tail`: the last of the request's tokens are a tail that can be loaded, too. If loads
+        are synchronous, the last token is not loaded: the engine needs its logits. The last token
+        alone is never loaded: the engine computes it in any case, and vLLM would look up a prompt
+        of one token again and again.
         """
         tokens = int(state.request.num_tokens)
-        end = min(chunks * state.chunk_size, tokens)
+        end = tokens if has_tail else min(chunks * state.chunk_size, tokens)
         spare = self._spare_tokens
         if end == tokens and not self._asynchronous:
             spare = max(spare, 1)
+        if end == tokens and state.computed == tokens - 1:
+            return 0
         return end - spare - state.computed
 
     def take(self, state: RequestState, offer: PendingLoad) -> None:
@@ -89,6 +95,8 @@ class Lookups:
         if self._shared:
             name, size = state.request.request_id, offer.chunk_size
             keys = state.chain.keys[offer.start // size : -(-offer.end // size)]
+            if offer.tail and state.tail is not None:
+                keys = [*keys, state.tail]
             self._keys_loading[name] = keys
             self._loading.update(dict.fromkeys(keys, name))
 

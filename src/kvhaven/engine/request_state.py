@@ -11,6 +11,7 @@ from kvhaven.engine.jobs import LoadJob
 from kvhaven.engine.requests import NOTHING, EngineRequest, KnownExtras, Media, PendingExtras
 from kvhaven.errors import KVHavenError
 from kvhaven.keys import KeyChain
+from kvhaven.types import ChunkKey
 
 NO_TURN: Final = object()
 """The turn of a request whose keys have not been computed yet."""
@@ -20,7 +21,8 @@ NO_TURN: Final = object()
 class PendingLoad:
     """Load that was offered to the engine: a lease on chunks with tokens `start` to `end`.
 
-    `first_chunk` is the index, in the request's key chain, of the lease's first chunk.
+    `first_chunk` is the index, in the request's key chain, of the lease's first chunk. `tail` is
+    the number of tokens of the tail behind the chain, if it is leased; else 0.
     """
 
     lease: LeasedChunks
@@ -28,11 +30,12 @@ class PendingLoad:
     start: int
     end: int
     chunk_size: int
+    tail: int = 0
 
     @property
     def end_chunk(self) -> int:
-        """The index of the chunk after the lease's last one."""
-        return self.first_chunk + len(self.lease.extents)
+        """The index of the chunk after the lease's last full one."""
+        return self.first_chunk + len(self.lease.extents) - bool(self.tail)
 
 
 class RequestState:
@@ -60,6 +63,10 @@ class RequestState:
         self.planned_chunks = 0
         self.announced = False
         """Whether its chunks were announced to another node."""
+        self.planned_tail = False
+        """Whether the tail of its prompt has a planned save or needs none."""
+        self.tail: ChunkKey | None = None
+        """The tail that its lookup asks for, behind all full chunks."""
         self.counted = False
         """Whether its lookup is in the statistics; each request counts once."""
         self.computed = 0
@@ -104,6 +111,7 @@ class RequestState:
             same = next((i for i, (old, new) in pairs if old != new), len(self._chain.keys))
             self.planned_chunks = min(self.planned_chunks, same, len(before))
         self.pending = self.pending_since = None
+        self.planned_tail = False
         self.permissions = self.wanted
 
     def extend_keys(self, tokens: int) -> None:
@@ -115,6 +123,16 @@ class RequestState:
             ids = self.request.tokens
             self.chain.extend(ids if tokens == len(ids) else ids[:tokens])
 
+    def tail_key(self, end: int) -> ChunkKey | None:
+        """Return the key of the tail of the first `end` tokens; None if a full chunk ends there.
+
+        Raises `KeyInputError` if the tokens cannot be hashed.
+        """
+        if not end % self.chunk_size:
+            return None
+        self.extend_keys(end)
+        return self.chain.tail_key(self.request.tokens, end)
+
     def replace_blocks(self, blocks: Sequence[Sequence[int]]) -> None:
         """Replace the block ids, after the request was admitted or resumed."""
         self.blocks = [list(group) for group in blocks]
@@ -124,19 +142,22 @@ class RequestState:
         for present, added in zip(self.blocks, blocks, strict=True):
             present.extend(added)
 
-    def chunk_blocks(self, chunk: int, block_sizes: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the block ids of a chunk for each group.
+    def chunk_blocks(
+        self, chunk: int, block_sizes: Sequence[int], tail: int = 0
+    ) -> list[tuple[int, ...]]:
+        """Return the block ids of a chunk for each group; with `tail`, of its first `tail` tokens.
 
         Raises `KVHavenError` if the engine did not report all of them.
         """
         result = []
         for group, size in zip(self.blocks, block_sizes, strict=True):
-            per_chunk = self.chunk_size // size
-            blocks = tuple(group[chunk * per_chunk : (chunk + 1) * per_chunk])
-            if len(blocks) < per_chunk:
+            first = chunk * (self.chunk_size // size)
+            wanted = -(-(tail or self.chunk_size) // size)
+            blocks = tuple(group[first : first + wanted])
+            if len(blocks) < wanted:
                 raise KVHavenError(
                     f"request {self.request.request_id}: block ids of chunk {chunk} are missing "
-                    f"(got {len(blocks)}); expected {per_chunk}, as the chunk is complete"
+                    f"(got {len(blocks)}); expected {wanted}, as the chunk is complete"
                 )
             result.append(blocks)
         return result

@@ -58,6 +58,7 @@ class SavePlanner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._decode_too = settings.save_decode_cache
+        self._tails = settings.pd_tail
         self._block_sizes = tuple(block_sizes)
         self._world = world_size
         self._events = events
@@ -69,6 +70,7 @@ class SavePlanner:
         self._saving: dict[ChunkKey, int] = {}
         self._reading: dict[_Block, set[int]] = {}
         self._new_blocks: set[_Block] = set()
+        self._continued: dict[str, list[_Block]] = {}  # last blocks of tails being saved
 
     def due(self, state: RequestState, end: int) -> bool:
         """Return whether `plan` may return jobs; fast, as every step asks for all requests."""
@@ -106,6 +108,50 @@ class SavePlanner:
                 self._events.planned(job, request, first)
         state.planned_chunks = complete
         return jobs
+
+    def tail_due(self, state: RequestState, end: int) -> bool:
+        """Return whether `plan_tail` may return a job; as fast as `due`."""
+        request = state.request
+        return self._tails and not state.planned_tail and end >= request.num_prompt_tokens
+
+    def plan_tail(self, state: RequestState, end: int) -> list[SaveJob]:
+        """Plan the save of the prompt's tail if the prompt is computed at the end of this step.
+
+        Only once for each prompt, and not while a session may get more input: its prompt is not
+        complete. Raises as `plan` does.
+        """
+        if not self.tail_due(state, end):
+            return []
+        state.planned_tail = True
+        request, size = state.request, state.chunk_size
+        full, tail = divmod(request.num_prompt_tokens, size)
+        key = None if request.resumable else state.tail_key(request.num_prompt_tokens)
+        loaded = state.loaded is not None and state.loaded.tail
+        if key is None or loaded or key in self._saving:
+            return []
+        blocks = state.chunk_blocks(full, self._block_sizes, tail)
+        job = SaveJob(
+            id=next(self._ids),
+            parent=state.chain.keys[full - 1] if full else None,
+            keys=(key,),
+            blocks=tuple((ids,) for ids in blocks),
+            tenant=state.chain.tenant,
+            adapter=state.adapter,
+            tail=tail,
+        )
+        self._jobs[job.id] = job, self._clock()
+        self._saving[key] = job.id
+        self._continued[request.request_id] = [(g, ids[-1]) for g, ids in enumerate(blocks)]
+        return [job]
+
+    def note_step(self, request_id: str) -> None:
+        """Note that a request computes further: it may write behind its tail in the same block."""
+        if self._continued:
+            self._new_blocks.update(self._continued.pop(request_id, ()))
+
+    def finished(self, request_id: str) -> None:
+        """Note that a request ended: nothing is written behind its tail any more."""
+        self._continued.pop(request_id, None)
 
     def note_new(self, blocks: Sequence[Sequence[int]], tokens: int = 0) -> None:
         """Note the blocks of the tokens after the first `tokens`, which are about to be written."""
@@ -146,7 +192,7 @@ class SavePlanner:
             self._reports[job_id] = total
             if total.saved[job_id] >= self._world:
                 job, _ = self._jobs[job_id]
-                if self._events is not None:
+                if self._events is not None and not job.tail:
                     self._events.saved(job, total.unwritten.get(job_id, set()))
                 self._forget_blocks({job_id})
                 self._forget(job)
@@ -201,7 +247,7 @@ class SavePlanner:
         for key in job.keys:
             if self._saving.get(key) == job.id:
                 del self._saving[key]
-        if self._events is not None:
+        if self._events is not None and not job.tail:
             self._events.forget(job)
 
 

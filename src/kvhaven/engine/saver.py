@@ -69,6 +69,7 @@ class Saver:
         self._watch = watch
         self._stats = stats
         self._model = model
+        self._chunk_size = chunk_size
         self._chunk_bytes = layout.shard_bytes(chunk_size // layout.block_size) * layout.shards
         self._reserved: list[tuple[SaveJob, Reservation | None]] = []
         self._withheld: list[RankGrant] = []
@@ -113,7 +114,17 @@ class Saver:
             self._client.abort(self._withheld)
             self._withheld = []
         self._reserved = [
-            (job, self._client.reserve(job.parent, job.keys, job.id, job.tenant)) for job in jobs
+            (
+                job,
+                self._client.reserve(
+                    job.parent,
+                    job.keys,
+                    job.id,
+                    job.tenant,
+                    self.layout.tail_tokens(job.tail) if job.tail else 0,
+                ),
+            )
+            for job in jobs
         ]
 
     def start(self, deadline: float, *, trusted: bool, loads: Sequence[CopyJob]) -> None:
@@ -158,7 +169,11 @@ class Saver:
             chunks = save.chunks if save.written else ()
             self._count_ended(save.job, set(range(len(save.job.keys))).difference(chunks))
             if save.written:
-                self._stats.add("saved_bytes", self._chunk_bytes * save.copied)
+                stored = (
+                    self.layout.tail_tokens(save.job.tail) if save.job.tail else self._chunk_size
+                )
+                saved = self._chunk_bytes * save.copied * stored // self._chunk_size
+                self._stats.add("saved_bytes", saved)
                 self._stats.add("saved_seconds", save.ended - save.begun)
                 self._stats.add("saved_chunks", save.copied)
 
@@ -190,8 +205,9 @@ class Saver:
         pairs = [(i, grant) for i, grant in zip(chunks, grants, strict=True) if grant.writes]
         try:
             if pairs:
+                layout = self.layout
                 copy = self._device.store(
-                    self.layout,
+                    layout.of_tail(job.tail, self._chunk_size) if job.tail else layout,
                     [job.blocks[0][index] for index, _ in pairs],
                     [grant.address for _, grant in pairs],
                 )

@@ -123,6 +123,10 @@ class SchedulerSide:
             self._follow(state)
             if state.permissions.load:
                 state.extend_keys(request.num_tokens)
+                # Only prompts have tails, so it is not looked up for a request with output.
+                prompt = request.num_tokens == request.num_prompt_tokens
+                wanted = self._settings.pd_tail and prompt
+                state.tail = state.tail_key(request.num_tokens) if wanted else None
         self._announce(state)
         if not state.permissions.load:
             self._lookups.drop(state)
@@ -132,15 +136,23 @@ class SchedulerSide:
             return None, False
         tokens = 0
         if isinstance(lease, LeasedChunks):
-            tokens = self._lookups.gained_tokens(state, state.lease_start + len(lease.extents))
+            end = state.lease_start + len(lease.extents)
+            tokens = self._lookups.gained_tokens(state, end, has_tail=lease.tail)
         if not state.counted:
             state.counted = True
             self.stats.looked_up(state, request.num_tokens - computed, max(tokens, 0))
+            if isinstance(lease, LeasedChunks) and lease.tail and tokens > 0:
+                self.stats.add("tail_hits")
         if not isinstance(lease, LeasedChunks) or tokens <= 0:
             self._lookups.drop(state)
             return 0, False
         state.offer = PendingLoad(
-            lease, state.lease_start, computed, computed + tokens, state.chunk_size
+            lease,
+            state.lease_start,
+            computed,
+            computed + tokens,
+            state.chunk_size,
+            request.num_tokens % state.chunk_size if lease.tail else 0,
         )
         return tokens, self._asynchronous
 
@@ -207,15 +219,20 @@ class SchedulerSide:
         self._follow_weights()
         self._note(scheduled)
         saves: list[SaveJob] = []
+        tails: list[SaveJob] = []
         for request_id, blocks, computed, count, starts in scheduled:
+            self._saves.note_step(request_id)
             if blocks is not None:
                 if starts:
                     self._admitted(request_id, blocks, computed)
                 else:
                     self._extended(request_id, blocks)
-            saves += self._plan_saves(request_id, computed + count)
+            for job in self._plan_saves(request_id, computed + count):
+                (tails if job.tail else saves).append(job)
         if self._in_doubt:
             return self.plan_in_doubt()
+        # Tails come first, because the next step of their requests waits for their copies.
+        saves = tails + saves
         return self._plan(saves, self._saves.take_fence(saves))
 
     def plan_in_doubt(self) -> StepPlan:
@@ -265,6 +282,7 @@ class SchedulerSide:
             if state.announced:
                 self._client.end_chain(state.request.transfer.id)
         self._lookups.load_ended(request.request_id)
+        self._saves.finished(request.request_id)
         self._epoch.finished(request.request_id)
         self._extras.finished(request.request_id)
         self._requests.pop(request.request_id, None)
@@ -448,14 +466,14 @@ class SchedulerSide:
         state = self._states.get(request_id)
         if state is None or not (state.permissions.save or state.wanted.save):
             return []
-        if not self._saves.due(state, end):
+        if not (self._saves.due(state, end) or self._saves.tail_due(state, end)):
             return []
         with self._keying(state):
             self._follow(state)
             # Its blocks may be shared with a request that has other media under the same
             # identifiers, so nothing is saved until that is ruled out.
             if state.permissions.save and (state.media is None or state.media.settled):
-                return self._saves.plan(state, end)
+                return self._saves.plan_tail(state, end) + self._saves.plan(state, end)
         return []
 
     def _plan(self, saves: list[SaveJob], fence: list[int]) -> StepPlan:
@@ -474,18 +492,22 @@ class SchedulerSide:
         """
         size = state.chunk_size
         first, last = offer.start // size, -(-end // size)
+        tail = offer.tail if last > offer.end_chunk else 0
         groups = []
         for group, block_size in enumerate(self._block_sizes):
             start_block, end_block = offer.start // block_size, -(-end // block_size)
             per_chunk = size // block_size
+            counts = [(chunk, per_chunk) for chunk in range(first, last)]
+            if tail:
+                counts[-1] = last - 1, -(-tail // block_size)
             ids = state.blocks[group]
             groups.append(
                 tuple(
                     tuple(
                         ids[at] if start_block <= at < end_block else SKIP
-                        for at in range(chunk * per_chunk, (chunk + 1) * per_chunk)
+                        for at in range(chunk * per_chunk, chunk * per_chunk + needed)
                     )
-                    for chunk in range(first, last)
+                    for chunk, needed in counts
                 )
             )
         skipped = first - offer.first_chunk
@@ -498,4 +520,5 @@ class SchedulerSide:
             blocks=tuple(groups),
             asynchronous=self._asynchronous,
             adapter=state.adapter,
+            tail=tail,
         )

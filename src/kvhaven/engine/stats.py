@@ -7,6 +7,7 @@ COUNTERS: dict[str, str] = {
     "lookups": "Requests looked up in the cache.",
     "looked_up_tokens": "Tokens looked up in the cache.",
     "hit_tokens": "Tokens found in the cache and offered to the engine.",
+    "tail_hits": "Requests whose whole prompt was found in the cache, with its tail.",
     "loaded_bytes": "Bytes copied from the arena to the device, over all ranks.",
     "loaded_seconds": "Duration of the copies from the arena to the device.",
     "saved_bytes": "Bytes copied from the device to the arena, over all ranks.",

@@ -57,7 +57,15 @@ class WorkerSide:
         self._watch = CopyWatch(synchronous=device.synchronous)
         self.stats = Stats()
         self._loads = Loader(
-            client, device, layout, self._watch, rank, self.stats, self._model, heard=heard
+            client,
+            device,
+            layout,
+            self._watch,
+            rank,
+            self.stats,
+            self._model,
+            settings.chunk_size,
+            heard=heard,
         )
         self._saves = Saver(
             client, device, layout, self._watch, self.stats, self._model, settings.chunk_size

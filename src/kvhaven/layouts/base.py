@@ -78,6 +78,19 @@ class Layout(Protocol):
     def pieces(self) -> Pieces:
         """The places of the bytes. Raises `LayoutError` if elements of a token are not adjacent."""
 
+    def of_tail(self, tokens: int, chunk_size: int) -> "Layout":
+        """Return the layout of tails of `tokens` tokens in the extents of chunks of `chunk_size`.
+
+        A tail takes as many blocks as its tokens need. Each of its shards starts where that of a
+        full chunk would.
+        """
+
+    def tail_tokens(self, tokens: int) -> int:
+        """Return the number of tokens that are stored of a tail of `tokens` tokens.
+
+        A shard of a tail has that share of the bytes of a full chunk's shard.
+        """
+
 
 def shard_stride(shard_bytes: int) -> int:
     """Return the distance in bytes of shards of that size in an extent (`types.ShardTable`)."""

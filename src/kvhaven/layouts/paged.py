@@ -14,6 +14,7 @@ import torch
 from kvhaven.errors import LayoutError
 from kvhaven.layouts.base import Pieces, shard_stride
 from kvhaven.layouts.tensor_shapes import LayerCache, layer_cache
+from kvhaven.types import align_up
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,14 @@ class PagedLayout:
     def payload_bytes(self, blocks: int) -> int:
         """Return the size in bytes of a payload of `blocks` blocks."""
         return self.shard_bytes(blocks)
+
+    def of_tail(self, tokens: int, chunk_size: int) -> "PagedLayout":  # noqa: ARG002 - the contract's
+        """Return this layout: a tail is a chunk of fewer blocks, the last one partly filled."""
+        return self
+
+    def tail_tokens(self, tokens: int) -> int:
+        """Return the tokens of the tail's blocks."""
+        return align_up(tokens, self.block_size)
 
     @cached_property
     def pieces(self) -> Pieces:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The portable format: one shard per KV head, convertible from any known page layout."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +25,10 @@ class PortableLayout:
 
     paged: PagedLayout
     geometry: HeadGeometry
+    tail: int = 0
+    """Tokens of a chunk if the chunks are tails, whose last block is not full; else 0."""
+    tail_stride: int = 0
+    """Bytes from one head's shard of a tail to the next."""
 
     @property
     def num_blocks(self) -> int:
@@ -58,16 +62,25 @@ class PortableLayout:
 
     def shard_bytes(self, blocks: int) -> int:
         """Return the payload size in bytes of each head's shard of a chunk of `blocks` blocks."""
-        geometry = self.geometry
-        return len(geometry.layers) * geometry.token_bytes * self.block_size * blocks
+        geometry, tokens = self.geometry, self.tail or self.block_size * blocks
+        return len(geometry.layers) * geometry.token_bytes * tokens
 
     def shard_stride(self, blocks: int) -> int:
         """Return the bytes from one head's shard to the next: a multiple of 4096."""
-        return shard_stride(self.shard_bytes(blocks))
+        return self.tail_stride or shard_stride(self.shard_bytes(blocks))
 
     def payload_bytes(self, blocks: int) -> int:
         """Return the bytes of a chunk's memory, from the first head's shard to the last's end."""
         return (self.heads - 1) * self.shard_stride(blocks) + self.shard_bytes(blocks)
+
+    def of_tail(self, tokens: int, chunk_size: int) -> "PortableLayout":
+        """Return the layout of tails: exactly `tokens` tokens, at the places of a full chunk."""
+        stride = self.shard_stride(chunk_size // self.block_size)
+        return replace(self, tail=tokens, tail_stride=stride)
+
+    def tail_tokens(self, tokens: int) -> int:
+        """Return the tokens of the tail: no others are stored."""
+        return tokens
 
     def geometry_fields(self, *, layers: int, heads: int) -> dict[str, str]:
         """Return the namespace's fields of the geometry.
@@ -87,8 +100,11 @@ class PortableLayout:
     def pieces(self) -> Pieces:
         """One piece for a head's tokens of a block if they are dense, else one per token.
 
-        Raises `LayoutError` if the elements of a token are not adjacent (K on the CPU).
+        Raises `LayoutError` if the elements of a token are not adjacent (K on the CPU), and for
+        tails, of whose last block only some pieces are copied.
         """
+        if self.tail:
+            raise LayoutError(f"a tail of {self.tail} tokens is not copied in pieces of blocks")
         geometry = self.geometry
         item, tokens = geometry.item_bytes, geometry.kernel_block_size
         planes = [plane for layer in geometry.layers for plane in layer]

@@ -78,6 +78,11 @@ class AttachedEngine:
         """The shard table of a complete session."""
         return self.holdings.table
 
+    @property
+    def described(self) -> Namespace:
+        """The namespace of a session that is complete, or was: it may be ending."""
+        return Namespace(self.digest, self.fields, self.table)
+
     def bitmap(self, member: "AttachedProcess") -> int:
         """Return the shards of a member as bits of the table; 0 for a scheduler."""
         return 0 if member.rank is None else self.holdings.bitmaps[member.rank]

@@ -8,7 +8,16 @@ from typing import Final
 
 from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId, Update
 from kvhaven.errors import ProtocolError
-from kvhaven.protocol import Acquire, Acquired, KeyList, Loaded, Prefetch, Release, tenant_of
+from kvhaven.protocol import (
+    Acquire,
+    Acquired,
+    KeyList,
+    Loaded,
+    Prefetch,
+    Release,
+    tail_of,
+    tenant_of,
+)
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
 from kvhaven.service.turns import Job
@@ -56,7 +65,7 @@ class Loads:
         session, lease_id = member.session, LeaseId(message.lease_id)
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         acquisition = self._driver.catalog.acquire(
-            session.id, lease_id, session.digest, keys, tenant
+            session.id, lease_id, session.digest, keys, tenant, tail_of(message.tail)
         )
         if not acquisition.promoting:
             self._answer(member, acquisition)
@@ -111,11 +120,11 @@ class Loads:
         if self._verifier.blocks_answers and acquisition.chunks:
             self._spawn(self._answer_verified(scheduler, acquisition))
             return
-        self._verifier.sample(acquisition, scheduler.session.table)
+        self._verifier.sample(acquisition, scheduler.session.described)
         self._driver.turns.start(self._offer(scheduler, acquisition, len(acquisition.chunks)))
 
     async def _answer_verified(self, scheduler: AttachedProcess, acquisition: Acquisition) -> None:
-        good = await self._verifier.verify(acquisition, scheduler.session.table)
+        good = await self._verifier.verify(acquisition, scheduler.session.described)
         with self._driver.event():
             self._driver.turns.start(self._offer(scheduler, acquisition, good))
 

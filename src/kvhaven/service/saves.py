@@ -11,6 +11,7 @@ from kvhaven.service.connection import Connection
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedProcess
 from kvhaven.service.turns import Job
+from kvhaven.tiers.base import Namespace
 from kvhaven.types import KEY_BYTES, Checksum, ChunkKey
 
 _PIECE: Final = 32
@@ -30,8 +31,8 @@ class Saves:
     def reserve(self, connection: Connection, member: AttachedProcess, message: Reserve) -> Job:
         """Grant space for chunks that are absent, as far as there is space.
 
-        Without a complete session nothing is granted. Raises `ProtocolError` for a scheduler, or a
-        parent key of another length.
+        Without a complete session nothing is granted. Raises `ProtocolError` for a scheduler, a
+        parent key of another length, or tails that the namespace cannot have.
         """
         if member.rank is None:
             raise ProtocolError("a scheduler sent Reserve; only ranks save chunks")
@@ -42,6 +43,7 @@ class Saves:
         if session.namespace is None:
             connection.send(Granted(message.id, [None] * len(keys)))
             return
+        _require_tail(session.namespace, message.tail)
         offset = session.holdings.offsets[member.rank]
         grants: list[tuple[int, int, int, bool] | None] = []
         parent = ChunkKey(message.parent) if message.parent else None
@@ -49,7 +51,7 @@ class Saves:
             if grants:
                 yield
             for grant in self._driver.catalog.reserve(
-                member.id, session.digest, parent, part, message.save, tenant
+                member.id, session.digest, parent, part, message.save, tenant, message.tail
             ):
                 if grant is None:
                     grants.append(None)
@@ -94,3 +96,13 @@ class Saves:
             for generation, key in part:
                 self._driver.catalog.abort(member.id, key, generation)
             yield
+
+
+def _require_tail(namespace: Namespace, tokens: int) -> None:
+    """Raise `ProtocolError` unless tails of so many stored tokens can exist; 0 is no tail."""
+    sizes = {shard.payload_bytes for shard in namespace.table.shards}
+    if tokens and None in {namespace.tail_bytes(size, tokens) for size in sizes}:
+        raise ProtocolError(
+            f"tail: {tokens} tokens are not a part of a chunk of this namespace "
+            f"(its chunk_size is {namespace.fields.get('chunk_size', 'unknown')})"
+        )

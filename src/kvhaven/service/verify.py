@@ -12,8 +12,9 @@ import xxhash
 from kvhaven.catalog.actions import Acquisition, Leased
 from kvhaven.service.arena import Arena
 from kvhaven.service.driver import Driver
+from kvhaven.tiers.base import Namespace
 from kvhaven.tiers.executor import be_nice
-from kvhaven.types import Checksum, Extent, ShardTable
+from kvhaven.types import Checksum
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +45,18 @@ class Verifier:
         """Whether answers must wait for `verify`."""
         return self._mode == "always"
 
-    def sample(self, acquisition: Acquisition, table: ShardTable) -> None:
+    def sample(self, acquisition: Acquisition, namespace: Namespace) -> None:
         """Check one chunk of some leases in the background, one at a time."""
         if self._mode != "sample" or not acquisition.chunks or self._running is not None:
             return
         if self._chance.randrange(_SAMPLE_EVERY) == 0:
             chunk = self._chance.choice(acquisition.chunks)
-            self._running = asyncio.create_task(self._check([chunk], table))
+            self._running = asyncio.create_task(self._check([chunk], namespace))
             self._running.add_done_callback(self._sampled)
 
-    async def verify(self, acquisition: Acquisition, table: ShardTable) -> int:
+    async def verify(self, acquisition: Acquisition, namespace: Namespace) -> int:
         """Check the chunks of a lease; return the length of the undamaged prefix."""
-        return await self._check(acquisition.chunks, table)
+        return await self._check(acquisition.chunks, namespace)
 
     def close(self) -> None:
         """End the thread."""
@@ -68,7 +69,7 @@ class Verifier:
         if not task.cancelled() and task.exception() is not None:
             logger.error("verification of a chunk in memory failed", exc_info=task.exception())
 
-    async def _check(self, chunks: Sequence[Leased], table: ShardTable) -> int:
+    async def _check(self, chunks: Sequence[Leased], namespace: Namespace) -> int:
         loop = asyncio.get_running_loop()
         for good, chunk in enumerate(chunks):
             expected = self._driver.catalog.checksums(chunk.key, chunk.extent)
@@ -76,7 +77,7 @@ class Verifier:
                 return good
             self.checked += 1
             intact = await loop.run_in_executor(
-                self._threads, self._is_intact, chunk.extent, table, expected
+                self._threads, self._is_intact, chunk, namespace, expected
             )
             # The lease may have ended meanwhile and its memory been reused: then the mismatch
             # proves nothing.
@@ -89,16 +90,21 @@ class Verifier:
                 return good
         return len(chunks)
 
-    def _is_intact(self, extent: Extent, table: ShardTable, expected: tuple[Checksum, ...]) -> bool:
-        with self._arena.memory(extent) as memory:
+    def _is_intact(
+        self, chunk: Leased, namespace: Namespace, expected: tuple[Checksum, ...]
+    ) -> bool:
+        table = namespace.table
+        sizes = [shard.payload_bytes for shard in table.shards]
+        lengths = [namespace.tail_bytes(s, chunk.tail) if chunk.tail else s for s in sizes]
+        with self._arena.memory(chunk.extent) as memory:
             return all(
-                _is_right(memory, offset, shard.payload_bytes, checksum)
-                for shard, offset, checksum in zip(
-                    table.shards, table.offsets, expected, strict=True
-                )
+                _is_right(memory, offset, length, checksum)
+                for offset, length, checksum in zip(table.offsets, lengths, expected, strict=True)
             )
 
 
-def _is_right(memory: memoryview, offset: int, length: int, checksum: Checksum) -> bool:
+def _is_right(memory: memoryview, offset: int, length: int | None, checksum: Checksum) -> bool:
+    if length is None:
+        return False
     with memory[offset : offset + length] as payload:
         return xxhash.xxh3_128_digest(payload) == checksum

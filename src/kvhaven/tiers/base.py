@@ -40,6 +40,18 @@ class Namespace(msgspec.Struct, frozen=True):
     fields: dict[str, str]
     table: ShardTable
 
+    def tail_bytes(self, payload_bytes: int, tokens: int) -> int | None:
+        """Return the payload size of a shard of a tail of which `tokens` tokens are stored.
+
+        `payload_bytes` is that of a full chunk's shard. None if the fields do not tell the tokens
+        of a chunk, or if there is no such tail.
+        """
+        size = self.fields.get("chunk_size", "")
+        tokens_of_chunk = int(size) if size.isascii() and size.isdigit() else 0
+        if not 0 < tokens <= tokens_of_chunk or payload_bytes * tokens % tokens_of_chunk:
+            return None
+        return payload_bytes * tokens // tokens_of_chunk
+
 
 class CompressionStatus(msgspec.Struct, frozen=True):
     """Compression decision for a namespace (digest in hex), and bytes written since the start.

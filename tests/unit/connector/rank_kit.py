@@ -69,7 +69,7 @@ class Rank:
                 rank=rank,
                 world_size=world_size,
                 namespace=xxhash.xxh3_128_digest(session.encode()) * 2,
-                fields={"model": "rank"},
+                fields={"model": "rank", "chunk_size": str(CHUNK)},
                 shards=tuple(
                     Shard(ShardId(0, (0, 1), (head, head + 1)), size)
                     for head in range(first, first + parts)
@@ -122,7 +122,7 @@ class Rank:
             self.node.address, attach, lookup_deadline_s=10, promote_deadline_s=1
         )
         client.start(10)
-        lease_id = client.ask(job.keys)
+        lease_id = client.ask((), tail=job.keys[0]) if job.tail else client.ask(job.keys)
         assert lease_id is not None
         lease = client.wait(lease_id, 10)
         assert isinstance(lease, LeasedChunks)

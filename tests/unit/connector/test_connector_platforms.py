@@ -23,7 +23,7 @@ from kvhaven.integrations.vllm.compat import (
     require_stable_kernels,
 )
 from kvhaven.integrations.vllm.platforms import platform_of, require_supported_platform
-from tests.simulation.connector_kit import Bench, make_request, run_new, scheduled
+from tests.simulation.connector_kit import CHUNK, Bench, make_request, run_new, scheduled
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +91,7 @@ def test_a_load_that_fails_unheard_ends_the_engine() -> None:
         0,
         Stats(),
         LoadedModel(),
+        CHUNK,
         heard=False,
     )
     job = LoadJob("r", 1, "", (), (), (((1,),),), False)

@@ -3,10 +3,12 @@
 
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
@@ -77,6 +79,49 @@ def test_a_load_from_an_arena_that_is_not_mapped_fails_at_once(rank: Rank) -> No
     assert (loads, blocks) == ({"r"}, set(range(4)))
     assert report is not None
     assert report.failed_loads == {0: 1}
+
+
+def test_a_tail_comes_back_with_only_its_blocks(rank: Rank) -> None:
+    """A tail of 6 tokens in two blocks of 4, saved from blocks 4 and 5, loaded into 8 and 9."""
+    job = replace(save_job(), blocks=(((4, 5),),), tail=6)
+    rank.step(StepPlan(saves=[job]))
+    rank.settle()
+    wait_until(lambda: rank.node.status().catalog.tails == 1)
+    bits = rank.tensor.view(torch.int16)
+    before = bits.clone()
+    load = rank.load(places=(rank.place_of(job),), blocks=(((8, 9),),), tail=6)
+    load = replace(load, shard_offsets=(0,))
+    rank.step(StepPlan(loads=[load]))
+    assert rank.settle()[0] == {"r"}
+    before[8:10] = before[4:6]
+    assert torch.equal(bits, before)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_load_fails_whole_if_its_chunks_or_its_tail_fail(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool, failing: int
+) -> None:
+    """No lease ends while the other copy may run."""
+    calls: list[CopyJob | None] = []
+    load = rank.device.load
+
+    def failing_load(*args: Any) -> CopyJob:
+        calls.append(None)
+        if len(calls) == failing:
+            raise LayoutError("no such block")
+        job: CopyJob = load(*args)
+        return job
+
+    monkeypatch.setattr(rank.device, "load", failing_load)
+    blocks = ((tuple(range(4)), (4, 5)),)
+    job = replace(rank.load(2, asynchronous=asynchronous), blocks=blocks, tail=6)
+    loads, failed, _ = rank.step(StepPlan(loads=[job]))
+    more, late, report = rank.settle()
+    assert loads | more == ({"r"} if asynchronous else set())
+    assert failed | late == set(range(6))
+    assert report.failed_loads == {0: 1}
+    assert len(calls) == failing
 
 
 def test_a_synchronous_load_is_not_reported_as_finished(rank: Rank) -> None:

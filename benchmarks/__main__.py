@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks by subject: `make bench`, or `python -m benchmarks [SUBJECT...]`.
 
-Without a subject, all are measured except `tiers`, `identity` and `fleet`. Each subject measures
-its limit in the same run, alternating with the measured operation, and takes medians. Other load on
-the machine changes the results.
+Without a subject, all are measured except `tiers`, `identity`, `fleet` and `route`. Each subject
+measures its limit in the same run, alternating with the measured operation, and takes medians.
+Other load on the machine changes the results.
 """
 
 import argparse
@@ -33,6 +33,7 @@ _SUBJECTS = {
     "identity": "identities",
     "tiers": "tiers",
     "fleet": "fleet",
+    "route": "route",
 }
 """Module of each subject, whose `measure(say)` returns its results; quick ones first."""
 
@@ -40,6 +41,7 @@ _OF_THEIR_OWN = {
     "tiers": "bench-tiers.json",
     "identity": "bench.json",
     "fleet": "bench-fleet.json",
+    "route": "bench-fleet.json",
 }
 """Subjects that are measured only if they are named, and the files of their results."""
 

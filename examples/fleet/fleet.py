@@ -2,8 +2,9 @@
 """Fleet demo: one node computes prompts, an unlike one answers them, behind one address.
 
 Two nodes on loopback, each with `kvhaven serve` and `vllm serve`: a prefill node with blocks of 32
-tokens on one rank, and a decode node with blocks of 128 tokens on two ranks. `kvhaven route` is in
-front of them. Prompts of 9,000 tokens are asked in five rows:
+tokens on one rank, and a decode node with blocks of 128 tokens, on two ranks if the machine has
+four cores: with fewer, ranks that wait for each other leave no core to anything else. `kvhaven
+route` is in front of them. Prompts of 9,000 tokens are asked in five rows:
 
 | row | what happens |
 | --- | --- |
@@ -59,6 +60,7 @@ DOCUMENT_TOKENS: Final = 8900
 QUESTIONS: Final = 3
 OUTPUT_TOKENS: Final = 24
 KILL_AFTER_S: Final = 0.5
+ENOUGH_CORES: Final = 4
 COMMON: Final = {
     "dtype": "float32",  # the portable format cannot read bfloat16 of CPUs with AMX
     "enforce_eager": True,
@@ -129,7 +131,8 @@ def main() -> int:
     questions = [make_questions(document, 1)[0] for document in documents]
     console.print(
         f"{QUESTIONS} documents of {DOCUMENT_TOKENS} tokens, a question about each.\n"
-        "Prefill node: blocks of 32 tokens, 1 rank. Decode node: blocks of 128 tokens, 2 ranks.\n"
+        "Prefill node: blocks of 32 tokens, 1 rank. Decode node: blocks of 128 tokens, "
+        f"{decode_ranks()} rank(s).\n"
         "Both are on this machine, over loopback. Logs: build/fleet/"
     )
     model = make_model(BUILD / "demo" / "model")
@@ -207,7 +210,7 @@ def start(stack: contextlib.ExitStack, console: Console, model: Path, runtime: P
     }
     shapes: dict[str, dict[str, object]] = {
         "prefill": {"block_size": 32},
-        "decode": {"block_size": 128, "tensor_parallel_size": 2},
+        "decode": {"block_size": 128, "tensor_parallel_size": decode_ranks()},
     }
     servers = {}
     for name, shape in shapes.items():
@@ -230,6 +233,11 @@ def start(stack: contextlib.ExitStack, console: Console, model: Path, runtime: P
     router = stack.enter_context(server(command, port, LOGS / "router.log"))
     router.wait()
     return Fleet(services, servers["prefill"], servers["decode"], router, console)
+
+
+def decode_ranks() -> int:
+    """Return the number of the decode engine's ranks."""
+    return 2 if len(os.sched_getaffinity(0)) >= ENOUGH_CORES else 1
 
 
 def warm_up(fleet: Fleet) -> None:

@@ -2,6 +2,7 @@
 """Bodies of requests: the prefill's and the decode's, and digests of the prompt's prefixes."""
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -12,6 +13,8 @@ TWO_STEP: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "
 
 _PIECE: Final = 512
 """Bytes of text between two digests."""
+_MOST_DIGESTS: Final = 4096
+"""Digests of a prompt; the text behind them is not looked at."""
 _CONTEXT: Final = (
     *("model", "cache_salt", "tools", "system", "instructions", "documents"),
     *("chat_template", "chat_template_kwargs", "add_generation_prompt", "mm_processor_kwargs"),
@@ -62,7 +65,7 @@ class RequestBody:
     @property
     def text_bytes(self) -> int:
         """The size of the prompt's text in bytes."""
-        return sum(len(piece) for piece in self._pieces())
+        return sum(len(bytes(self._fields.get(name, b""))) for name in _TEXTS)
 
     def digests(self) -> list[bytes]:
         """Return a digest of each prefix of the prompt: after each message, and each 512 bytes."""
@@ -70,7 +73,7 @@ class RequestBody:
         for name in _CONTEXT:
             hashed.update(name.encode() + b"=" + bytes(self._fields.get(name, b"")))
         digests = []
-        for piece in self._pieces():
+        for piece in islice(self._pieces(), _MOST_DIGESTS):
             hashed.update(piece)
             digests.append(hashed.digest())
         return digests

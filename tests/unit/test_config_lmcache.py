@@ -170,7 +170,7 @@ def test_all_that_has_no_counterpart_is_named_in_one_note(theirs: Path) -> None:
         f"extra_config (LMCache's {theirs}:4)",
         f"frobnicate (LMCache's {theirs}:5): unknown setting",
         f"local_cpu (LMCache's {theirs}:6): host memory is always used",
-        "enable_pd (LMCACHE_ENABLE_PD): prefill and decode on different machines",
+        "enable_pd (LMCACHE_ENABLE_PD): set peer_listen and peers on all nodes",
         "max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE): host memory is always used",
     ):
         assert named in note
@@ -277,7 +277,7 @@ def test_an_imported_file_says_what_is_different(theirs: Path) -> None:
     assert "LMCache: enable_kv_events: False. Enabled by default. kv_events: false" in told
     assert "chunk_size: 512" in result.output.splitlines()
     assert "Not imported: local_cpu (line 3): host memory is always used" in told
-    assert "enable_pd (line 9), pd_role (line 10): prefill and decode on different" in told
+    assert "enable_pd (line 9), pd_role (line 10): set peer_listen and peers on all" in told
     assert "stores its own beside it. remote_url: redis://:hunter2@host" in told
     assert all(len(line) <= 100 for line in result.output.splitlines())
 

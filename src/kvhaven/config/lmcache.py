@@ -87,7 +87,8 @@ NOT_TAKEN = (
     ),
     Left(
         ("enable_pd", "enable_xpyd", "pd_*", "transfer_channel", "enable_nixl", "nixl_*"),
-        "prefill and decode on different machines are not supported yet; run engines that do both",
+        "set peer_listen and peers on all nodes, and put `kvhaven route` in front of them; nodes of "
+        "both roles have the same settings",
     ),
     Left(
         (

@@ -87,8 +87,8 @@ NOT_TAKEN = (
     ),
     Left(
         ("enable_pd", "enable_xpyd", "pd_*", "transfer_channel", "enable_nixl", "nixl_*"),
-        "set peer_listen and peers on all nodes, and put `kvhaven route` in front of them; nodes of "
-        "both roles have the same settings",
+        "set peer_listen and peers on all nodes, and put `kvhaven route` in front of them; nodes "
+        "of both roles have the same settings",
     ),
     Left(
         (

@@ -163,7 +163,8 @@ class Simulation:
     def _prompt(self) -> list[int]:
         """Return a prompt that shares a prefix with others, often up to a chunk's border.
 
-        With tails, some repeat a prompt of a short time ago.
+        With tails, some repeat a prompt of a short time ago, and many end with two tokens behind a
+        chunk's border, as others with another beginning do.
         """
         choice = self.choice
         if self.engine.setup.tails and self._asked and choice.random() < 0.4:
@@ -172,7 +173,7 @@ class Simulation:
         cut = choice.randint(1, len(document))
         if choice.random() < 0.4:
             cut = max(CHUNK, cut // CHUNK * CHUNK)
-        tail = choice.choice((0, 0, 1, 3, 12))
+        tail = choice.choice((0, 2, 2, 2, 12) if self.engine.setup.tails else (0, 0, 1, 3, 12))
         prompt = document[:cut] + [choice.randrange(VOCABULARY) for _ in range(tail)]
         self._asked.append(prompt[: MODEL_LENGTH - 30])
         return list(self._asked[-1])

@@ -31,8 +31,8 @@ class Seen:
 class FakeVllm:
     """A server that records its requests and answers as it is told; it stands for vLLM.
 
-    It answers `tokens` words, as a stream if asked to; `status` and `silent` say how it fails, and
-    `breaks_after` after how many events it breaks off.
+    It answers `tokens` words, as a stream if asked to. `status`, `silent` and `drops` say how it
+    fails, and `breaks_after` after how many events it breaks off.
     """
 
     name: str
@@ -40,6 +40,7 @@ class FakeVllm:
     status: int = 200
     healthy: bool = True
     silent: bool = False
+    drops: bool = False
     breaks_after: int | None = None
     hangs_after: int | None = None
     may_break: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,6 +81,8 @@ class FakeVllm:
         )
         if self.silent:
             await asyncio.sleep(3600)
+        if self.drops and request.transport is not None:
+            request.transport.close()
         if self.status != 200:
             error = {"error": {"message": f"{self.name} says {self.status}"}}
             return web.json_response(error, status=self.status)

@@ -91,6 +91,7 @@ def test_chunks_reach_an_unlike_engine_while_another_node_prefills(
             peer_listen=f"127.0.0.1:{port}",
             peers=" ".join(f"127.0.0.1:{port}" for port in ports.values()),
             pd_stall_ms=20_000,
+            peer_deadline_ms=20_000,
         )
         for name, port in ports.items()
     }

@@ -48,6 +48,7 @@ def nodes(
                 peer_listen=f"127.0.0.1:{port}",
                 peers=" ".join(f"127.0.0.1:{port}" for port in ports),
                 pd_stall_ms=20_000,
+                peer_deadline_ms=20_000,
             )
             service.start()
             stack.callback(service.stop, signal.SIGKILL)

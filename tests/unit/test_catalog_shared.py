@@ -387,3 +387,49 @@ def test_an_answer_that_fits_no_question_is_refused() -> None:
     with pytest.raises(KVHavenError, match="answer each TierLookup once"):
         answer(node, lookup, keys)
     assert checksums_of(keys[0])
+
+
+def expected(node: Node, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
+    """Announce a chain to the tier FS."""
+    return node.catalog.expected(FS, node.namespace.digest, keys)
+
+
+def arrive(node: Node, number: int, key: ChunkKey, *, came: bool = True) -> None:
+    """Say whether an expected chunk has come."""
+    found = {key: node.namespace.table.complete} if came else None
+    node.catalog.tier_looked_up(FS, number, found)
+
+
+def test_expected_chunks_are_read_when_they_arrive_and_leases_wait_for_them() -> None:
+    node, keys = Node(tiers=[shared()]), keys_of("a", 3)
+    numbers = expected(node, keys)
+    assert list(numbers) == keys
+    assert node.reads() == []
+    assert node.acquire(keys).promoting == 1
+    assert lookups(node) == []
+    arrive(node, numbers[keys[0]], keys[0])
+    (read,) = node.reads()
+    node.finish(read)
+    arrive(node, numbers[keys[1]], keys[1], came=False)
+    (final,) = updates(node)
+    assert [chunk.key for chunk in final.chunks] == keys[:1]
+    arrive(node, numbers[keys[2]], keys[2], came=False)
+    node.catalog.check()
+
+
+def test_a_chunk_that_is_named_twice_is_expected_once() -> None:
+    node, (key,) = Node(tiers=[shared()]), keys_of("a", 1)
+    numbers = expected(node, [key] * 128)
+    arrive(node, numbers[key], key, came=False)
+    node.catalog.check()
+    assert node.catalog.stats().tiers[FS].looking_up == 0
+
+
+def test_a_chunk_that_was_being_looked_up_when_it_was_announced_is_found_when_it_came() -> None:
+    node, keys = Node(tiers=[shared()]), keys_of("a", 2)
+    lookup = ask(node, keys)
+    assert expected(node, keys) == {}
+    node.catalog.arrived(FS, node.namespace.digest, keys[0])
+    answer(node, lookup, [])
+    assert [read.key for read in node.reads()] == keys[:1]
+    node.catalog.check()

@@ -121,7 +121,7 @@ async def test_a_prefill_that_refuses_is_replaced_once_and_then_done_without(sta
         for p in ps:
             p.status = status
         assert (await router.ask(ASK))[0] == 200
-        assert sum(len(p.seen) for p in ps) == 2
+        assert sum(len(p.seen) for p in ps) == (1 if status < 500 else 2)
         assert "kv_transfer_params" not in d.bodies()[0]
 
 
@@ -228,7 +228,18 @@ async def test_without_a_decode_node_there_is_a_clear_error() -> None:
         assert (await router.ask(ASK))[0] == 200
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'{"prompt": ' + b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'{"prompt": "x", "echo": "\xff"}',
+        b'{"echo": 1e999999}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b"\xff",
+    ],
+)
 async def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
     async with fleet() as (_, (d,), router):
         async with router.client.post(router.url + "/v1/completions", data=raw) as answer:
@@ -278,10 +289,11 @@ async def test_a_large_body_goes_through() -> None:
 
 
 async def test_conversations_return_to_the_nodes_that_know_them() -> None:
-    async with fleet(prefills=3, decodes=1) as (ps, _, router):
+    never = HealthPolicy(interval_s=3600, timeout_s=3600)
+    async with fleet(prefills=3, decodes=1, health=never) as (ps, _, router):
         for turn in range(1, 4):
             for talk in range(12):
-                messages = [{"role": "system", "content": f"{talk} " * 999}]
+                messages = [{"role": "system", "content": f"{talk} " * 9999}]
                 messages += [{"role": "user", "content": str(n)} for n in range(turn)]
                 await router.ask({"messages": messages}, "/v1/chat/completions")
         served: dict[str, set[str]] = {}
@@ -391,3 +403,35 @@ def _listens(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
         return True
     return False
+
+
+async def test_errors_and_whole_answers_teach_no_speed() -> None:
+    async with fleet(prefills=0) as (_, (d,), router):
+        d.status = 400
+        await router.ask(ASK | {"stream": True, "prompt": "word " * 2000})
+        d.status = 200
+        await router.ask(ASK | {"prompt": "other " * 2000})
+        assert router.chooser.decode[0].tokens_per_s is None
+        await router.ask(ASK | {"stream": True, "prompt": "third " * 2000})
+        assert router.chooser.decode[0].tokens_per_s is not None
+
+
+async def test_a_node_that_refuses_connections_is_out_of_use_immediately() -> None:
+    never = HealthPolicy(interval_s=3600, timeout_s=3600, failures=3, pause_s=3600)
+    async with contextlib.AsyncExitStack() as stack:
+        d = await stack.enter_async_context(fake("d0"))
+        async with fake("gone") as gone:
+            pass
+        router = await stack.enter_async_context(routing([], [d, gone], health=never))
+        assert (await router.ask(ASK))[0] == 200
+        await until(lambda: not router.chooser.decode[1].up)
+        assert router.chooser.decode[0].up
+
+
+async def test_a_request_that_may_have_had_an_effect_is_sent_once() -> None:
+    async with fleet(prefills=0) as (_, (d,), router):
+        d.drops = True
+        for _ in range(4):
+            assert (await router.ask({}, "/v1/load_lora_adapter"))[0] == 502
+        assert len(d.seen) == 4
+        assert router.chooser.decode[0].up

@@ -404,6 +404,21 @@ class Catalog:
         self._leases.prefetch(NO_SESSION, part, keys)
         return numbers
 
+    def arrived(
+        self,
+        tier: TierName,
+        namespace: NamespaceDigest,
+        key: ChunkKey,
+        tenant: TenantId = NO_TENANT,
+    ) -> None:
+        """Record that a chunk without a lookup of `expected` is in a shared tier now.
+
+        A lookup that is under way may still say that it is absent, and does not change this. Raises
+        `KVHavenError` for an unknown tier or namespace, and for a local tier.
+        """
+        part = self._owners.part(namespace, tenant)
+        self._tiers.presence(tier).written(part, key, None)
+
     def tier_read_done(
         self, tier: TierName, key: ChunkKey, extent: Extent, checksums: tuple[Checksum, ...] | None
     ) -> None:

@@ -101,7 +101,7 @@ class SharedTierIndex(TierTransfers):
         """
         room = max(0, MOST_EXPECTED - len(self.pending))
         numbers: dict[ChunkKey, int] = {}
-        for key in [key for key in keys if key not in self.pending][:room]:
+        for key in [key for key in dict.fromkeys(keys) if key not in self.pending][:room]:
             if key in self.known:
                 self.known.pop(key)
             self._numbers += 1

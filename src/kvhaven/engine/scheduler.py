@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
@@ -280,7 +281,7 @@ class SchedulerSide:
             state.forbid()
             self._lookups.drop(state)
             if state.announced:
-                self._client.end_chain(state.request.transfer.id)
+                self._client.end_chain(_chain_name(request.request_id))
         self._lookups.load_ended(request.request_id)
         self._saves.finished(request.request_id)
         self._epoch.finished(request.request_id)
@@ -383,7 +384,8 @@ class SchedulerSide:
             tokens = state.request.num_prompt_tokens
             state.extend_keys(tokens)
             keys = state.chain.keys[: tokens // state.chunk_size]
-            self._client.offer_chain(transfer.id, transfer.to, keys, state.chain.tenant)
+            name = _chain_name(state.request.request_id)
+            self._client.offer_chain(name, transfer.to, keys, state.chain.tenant)
             state.announced = True
 
     def _waits_for_media(self, state: RequestState) -> bool:
@@ -522,3 +524,8 @@ class SchedulerSide:
             adapter=state.adapter,
             tail=tail,
         )
+
+
+def _chain_name(request_id: str) -> str:
+    """Return the name of a request's chain: requests of one prompt each may have the same `id`."""
+    return sha256(request_id.encode(errors="surrogatepass")).hexdigest()

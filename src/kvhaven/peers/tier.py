@@ -88,15 +88,12 @@ class PeerTier:
         """Return the peer with a node's name, if it can be reached."""
         return next((peer for peer in self._usable() if peer.node == node), None)
 
-    async def at(self, address: Address) -> Peer | None:
-        """Return the peer at an address, which may be a name of its host, if it can be reached."""
+    def at(self, address: Address) -> Peer | None:
+        """Return the peer at an address, written as in `peers` or as a name there resolved to.
+
+        None if it cannot be reached. Addresses come from clients, so no name is resolved for them.
+        """
         peer = self._peers.get(address)
-        if peer is None:
-            with contextlib.suppress(OSError, TierError):
-                there = await self._names.run(
-                    Lane.READ, functools.partial(resolve, address._replace(dynamic=True))
-                )
-                peer = next((p for p in map(self._peers.get, there) if p is not None), None)
         return peer if peer is not None and peer.usable else None
 
     def located(self, chunk: ChunkName, peer: Peer) -> None:

@@ -112,7 +112,7 @@ class Router:
                 refused = False
             except (ClientError, OSError) as problem:  # includes TimeoutError
                 error = str(problem) or "no answer to a health check in time"
-                refused = isinstance(problem, ConnectionRefusedError)
+                refused = _is_refusal(problem)
             if error:
                 self._note_failure(node, error, refused=refused)
             else:
@@ -192,8 +192,9 @@ class Router:
                     return _problem(502, str(error))
                 plan = again
             else:
-                plan.decode.served(digests)
-                self._metrics.waited(waiting.seconds)
+                if passed.status == _OK:
+                    plan.decode.served(digests)
+                    self._metrics.waited(waiting.seconds)
                 return passed
 
     async def _decode(
@@ -241,9 +242,10 @@ class Router:
         raw = body.for_prefill(name, decode.peer)
         async with self._answer(node, request, raw, {"Accept-Encoding": "identity"}) as answer:
             whole = await answer.read()
-        if answer.status != _OK:
-            # The decode node says what is wrong with a request, if anything is.
+        if answer.status >= _FAILED:
             raise NodeFailedError(f"status {answer.status}")
+        if answer.status != _OK:
+            return {}  # the decode node says what is wrong with the request
         try:
             answered = msgspec.json.decode(whole, type=_PrefillAnswer)
         except msgspec.DecodeError as error:
@@ -261,6 +263,7 @@ class Router:
         Raises `NodeFailedError` if the node fails, also while its answer is read.
         """
         headers = _to_pass(request.headers)
+        headers.popall("Content-Encoding", None)  # aiohttp has decompressed the body
         before = headers.get("X-Forwarded-For")
         headers["X-Forwarded-For"] = ", ".join(filter(None, (before, request.remote)))
         headers.update(more)
@@ -268,7 +271,9 @@ class Router:
         node.running += 1
         answers = self._answers.setdefault(node, set())
         try:
-            answer = await _unless_down(node, self._send(request.method, url, raw, headers))
+            again = request.method in {"GET", "HEAD"} or request.path in TWO_STEP
+            sending = self._send(request.method, url, raw, headers, again=again)
+            answer = await _unless_down(node, sending)
             answers.add(answer)
             try:
                 yield answer
@@ -276,16 +281,16 @@ class Router:
                 answers.discard(answer)
                 answer.close()
         except (ClientError, OSError) as error:
-            refused = isinstance(error, ConnectionRefusedError)
-            self._note_failure(node, str(error), refused=refused)
+            if _is_refusal(error):  # else health checks decide: this request may be the cause
+                self._note_failure(node, str(error), refused=True)
             raise NodeFailedError(f"{node.url}: {str(error) or type(error).__name__}") from error
         finally:
             node.running -= 1
 
     async def _send(
-        self, method: str, url: URL, raw: bytes, headers: Mapping[str, str]
+        self, method: str, url: URL, raw: bytes, headers: Mapping[str, str], *, again: bool
     ) -> ClientResponse:
-        """Send a request; once more if the node closed the connection before it answered.
+        """Send a request; `again`: once more if the node closed the connection without an answer.
 
         A node closes idle connections at any time, also when a request is on its way.
         """
@@ -299,6 +304,8 @@ class Router:
         try:
             return await send()
         except (ServerDisconnectedError, ConnectionResetError):
+            if not again:
+                raise
             return await send()
 
     async def _pass_on(
@@ -314,7 +321,9 @@ class Router:
         """
         piece = await answer.content.readany()
         if waiting is not None:
-            waiting.answered()
+            # Without a stream, the first byte comes with the last token.
+            streams = answer.content_type == "text/event-stream"
+            waiting.answered(learn=answer.status == _OK and streams)
         passed = web.StreamResponse(status=answer.status, headers=_to_pass(answer.headers))
         passed.content_length = answer.content_length
         try:
@@ -324,7 +333,6 @@ class Router:
                 try:
                     piece = await answer.content.readany()
                 except (ClientError, OSError) as error:
-                    self._note_failure(node, str(error))
                     await self._break_off(passed, answer, request, f"{node.url} broke off: {error}")
                     return passed
             await passed.write_eof()
@@ -378,6 +386,11 @@ async def _unless_down(node: Node, awaited: Awaitable[T]) -> T:
             await asyncio.wait([task])
             if not task.cancelled():
                 task.exception()  # is of no interest any more
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Return whether a node refused a connection: no process listens there."""
+    return isinstance(getattr(error, "os_error", error), ConnectionRefusedError)
 
 
 def _to_pass(headers: Mapping[str, str]) -> CIMultiDict[str]:

@@ -49,18 +49,11 @@ class RequestBody:
         self.raw = raw
         try:
             self._fields = _decode_fields(raw)
-        except (msgspec.DecodeError, RecursionError) as error:
+            self._params = self._value("kv_transfer_params")
+            self.divisible = not any(self._value(name) for name in _PROMPT_ANSWERS)
+            """Whether a prefill on another node can help: the answer says nothing of the prompt."""
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             raise ValueError(f"not a JSON object: {error}") from error
-
-    @property
-    def streams(self) -> bool:
-        """Whether the client asks for a stream."""
-        return self._value("stream") is True
-
-    @property
-    def divisible(self) -> bool:
-        """Whether a prefill on another node can help: the answer says nothing of the prompt."""
-        return not any(self._value(name) for name in _PROMPT_ANSWERS)
 
     @property
     def text_bytes(self) -> int:
@@ -90,6 +83,7 @@ class RequestBody:
         for name in _MOST_TOKENS:
             if name in fields or (name, self.path) == ("max_output_tokens", "/v1/responses"):
                 fields[name] = _ONE
+        fields["store"] = _FALSE  # the default is to keep the answer
         if "n" in fields:
             fields["n"] = _ONE
         fields["stream"] = _FALSE
@@ -103,8 +97,7 @@ class RequestBody:
         return self._with_params(dict(self._fields), params) if params else self.raw
 
     def _with_params(self, fields: Fields, params: Mapping[str, Any]) -> bytes:
-        given = self._value("kv_transfer_params")
-        own = given if isinstance(given, dict) else {}
+        own = self._params if isinstance(self._params, dict) else {}
         merged = {**own, **{name: value for name, value in params.items() if value is not None}}
         fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(merged))
         return msgspec.json.encode(fields)

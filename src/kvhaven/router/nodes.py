@@ -123,12 +123,12 @@ class Prefilling:
         """Time to the first byte."""
         node.queued_tokens += tokens
 
-    def answered(self) -> None:
+    def answered(self, *, learn: bool = True) -> None:
         """Note the first byte, and learn the node's speed from it."""
         self.ended()
         node, seconds = self._node, time.perf_counter() - self._begin
         self.seconds = seconds
-        if self._tokens >= _LEAST_MEASURED and seconds > 0:
+        if learn and self._tokens >= _LEAST_MEASURED and seconds > 0:
             speed = (self._ahead + self._tokens) / seconds
             known = node.tokens_per_s
             node.tokens_per_s = speed if known is None else known + _WEIGHT * (speed - known)

@@ -25,6 +25,8 @@ _TIER: Final = TierName(PeerTier.name)
 _PIECE: Final = 128
 """Chunks that one piece of a job handles; takes 1 ms."""
 _MOST_CHAINS: Final = 1024
+_LONGEST_QUIET_S: Final = 60.0
+"""A chain of which no chunk arrives for this long ends, whatever its node says."""
 
 
 class _Chain:
@@ -43,7 +45,8 @@ class _Chain:
         self.tenant = tenant
         self.lookups: dict[ChunkKey, int] = {}
         self.arrived: set[ChunkKey] = set()
-        self.heard = now
+        self.heard = self.moved = now
+        """Times of its last message, and of its last chunk."""
         self.ended = False
 
 
@@ -82,14 +85,17 @@ class ExpectedChains:
         """Read the chunks that have arrived; `ended`: expect no others."""
         return self._calls.call(functools.partial(self._advance, node, progress))
 
-    def end_silent(self) -> None:
-        """End the chains of nodes that have said nothing for too long."""
+    def end_silent(self) -> Job:
+        """End the chains of nodes that have said nothing, or sent no chunk, for too long."""
         now = self._clock()
         for name, chain in tuple(self._chains.items()):
-            if now - chain.heard > self._stall_s:
+            if self._chains.get(name) is not chain:
+                continue
+            if now - chain.heard > self._stall_s or now - chain.moved > _LONGEST_QUIET_S:
                 logger.warning("%s: silent while it computes a chain", chain.peer.title)
                 self.stalled += 1
                 self._end(name)
+                yield
 
     def _expect(self, node: str, offer: Offer) -> Following:
         peer = self._peers.named(node) if self._peers is not None else None
@@ -119,6 +125,8 @@ class ExpectedChains:
             return _refusal("the progress names chunks that were not offered")
         arrived = [chain.keys[index] for index in progress.arrived]
         chain.arrived.update(arrived)
+        if arrived:
+            chain.moved = chain.heard
         self._driver.turns.start(self._arriving(chain, arrived))
         if progress.ended:
             self.completed += 1
@@ -159,6 +167,9 @@ class ExpectedChains:
 
     def _answer(self, chain: _Chain, key: ChunkKey, *, came: bool) -> None:
         number = chain.lookups.pop(key, None)
+        if number is None and came:
+            # It had an ordinary lookup when the chain was offered.
+            self._driver.catalog.arrived(_TIER, chain.namespace.digest, key, chain.tenant)
         if number is not None:
             found = {key: chain.namespace.table.complete} if came else None
             self._driver.catalog.tier_looked_up(_TIER, number, found)

@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,6 +18,7 @@ from kvhaven.peers.tier import PeerTier
 from kvhaven.peers.wire import MOST_OFFERED, Offer, PeerError, Progress
 from kvhaven.protocol import KeyList, OfferChain, batches, tenant_of
 from kvhaven.service.driver import Driver
+from kvhaven.service.turns import Job
 from kvhaven.types import KEY_BYTES, ChunkKey, NamespaceDigest
 
 logger = logging.getLogger(__name__)
@@ -27,11 +29,12 @@ _LOOK_AHEAD: Final = 64
 """Missing chunks that are looked up at each beat, because they may come from a tier."""
 _PIECE: Final = 512
 """Chunks that are looked up in one event: 0.5 ms."""
-_QUIET_S: Final = 2 * BEAT_S
+_QUIET_S: Final = 4 * BEAT_S
 """A chain whose request has ended is over when no chunk was saved for this long."""
 _LONGEST_QUIET_S: Final = 120.0
 """Any chain is over when no chunk was saved for this long."""
 _MOST_CHAINS: Final = 1024
+_numbers: Final = itertools.count(1)
 
 
 class _Chain:
@@ -42,6 +45,8 @@ class _Chain:
     ) -> None:
         self.session = session
         self.id = order.id
+        self.wire_id = f"{next(_numbers)}"
+        """Its name between nodes: engines choose `id`, and two may choose the same."""
         self.digest = digest
         self.tenant = tenant_of(order.tenant)
         self.keys = order.keys[: MOST_OFFERED * KEY_BYTES]
@@ -134,7 +139,7 @@ class OfferedChains:
             self._arrived(chain, key)
 
     async def _begin(self, peers: PeerTier, chain: _Chain, address: Address) -> None:
-        peer = await peers.at(address)
+        peer = peers.at(address)
         if peer is None:
             self._complain(f"kvhaven.to: {address} is not a peer that this node can reach")
             self._drop(chain)
@@ -165,13 +170,12 @@ class OfferedChains:
             logger.warning("%s: not told of %d chains: %s", peer.title, len(line.chains), error)
         finally:
             del self._lines[peer]
-            for chain in tuple(line.chains):
-                self._drop(chain)
+            self._driver.turns.start(self._drop_all(tuple(line.chains)))
 
     async def _tell(self, peer: Peer, chain: _Chain) -> bool:
         """Tell a peer what is new of a chain; return whether it is to be told more."""
         if not chain.offered:
-            answer = await peer.tell(Offer(chain.id, chain.digest, chain.keys, chain.tenant))
+            answer = await peer.tell(Offer(chain.wire_id, chain.digest, chain.keys, chain.tenant))
             if not answer.yes:
                 self._complain(f"{peer.title} does not expect chains: {answer.reason!r}")
                 return False
@@ -185,7 +189,7 @@ class OfferedChains:
             return True
         arrived, chain.arrived = chain.arrived, []
         chain.told = self._clock()
-        answer = await peer.tell(Progress(chain.id, arrived, over))
+        answer = await peer.tell(Progress(chain.wire_id, arrived, over))
         return answer.yes and not over
 
     def _is_over(self, chain: _Chain) -> bool:
@@ -219,6 +223,11 @@ class OfferedChains:
             self._forget(chain, key)
         if chain.line is not None:
             del chain.line.chains[chain]
+
+    def _drop_all(self, chains: Sequence[_Chain]) -> Job:
+        for chain in chains:
+            self._drop(chain)
+            yield
 
     def _forget(self, chain: _Chain, key: ChunkKey) -> None:
         awaiting = self._awaited[key]

@@ -119,6 +119,7 @@ class VllmRequest:
         if to is None and isinstance(spec, Mapping) and spec.get("receiver_host"):
             name = spec.get("req_id") or self.request_id
             port = spec.get("receiver_init_port")
+            port = port[0] if isinstance(port, list | tuple) and port else port
             to = f"{spec['receiver_host']}:{port}" if port else spec["receiver_host"]
         if not (isinstance(name, str) and isinstance(to, str) and 0 < len(name) <= _MOST_NAME):
             return Transfer(awaited=True) if awaited else NO_TRANSFER

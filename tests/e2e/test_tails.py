@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvhaven.devices.cpu import CpuDevice
 from tests.e2e.conftest import Control
 from tests.e2e.engines import NodeService, assert_nothing_held, assert_same, engine
 
@@ -32,14 +31,7 @@ def cached(answers: list[dict[str, Any]]) -> list[int]:
     return [answer["cached"] for answer in answers]
 
 
-AMX = "amx" in CpuDevice().kernel_tag.split("+")
-PORTABLE = pytest.param(
-    "portable",
-    marks=pytest.mark.skipif(AMX, reason="with AMX, vLLM's pages are private to its kernels"),
-)
-
-
-@pytest.mark.parametrize("kv_format", ["paged", PORTABLE])
+@pytest.mark.parametrize("kv_format", ["paged", "portable"])
 def test_a_repeated_prompt_computes_one_token(
     kv_format: str, model: Path, control: Control, tmp_path: Path, short_dir: Path
 ) -> None:

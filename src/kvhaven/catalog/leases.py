@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases: pinned chunks for loading, the promotions and lookups they wait for, and their end."""
 
-import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +19,7 @@ from kvhaven.catalog.entries import Entry, NamespaceState, State
 from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.loans import Loans
 from kvhaven.catalog.lookups import TierLookups
+from kvhaven.catalog.promotion_budget import End, PromotionBudget
 from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Lease, Lookup, Member, Session, Sessions
 from kvhaven.catalog.shared_index import LOOKUP_SHARDS
@@ -31,19 +31,6 @@ from kvhaven.types import Checksum, ChunkKey, Extent
 
 _Slot = tuple[ChunkKey, Entry | None, TierState | None]
 """Chunk behind the resident prefix: in the arena, or in a tier that holds it."""
-
-
-class _End(enum.Enum):
-    """Reason why a piece of work extended a lease no further."""
-
-    PIECE = enum.auto()
-    """The piece was complete: there is more."""
-    NOWHERE = enum.auto()
-    """The next chunk is in no known place."""
-    LIMIT = enum.auto()
-    """Too many bytes are being read, from its tier or in total."""
-    OTHER = enum.auto()
-    """No chunks are left, or the next one is not available now."""
 
 
 MOST_PREFETCHED = 1 << 17
@@ -67,35 +54,6 @@ class Unpinning:
 def named(prefetch: Lease) -> int:
     """Return the number of chunks that a prefetch counts as."""
     return max(_LEAST_PREFETCHED, len(prefetch.keys))
-
-
-class _Budget:
-    """Promotions that may still begin, in chunks and bytes.
-
-    Chunks are limited per piece and in total, bytes per tier and in total. One chunk may always be
-    read, from each tier and in total, however large it is.
-    """
-
-    def __init__(self, piece: int, most: int, reading: int, limit: int) -> None:
-        self._piece = piece
-        self._most = most
-        self._reading = reading
-        self._limit = limit
-        self._taken = Counter[TierName]()
-
-    def take(self, tier: TierState, bytes_: int, limit: int) -> _End | None:
-        """Count a promotion from a tier with this limit; return the reason if it must not begin."""
-        reading = tier.reading_bytes + self._taken[tier.spec.name]
-        much = reading and reading + bytes_ > limit
-        if not self._most or much or (self._reading and self._reading + bytes_ > self._limit):
-            return _End.LIMIT
-        if not self._piece:
-            return _End.PIECE
-        self._piece -= 1
-        self._most -= 1
-        self._reading += bytes_
-        self._taken[tier.spec.name] += bytes_
-        return None
 
 
 class Leases:
@@ -286,7 +244,7 @@ class Leases:
     def _growing(self, lease: Lease) -> Job:
         # The lease may be ended or finalized between two pieces.
         while lease.growing:
-            if self._extend(lease) is not _End.PIECE:
+            if self._extend(lease) is not End.PIECE:
                 self._grown(lease)
                 return
             if lease.prefetch:
@@ -326,23 +284,23 @@ class Leases:
             if not self.prefetched[prefetch.session]:
                 del self.prefetched[prefetch.session]
 
-    def _extend(self, lease: Lease) -> _End:
+    def _extend(self, lease: Lease) -> End:
         """Lease or promote a piece of the chunks behind those that a lease has."""
         pace, keys = self._work.pace, lease.keys
         first = lease.passed + len(lease.slots)
         piece = keys[first : first + pace.leases]
         leased = self._lease_resident(lease, piece)
-        end = _End.OTHER
+        end = End.OTHER
         if leased < len(piece):
             end = self._promote(lease, first + leased, piece[leased:])
         got = lease.passed + len(lease.slots) - first
-        if end is _End.OTHER and got == len(piece) and first + got < len(keys):
-            end = _End.PIECE
+        if end is End.OTHER and got == len(piece) and first + got < len(keys):
+            end = End.PIECE
         if lease.tail is not None and first + got == len(keys):
             self._lease_tail(lease, lease.tail)
         # Chunks behind a gap are touched as well: a request is a use, even if it is not served.
-        self._tiers.touch(piece[got - 1 :: -1] if end is _End.PIECE else piece[::-1])
-        lease.limited = end is _End.LIMIT
+        self._tiers.touch(piece[got - 1 :: -1] if end is End.PIECE else piece[::-1])
+        lease.limited = end is End.LIMIT
         if not lease.prefetch:
             self._tiers.used(lease.slots[first:])
             self._count(lease)
@@ -400,7 +358,7 @@ class Leases:
             lease.slots.append(entry)
             lease.sources.append(entry.take_source())
 
-    def _promote(self, lease: Lease, first: int, keys: Sequence[ChunkKey]) -> _End:
+    def _promote(self, lease: Lease, first: int, keys: Sequence[ChunkKey]) -> End:
         """Continue with chunks that are not all resident; `first` is the index of the first one."""
         space, namespace = self._space, lease.namespace
         plan, end = self._plan(lease, namespace, keys)
@@ -418,7 +376,7 @@ class Leases:
             if entry is None:
                 if begun == len(extents):
                     self._give_back(plan[at - first :])
-                    end = _End.OTHER
+                    end = End.OTHER
                     break
                 assert tier is not None, "planned without a source"
                 parent = lease.keys[at - 1] if at else None
@@ -437,7 +395,7 @@ class Leases:
         if touched:
             space.touch(touched)
             self._arrange(lease, had)
-        if end is _End.NOWHERE and self._tiers.shared:
+        if end is End.NOWHERE and self._tiers.shared:
             behind = first + len(plan)
             self._lookups.ask(lease, namespace, lease.keys[behind : behind + LOOKUP_SHARDS])
         return end
@@ -449,7 +407,7 @@ class Leases:
 
     def _plan(
         self, lease: Lease, namespace: NamespaceState, keys: Sequence[ChunkKey]
-    ) -> tuple[list[_Slot], _End]:
+    ) -> tuple[list[_Slot], End]:
         """Return the chunks that are in the arena or can be promoted, and why the plan ends."""
         plan: list[_Slot] = []
         seen: set[ChunkKey] = set()
@@ -468,7 +426,7 @@ class Leases:
                 usable = entry.holding is holding and entry.state is not State.RESERVED
             if not usable or again:
                 self.foreign += self._lookups.is_foreign(key, namespace)
-                return plan, _End.NOWHERE if entry is None and not again else _End.OTHER
+                return plan, End.NOWHERE if entry is None and not again else End.OTHER
             if entry is not None and reach is not None and not within(entry.extent, reach):
                 self.unready += 1
                 break
@@ -481,13 +439,13 @@ class Leases:
                 break
             seen.add(key)
             plan.append((key, entry, tier))
-        return plan, _End.OTHER
+        return plan, End.OTHER
 
-    def _budget(self) -> "_Budget":
+    def _budget(self) -> PromotionBudget:
         """Return the promotions that a piece of work may begin."""
         most = MOST_PROMOTIONS - self._space.promoting
         reading = self._space.promoting_bytes
-        return _Budget(self._work.pace.promotions, most, reading, self.promotion_limit)
+        return PromotionBudget(self._work.pace.promotions, most, reading, self.promotion_limit)
 
     def _give_back(self, plan: Sequence[_Slot]) -> None:
         for _, entry, _ in plan:
@@ -597,7 +555,7 @@ class Leases:
             awaited = lease.waiting and lease.slots[lease.counted :]
             self.hits += new - sum(entry.key in lease.waiting for entry in awaited or ())
             lease.counted = len(lease.slots)
-        asked = len(lease.keys) + (lease.tail is not None)
+        asked = len(lease.keys)  # without the tail, which few prompts have
         more = lease.growing or lease.lookups or (lease.limited and lease.waiting)
         if not more and lease.counted < asked:
             self.misses += asked - lease.counted
@@ -644,23 +602,23 @@ class Leases:
                 if not others:
                     del self.waiters[entry]
         # The list is part of an answer, so it is copied instead of being cut in place.
-        tail, lease.slots = lease.slots, lease.slots[:index]
+        rest, lease.slots = lease.slots, lease.slots[:index]
         del lease.sources[index:]
         if waited:
             absent = set(waited)
-            tail = [*lease.slots, *(e for e in tail[index:] if e.key not in absent)]
-        if len(tail) > index:
-            unpinning = Unpinning(tail, index)
+            rest = [*lease.slots, *(e for e in rest[index:] if e.key not in absent)]
+        if len(rest) > index:
+            unpinning = Unpinning(rest, index)
             self.unpinning.add(unpinning)
             self._work.start(self._unpin(unpinning))
 
-    def _unpin(self, tail: Unpinning) -> Job:
-        unlease, light, entries = self._space.unlease, self._work.pace.light, tail.entries
-        while len(entries) - tail.done > light:
-            tail.done += light
-            for entry in entries[tail.done - light : tail.done]:
+    def _unpin(self, rest: Unpinning) -> Job:
+        unlease, light, entries = self._space.unlease, self._work.pace.light, rest.entries
+        while len(entries) - rest.done > light:
+            rest.done += light
+            for entry in entries[rest.done - light : rest.done]:
                 unlease(entry)
             yield
-        for entry in entries[tail.done :]:
+        for entry in entries[rest.done :]:
             unlease(entry)
-        self.unpinning.discard(tail)
+        self.unpinning.discard(rest)

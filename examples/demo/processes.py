@@ -245,12 +245,6 @@ class Server:
                 raise ProcessError(f"{self.url} does not answer\n{_tail(self._log)}")
             time.sleep(0.1)
 
-    def stop(self) -> None:
-        """Ask it to exit, and wait."""
-        self._process.terminate()
-        _await_end(self._process)
-        self.kill()
-
     def kill(self) -> None:
         """Kill it with all its processes (kill -9)."""
         _kill_group(self._process)

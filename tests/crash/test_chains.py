@@ -18,7 +18,7 @@ from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 from tests.commands import kvhaven
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeProcess, eventually, settled, status_of
-from tests.crash.test_peers import connected, node_of
+from tests.crash.test_peers import connected, pair_at
 from tests.servers import free_port
 
 pytestmark = pytest.mark.crash
@@ -79,14 +79,9 @@ def await_no_chains(node: NodeProcess) -> None:
 @contextlib.contextmanager
 def fleet(short_dir: Path, **settings: object) -> Iterator[Fleet]:
     """A prefill node and a decode node, which are each other's peers."""
-    one, two = free_port(), free_port()
-    with (
-        node_of(short_dir, "p", one, two, **settings) as p,
-        node_of(short_dir, "d", two, one, **settings) as d,
-    ):
-        connected(p)
-        connected(d)
-        yield Fleet(p, d, f"127.0.0.1:{two}")
+    port = free_port()
+    with pair_at(short_dir, free_port(), port, **settings) as (p, d):
+        yield Fleet(p, d, f"127.0.0.1:{port}")
 
 
 class Asking(threading.Thread):

@@ -57,7 +57,15 @@ def connected(node: NodeProcess) -> None:
 @contextlib.contextmanager
 def pair(short_dir: Path, **settings: object) -> Iterator[tuple[NodeProcess, NodeProcess]]:
     """Two nodes, of which each reads the other's memory."""
-    one, two = free_port(), free_port()
+    with pair_at(short_dir, free_port(), free_port(), **settings) as nodes:
+        yield nodes
+
+
+@contextlib.contextmanager
+def pair_at(
+    short_dir: Path, one: int, two: int, **settings: object
+) -> Iterator[tuple[NodeProcess, NodeProcess]]:
+    """Two nodes that listen at these ports."""
     with (
         node_of(short_dir, "a", one, two, **settings) as a,
         node_of(short_dir, "b", two, one, **settings) as b,

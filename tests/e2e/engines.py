@@ -162,6 +162,31 @@ def engine(
             started.kill()
 
 
+@contextlib.contextmanager
+def peered_services(
+    short_dir: Path, logs: Path, ports: Sequence[int], **settings: object
+) -> Iterator[list["NodeService"]]:
+    """Run a node service at each of these ports, each of which reads the others' memory."""
+    services = [
+        NodeService(
+            short_dir / str(number),
+            logs / f"service-{number}.log",
+            max_local_cpu_size="64MiB",
+            peer_listen=f"127.0.0.1:{port}",
+            peers=" ".join(f"127.0.0.1:{port}" for port in ports),  # the same on all nodes
+            **settings,
+        )
+        for number, port in enumerate(ports)
+    ]
+    try:
+        for service in services:
+            service.start()
+        yield services
+    finally:
+        for service in services:
+            service.stop(signal.SIGKILL)
+
+
 class NodeService:
     """`kvhaven serve` in a process."""
 

@@ -16,6 +16,7 @@ from tests.e2e.engines import (
     assert_nothing_held,
     assert_same,
     engine,
+    peered_services,
     prompts,
 )
 from tests.e2e.test_portable import CHUNK, SETTINGS, assert_all_from_cache
@@ -23,27 +24,15 @@ from tests.servers import free_port
 
 pytestmark = pytest.mark.vllm
 
+PATIENT_PEERS = {"pd_stall_ms": 20_000, "peer_deadline_ms": 20_000}
+"""For nodes on a busy machine: silence for a second is no failure there."""
+
 
 def test_an_engine_hits_what_an_unlike_one_computed_on_another_node(
     model: Path, control: Control, tmp_path: Path, short_dir: Path
 ) -> None:
     asked, more = prompts(51, 6, least=200), prompts(52, 2, least=200)
-    ports = {"a": free_port(), "b": free_port()}
-    peers = " ".join(f"127.0.0.1:{port}" for port in ports.values())  # the same on all nodes
-    nodes = {
-        name: NodeService(
-            short_dir / name,
-            tmp_path / f"{name}.log",
-            max_local_cpu_size="64MiB",
-            peer_listen=f"127.0.0.1:{port}",
-            peers=peers,
-        )
-        for name, port in ports.items()
-    }
-    a, b = nodes["a"], nodes["b"]
-    try:
-        for node in (a, b):
-            node.start()
+    with peered_services(short_dir, tmp_path, [free_port(), free_port()]) as (a, b):
         with engine(
             model,
             tmp_path / "prefill.log",
@@ -73,32 +62,13 @@ def test_an_engine_hits_what_an_unlike_one_computed_on_another_node(
             assert_all_from_cache(decode.generate(asked, max_tokens=8), asked, control)
             assert decode.ask("metrics").get("vllm:kvhaven_failed_loads", 0) == 0
         assert_nothing_held(b.settled())
-    finally:
-        for node in (a, b):
-            node.stop(signal.SIGKILL)
 
 
 def test_chunks_reach_an_unlike_engine_while_another_node_prefills(
     model: Path, control: Control, tmp_path: Path, short_dir: Path
 ) -> None:
-    asked = prompts(53, 5, least=500)
-    ports = {"p": free_port(), "d": free_port()}
-    nodes = {
-        name: NodeService(
-            short_dir / name,
-            tmp_path / f"{name}.log",
-            max_local_cpu_size="64MiB",
-            peer_listen=f"127.0.0.1:{port}",
-            peers=" ".join(f"127.0.0.1:{port}" for port in ports.values()),
-            pd_stall_ms=20_000,
-            peer_deadline_ms=20_000,
-        )
-        for name, port in ports.items()
-    }
-    p, d = nodes["p"], nodes["d"]
-    try:
-        for node in (p, d):
-            node.start()
+    asked, ports = prompts(53, 5, least=500), [free_port(), free_port()]
+    with peered_services(short_dir, tmp_path, ports, **PATIENT_PEERS) as (p, d):
         with (
             engine(
                 model,
@@ -121,8 +91,8 @@ def test_chunks_reach_an_unlike_engine_while_another_node_prefills(
             wait_for_peer(p)
             wait_for_peer(d)
             for number, prompt in enumerate(asked):
-                to = {"kvhaven.id": f"r{number}", "kvhaven.to": f"127.0.0.1:{ports['d']}"}
-                (first,) = generate(prefill, prompt, {"do_remote_decode": True, **to}, 1)
+                parameters = {"do_remote_decode": True, "kvhaven.to": f"127.0.0.1:{ports[1]}"}
+                (first,) = generate(prefill, prompt, parameters, 1)
                 assert first["handover"]["do_remote_prefill"] is True
                 # The chunks come without a question of the engine that will need them.
                 while d.status().chains.completed <= number:
@@ -139,9 +109,6 @@ def test_chunks_reach_an_unlike_engine_while_another_node_prefills(
             assert metrics.get("vllm:kvhaven_failed_loads", 0) == 0
         for node in (p, d):
             assert_nothing_held(node.settled())
-    finally:
-        for node in (p, d):
-            node.stop(signal.SIGKILL)
 
 
 def generate(

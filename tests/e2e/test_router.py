@@ -4,7 +4,6 @@
 import asyncio
 import contextlib
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from examples.demo.processes import Server, kvhaven, vllm_server
 from kvhaven.router.app import Router
 from kvhaven.router.choice import Chooser
 from kvhaven.router.nodes import parse_node
-from tests.e2e.engines import CHUNK, PATIENT, NodeService
+from tests.e2e.engines import CHUNK, PATIENT, NodeService, peered_services
+from tests.e2e.test_peers import PATIENT_PEERS
 from tests.router_kit import serving, until
 from tests.servers import free_port
 
@@ -39,20 +39,9 @@ def nodes(
     """Return servers and services of a prefill and a decode node, and the latter's peer port."""
     ports = [free_port(), free_port()]
     with contextlib.ExitStack() as stack:
-        services, servers = [], []
-        for number, port in enumerate(ports):
-            service = NodeService(
-                short_dir / str(number),
-                tmp_path / f"service-{number}.log",
-                max_local_cpu_size="64MiB",
-                peer_listen=f"127.0.0.1:{port}",
-                peers=" ".join(f"127.0.0.1:{port}" for port in ports),
-                pd_stall_ms=20_000,
-                peer_deadline_ms=20_000,
-            )
-            service.start()
-            stack.callback(service.stop, signal.SIGKILL)
-            services.append(service)
+        services = stack.enter_context(peered_services(short_dir, tmp_path, ports, **PATIENT_PEERS))
+        servers = []
+        for number, service in enumerate(services):
             settings: dict[str, Any] = {"chunk_size": CHUNK, "service_address": str(service.socket)}
             options = {
                 "served_model_name": "tiny",

@@ -89,19 +89,18 @@ async def test_a_chat_is_streamed_and_its_other_fields_stay_as_they_were() -> No
 )
 async def test_every_path_limits_its_prefill_by_its_own_field(path: str, limit: str) -> None:
     body = RequestBody(path, json.dumps({"input": "x", "prompt": "x", "n": 3}).encode())
-    prefill = json.loads(body.for_prefill("id", ""))
+    prefill = json.loads(body.for_prefill("d:7420"))
     assert (prefill[limit], prefill["n"]) == (1, 1)
-    assert "kvhaven.to" not in prefill["kv_transfer_params"]
+    assert prefill["kv_transfer_params"]["kvhaven.to"] == "d:7420"
 
 
 async def test_a_clients_own_parameters_stay_but_cannot_name_a_node() -> None:
-    own = {"kvhaven.skip_save": True, "kvhaven.to": "evil:1", "kvhaven.id": "mine"}
+    own = {"kvhaven.skip_save": True, "kvhaven.to": "evil:1"}
     async with fleet() as ((p,), (d,), router):
         await router.ask(ASK | {"kv_transfer_params": own})
         params = p.bodies()[0]["kv_transfer_params"]
         assert params["kvhaven.skip_save"] is True
         assert params["kvhaven.to"] == "d0.example:7420"
-        assert params["kvhaven.id"] != "mine"
         assert d.bodies()[0]["kv_transfer_params"]["kvhaven.skip_save"] is True
 
 
@@ -435,3 +434,15 @@ async def test_a_request_that_may_have_had_an_effect_is_sent_once() -> None:
             assert (await router.ask({}, "/v1/load_lora_adapter"))[0] == 502
         assert len(d.seen) == 4
         assert router.chooser.decode[0].up
+
+
+async def test_an_image_is_no_text_but_part_of_the_prompt() -> None:
+    def body(image: str) -> RequestBody:
+        url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+        messages = [{"role": "user", "content": "word " * 100}, {"role": "user", "content": [url]}]
+        return RequestBody("/v1/chat/completions", json.dumps({"messages": messages}).encode())
+
+    one, other = body("a" * 300_000), body("b" * 300_000)
+    assert one.text_bytes < 5000
+    assert one.digests()[0] == other.digests()[0]
+    assert one.digests()[-1] != other.digests()[-1]

@@ -36,12 +36,11 @@ EVERYTHING = Permissions(load=True, save=True)
 class Transfer:
     """Part of a request that one node prefills and another decodes.
 
-    The prefill node announces the request's chunks to the node at `to` (host:port), under the name
-    `id`; nothing is announced unless both are set. On the decode node, `awaited` says that another
-    node has prefilled the request: it waits up to `pd_wait_ms` for its chunks.
+    The prefill node announces the request's chunks to the node at `to` (host:port), if it is set.
+    On the decode node, `awaited` says that another node has prefilled the request: it waits up to
+    `pd_wait_ms` for its chunks.
     """
 
-    id: str = ""
     to: str = ""
     awaited: bool = False
 

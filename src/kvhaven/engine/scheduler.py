@@ -378,7 +378,7 @@ class SchedulerSide:
     def _announce(self, state: RequestState) -> None:
         """Announce a request's chunks to the node that decodes it, once its keys are known."""
         transfer = state.request.transfer
-        if state.announced or not (transfer.id and transfer.to and state.permissions.save):
+        if state.announced or not (transfer.to and state.permissions.save):
             return
         with self._keying(state):
             tokens = state.request.num_prompt_tokens
@@ -527,5 +527,5 @@ class SchedulerSide:
 
 
 def _chain_name(request_id: str) -> str:
-    """Return the name of a request's chain: requests of one prompt each may have the same `id`."""
+    """Return the name of a request's chain, whose length is limited."""
     return sha256(request_id.encode(errors="surrogatepass")).hexdigest()

@@ -50,6 +50,7 @@ _IDLE_S: Final = 30.0
 _MOST_DESCRIBED: Final = 1 << 19
 """Characters of namespaces in an answer."""
 _ZEROS: Final = memoryview(bytes(1 << 20))
+_PROBE_S: Final = 60.0
 _SEND_S: Final = 20.0
 """A peer that does not take a shard within this time is disconnected, so that its pin ends."""
 
@@ -227,10 +228,11 @@ class PeerListener:
 
 
 def _send_zeros(stream: Stream, size: int) -> None:
-    stream.send(Probed(), time.monotonic() + _SEND_S)
+    deadline = time.monotonic() + _PROBE_S
+    stream.send(Probed(), deadline)
     while size:
         piece = _ZEROS[: min(size, len(_ZEROS))]
-        stream.send_bytes(piece, time.monotonic() + _SEND_S)
+        stream.send_bytes(piece, deadline)
         size -= len(piece)
 
 

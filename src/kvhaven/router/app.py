@@ -5,7 +5,6 @@ import asyncio
 import functools
 import io
 import logging
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
@@ -216,11 +215,10 @@ class Router:
         node: Node | None = plan.prefill
         failed: list[Node] = []
         while node is not None and len(failed) < _MOST_PREFILLS:
-            name = uuid.uuid4().hex
             try:
                 with node.prefilling(plan.prefill_tokens) as waiting:
                     async with asyncio.timeout(self._prefill_s):
-                        params = await self._leg_one(node, plan.decode, name, body, request)
+                        params = await self._leg_one(node, plan.decode, body, request)
                     waiting.answered()
             except (NodeFailedError, TimeoutError) as error:
                 reason = str(error) or f"no answer within {self._prefill_s:g} s"
@@ -236,10 +234,10 @@ class Router:
         return {}
 
     async def _leg_one(
-        self, node: Node, decode: Node, name: str, body: RequestBody, request: web.Request
+        self, node: Node, decode: Node, body: RequestBody, request: web.Request
     ) -> dict[str, Any]:
         """Return the parameters that a prefill answers. Raises `NodeFailedError`."""
-        raw = body.for_prefill(name, decode.peer)
+        raw = body.for_prefill(decode.peer)
         async with self._answer(node, request, raw, {"Accept-Encoding": "identity"}) as answer:
             whole = await answer.read()
         if answer.status >= _FAILED:

@@ -21,6 +21,10 @@ _CONTEXT: Final = (
 )
 """Fields besides the text that are part of a prompt, or of its identity."""
 _TEXTS: Final = ("messages", "input", "prompt")
+_MEDIA: Final = b";base64,"
+_LONG: Final = 1 << 12
+_MEDIA_TEXT: Final = 1 << 12
+"""Bytes of text that a message with an image or a recording counts as: about 1,000 tokens."""
 _DROPPED: Final = (
     *("stream_options", "min_tokens", "best_of", "response_format", "structured_outputs"),
     *("logprobs", "top_logprobs", "echo", "store", "background"),
@@ -49,16 +53,14 @@ class RequestBody:
         self.raw = raw
         try:
             self._fields = _decode_fields(raw)
+            self._parts = [*_parts(self._fields)]
             self._params = self._value("kv_transfer_params")
             self.divisible = not any(self._value(name) for name in _PROMPT_ANSWERS)
             """Whether a prefill on another node can help: the answer says nothing of the prompt."""
+            self.text_bytes = sum(map(_text_length, self._parts))
+            """The size of the prompt's text in bytes, as far as it becomes tokens."""
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             raise ValueError(f"not a JSON object: {error}") from error
-
-    @property
-    def text_bytes(self) -> int:
-        """The size of the prompt's text in bytes."""
-        return sum(len(bytes(self._fields.get(name, b""))) for name in _TEXTS)
 
     def digests(self) -> list[bytes]:
         """Return a digest of each prefix of the prompt: after each message, and each 512 bytes."""
@@ -71,11 +73,10 @@ class RequestBody:
             digests.append(hashed.digest())
         return digests
 
-    def for_prefill(self, request: str, to: str) -> bytes:
+    def for_prefill(self, to: str) -> bytes:
         """Return the body for the prefill node: one token, and no stream.
 
-        `request` names the request on both nodes; the node at `to` is told of its chunks (empty:
-        none is).
+        The node at `to` is told of the prompt's chunks.
         """
         fields = {name: value for name, value in self._fields.items() if name not in _DROPPED}
         if self.path != "/v1/responses":
@@ -87,9 +88,7 @@ class RequestBody:
         if "n" in fields:
             fields["n"] = _ONE
         fields["stream"] = _FALSE
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "kvhaven.id": request}
-        if to:
-            params["kvhaven.to"] = to
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "kvhaven.to": to}
         return self._with_params(fields, params)
 
     def for_decode(self, params: Mapping[str, Any]) -> bytes:
@@ -106,10 +105,22 @@ class RequestBody:
         raw = self._fields.get(name)
         return msgspec.json.decode(raw) if raw is not None else None
 
-    def _pieces(self) -> Iterator[bytes]:
-        for name in _TEXTS:
-            raw = bytes(self._fields.get(name, b""))
-            parts = _decode_list(raw) if raw.startswith(b"[{") else [raw]
-            for part in map(bytes, parts):
-                for start in range(0, len(part), _PIECE):
-                    yield part[start : start + _PIECE]
+    def _pieces(self) -> Iterator[memoryview]:
+        for part in self._parts:
+            for start in range(0, len(part), _PIECE):
+                yield part[start : start + _PIECE]
+
+
+def _parts(fields: Fields) -> Iterator[memoryview]:
+    """Yield the messages of a chat, or the whole prompt, as JSON."""
+    for name in _TEXTS:
+        raw = fields.get(name)
+        if raw is not None:
+            listed = bytes(memoryview(raw)[:2]) == b"[{"
+            yield from (memoryview(part) for part in (_decode_list(raw) if listed else [raw]))
+
+
+def _text_length(part: memoryview) -> int:
+    """Return the bytes of text that a part of a prompt counts as."""
+    coded = len(part) > _LONG and _MEDIA in bytes(part)
+    return _MEDIA_TEXT if coded else len(part)

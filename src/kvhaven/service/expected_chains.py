@@ -25,6 +25,8 @@ _TIER: Final = TierName(PeerTier.name)
 _PIECE: Final = 128
 """Chunks that one piece of a job handles; takes 1 ms."""
 _MOST_CHAINS: Final = 1024
+_MOST_KEYS: Final = 1 << 17
+"""Chunks of all chains together."""
 _LONGEST_QUIET_S: Final = 60.0
 """A chain of which no chunk arrives for this long ends, whatever its node says."""
 
@@ -102,9 +104,10 @@ class ExpectedChains:
         if peer is None:
             return _refusal("the node that offers is not among this node's peers (setting peers)")
         self._end((node, offer.id))
-        if len(self._chains) >= _MOST_CHAINS:
-            return _refusal(f"{_MOST_CHAINS} chains are expected already")
         keys = KeyList(offer.keys)
+        known = sum(len(chain.keys) for chain in self._chains.values())
+        if len(self._chains) >= _MOST_CHAINS or known + len(keys) > _MOST_KEYS:
+            return _refusal("too many chunks are expected already")
         try:
             namespace = self._driver.catalog.namespace(NamespaceDigest(offer.namespace))
         except KVHavenError:

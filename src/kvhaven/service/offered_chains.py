@@ -34,6 +34,9 @@ _QUIET_S: Final = 4 * BEAT_S
 _LONGEST_QUIET_S: Final = 120.0
 """Any chain is over when no chunk was saved for this long."""
 _MOST_CHAINS: Final = 1024
+_MOST_KEYS: Final = 1 << 17
+"""Chunks of all chains that are still to come."""
+_MOST_KINDS: Final = 64
 _numbers: Final = itertools.count(1)
 
 
@@ -110,14 +113,15 @@ class OfferedChains:
         Raises `ProtocolError` for malformed keys.
         """
         if self._peers is None:
-            self._complain("kvhaven.to: this node has no peers; set peers")
+            self._complain("no peers", "kvhaven.to: this node has no peers; set peers")
             return
         try:
             address = parse_address(order.to, "kvhaven.to")
         except ConfigError as error:
-            self._complain(str(error))
+            self._complain("address", str(error))
             return
-        if (session, order.id) in self._chains or len(self._chains) >= _MOST_CHAINS:
+        much = len(self._chains) >= _MOST_CHAINS or len(self._awaited) >= _MOST_KEYS
+        if much or (session, order.id) in self._chains:
             self.refused += 1
             return
         chain = _Chain(session, digest, order, self._clock())
@@ -141,7 +145,8 @@ class OfferedChains:
     async def _begin(self, peers: PeerTier, chain: _Chain, address: Address) -> None:
         peer = peers.at(address)
         if peer is None:
-            self._complain(f"kvhaven.to: {address} is not a peer that this node can reach")
+            reason = f"kvhaven.to: {address} is not a peer that this node can reach"
+            self._complain("stranger", reason)
             self._drop(chain)
             return
         for part in batches(list(chain.missing), _PIECE):
@@ -177,7 +182,7 @@ class OfferedChains:
         if not chain.offered:
             answer = await peer.tell(Offer(chain.wire_id, chain.digest, chain.keys, chain.tenant))
             if not answer.yes:
-                self._complain(f"{peer.title} does not expect chains: {answer.reason!r}")
+                self._complain(answer.reason, f"{peer.title} expects no chain: {answer.reason!r}")
                 return False
             chain.offered = True
             self.offered += 1
@@ -235,9 +240,9 @@ class OfferedChains:
         if not awaiting:
             del self._awaited[key]
 
-    def _complain(self, reason: str) -> None:
-        """Count a chain that is not announced; log each reason once."""
+    def _complain(self, kind: str, reason: str) -> None:
+        """Count a chain that is not announced; log the first reason of each kind."""
         self.refused += 1
-        if reason not in self._complaints and len(self._complaints) < _MOST_CHAINS:
-            self._complaints.add(reason)
-            logger.warning("chain not offered: %s (more are not logged)", reason)
+        if kind not in self._complaints and len(self._complaints) < _MOST_KINDS:
+            self._complaints.add(kind)
+            logger.warning("chain not offered: %s (more like this are not logged)", reason)

@@ -10,7 +10,7 @@ from kvhaven.integrations.vllm.requests import VllmRequest
 from tests.crash.node import eventually, status_of
 from tests.simulation.connector_kit import Bench, ask, make_request
 
-ANNOUNCED = {"kvhaven.id": "r1", "kvhaven.to": "127.0.0.1:1", "do_remote_decode": True}
+ANNOUNCED = {"kvhaven.to": "127.0.0.1:1", "do_remote_decode": True}
 
 
 def refused(bench: Bench) -> int:
@@ -26,16 +26,22 @@ def refused(bench: Bench) -> int:
         ({"do_remote_decode": True}, NO_TRANSFER),
         ({"do_remote_prefill": True, "remote_block_ids": [1]}, Transfer(awaited=True)),
         ({"do_remote_prefill": "false"}, NO_TRANSFER),
-        ({"kvhaven.id": "a", "kvhaven.to": "d:7420"}, Transfer("a", "d:7420")),
-        ({"kvhaven.id": "a"}, NO_TRANSFER),
-        ({"kvhaven.id": 7, "kvhaven.to": "d:7420"}, NO_TRANSFER),
-        ({"kvhaven.id": "a" * 129, "kvhaven.to": "d:7420"}, NO_TRANSFER),
-        ({"kvhaven.id": "", "kvhaven.to": "d:7420"}, NO_TRANSFER),
+        ({"kvhaven.to": "d:7420"}, Transfer("d:7420")),
+        ({"kvhaven.to": 7}, NO_TRANSFER),
+        ({"kvhaven.to": "d" * 999}, Transfer("d" * 256)),
+        (
+            {"kvhaven.to": "d", "disagg_spec": {"receiver_host": "e"}, "do_remote_prefill": 1},
+            Transfer("d", awaited=True),
+        ),
+        (
+            {"disagg_spec": {"receiver_host": "d", "receiver_init_port": [7420, 7421]}},
+            Transfer("d:7420"),
+        ),
         (
             {"disagg_spec": {"req_id": "a", "receiver_host": "d", "receiver_init_port": 7420}},
-            Transfer("a", "d:7420"),
+            Transfer("d:7420"),
         ),
-        ({"disagg_spec": {"req_id": "a", "receiver_host": "d"}}, Transfer("a", "d")),
+        ({"disagg_spec": {"req_id": "a", "receiver_host": "d"}}, Transfer("d")),
         ({"disagg_spec": "nonsense"}, NO_TRANSFER),
         ({"disagg_spec": {"receiver_id": "d"}}, NO_TRANSFER),
     ],
@@ -44,7 +50,7 @@ def test_the_part_of_a_request_is_read(params: Any, transfer: Transfer) -> None:
     assert VllmRequest(make_request(40, params=params)).transfer == transfer
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False, "kvhaven.id": "a"}])
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}])
 def test_other_requests_hand_nothing_over(params: Any) -> None:
     assert VllmRequest(make_request(40, params=params)).handover is None
 
@@ -53,7 +59,6 @@ def test_a_prefill_hands_over_what_two_step_proxies_pass_on() -> None:
     handover = VllmRequest(make_request(40, params=ANNOUNCED)).handover
     assert handover is not None
     assert (handover["do_remote_prefill"], handover["do_remote_decode"]) == (True, False)
-    assert handover["kvhaven.id"] == "r1"
     assert VllmRequest(make_request(40, params=handover)).transfer == Transfer(awaited=True)
 
 
@@ -73,7 +78,7 @@ def test_a_chain_is_announced_once(bench: Bench) -> None:
     "more",
     [
         {"params": ANNOUNCED | {"kvhaven.skip_save": True}},
-        {"params": {"kvhaven.id": "r1"}},
+        {"params": {"do_remote_decode": True}},
         {"params": ANNOUNCED, "tokens": 15},
     ],
 )

@@ -15,7 +15,6 @@ from kvhaven.engine.adapters import CacheName
 from kvhaven.engine.jobs import StepPlan, StepReport
 from kvhaven.engine.requests import (
     MOST_TAGS,
-    NO_TRANSFER,
     Permissions,
     ScheduledRequest,
     Transfer,
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _PREFIXES = ("kvhaven.", "lmcache.")
-_MOST_NAME = 128
-"""Longest name of a request between nodes, in characters."""
 _MOST_ADDRESS = 256
 
 
@@ -113,17 +110,13 @@ class VllmRequest:
         be the address of a peer.
         """
         parameters: Mapping[str, Any] = self.raw.kv_transfer_params or {}
-        awaited = _is_on(parameters.get("do_remote_prefill"))
-        name, to = parameters.get("kvhaven.id"), parameters.get("kvhaven.to")
-        spec = parameters.get("disagg_spec")
+        to, spec = parameters.get("kvhaven.to"), parameters.get("disagg_spec")
         if to is None and isinstance(spec, Mapping) and spec.get("receiver_host"):
-            name = spec.get("req_id") or self.request_id
             port = spec.get("receiver_init_port")
             port = port[0] if isinstance(port, list | tuple) and port else port
             to = f"{spec['receiver_host']}:{port}" if port else spec["receiver_host"]
-        if not (isinstance(name, str) and isinstance(to, str) and 0 < len(name) <= _MOST_NAME):
-            return Transfer(awaited=True) if awaited else NO_TRANSFER
-        return Transfer(name, to[:_MOST_ADDRESS], awaited)
+        awaited = _is_on(parameters.get("do_remote_prefill"))
+        return Transfer(to[:_MOST_ADDRESS] if isinstance(to, str) else "", awaited)
 
     @property
     def handover(self) -> dict[str, Any] | None:
@@ -143,7 +136,6 @@ class VllmRequest:
             "remote_request_id": self.request_id,
             "remote_host": None,
             "remote_port": None,
-            "kvhaven.id": parameters.get("kvhaven.id"),
         }
 
 

@@ -549,13 +549,16 @@ class Leases:
             del home.leases[lease.lease_id]
 
     def _count(self, lease: Lease) -> None:
-        """Count each requested chunk once: when it is found, or known to be absent."""
+        """Count each requested chunk once: when it is found, or known to be absent.
+
+        A tail that is found counts as a chunk; an absent one is no miss, as few prompts repeat.
+        """
         new = len(lease.slots) - lease.counted
         if new > 0:
             awaited = lease.waiting and lease.slots[lease.counted :]
             self.hits += new - sum(entry.key in lease.waiting for entry in awaited or ())
             lease.counted = len(lease.slots)
-        asked = len(lease.keys)  # without the tail, which few prompts have
+        asked = len(lease.keys)
         more = lease.growing or lease.lookups or (lease.limited and lease.waiting)
         if not more and lease.counted < asked:
             self.misses += asked - lease.counted

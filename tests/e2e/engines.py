@@ -137,6 +137,8 @@ def engine(
     }
     if options.get("tensor_parallel_size", 1) > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        paths = [str(ROOT / "tests/e2e/ranks_sleep"), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if threads is not None:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     read, write = os.pipe()

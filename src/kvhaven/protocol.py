@@ -25,7 +25,7 @@ from kvhaven.types import (
 
 T = TypeVar("T")
 
-VERSION: Final = 5
+VERSION: Final = 6
 TENANTS: Final = 1
 """Feature bit of a service that supports tenants."""
 FRAME_LIMIT: Final = 4 << 20
@@ -236,13 +236,15 @@ class Release(Message, frozen=True, tag=True):
 class OfferChain(Message, frozen=True, tag=True):
     """Announces the chain of a request to the node at `to` (host:port), which reads it meanwhile.
 
-    `id` names the request, in this session.
+    `id` names the request, in this session. `tail` is the key of the tail behind all of `keys`
+    (empty: none).
     """
 
     id: RequestName
     to: Annotated[str, msgspec.Meta(max_length=256)]
     keys: Keys
     tenant: Tenant = b""
+    tail: MaybeKey = b""
 
 
 class EndChain(Message, frozen=True, tag=True):

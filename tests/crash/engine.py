@@ -24,6 +24,8 @@ SHARD_BYTES = 10_000
 EXTENT_BYTES = align_up(SHARD_BYTES)
 """Of a chunk, for each head."""
 
+CHUNK_SIZE = 10
+"""Tokens of a chunk."""
 MODEL = "model-of-the-tests"
 
 
@@ -74,6 +76,7 @@ class Rank:
         self.shard_bytes = shard_bytes
         self.pause_s = pause_s
         fields = {"model": model, "heads": str(heads), "bytes": str(shard_bytes)}
+        fields["chunk_size"] = str(CHUNK_SIZE)
         self.attach = AttachRank(
             id=1,
             session=engine,
@@ -102,23 +105,24 @@ class Rank:
         wait_s: float = 5.0,
         save: int = 0,
         tenant: TenantId = NO_TENANT,
+        tail: int = 0,
     ) -> list[RankGrant]:
-        """Return the grants there are."""
-        reservation = self.client.reserve(parent, keys, save, tenant)
+        """Return the grants there are; with `tail`, for tails of so many tokens."""
+        reservation = self.client.reserve(parent, keys, save, tenant, tail)
         if reservation is None:
             return []
         grants = self.client.grants(reservation, time.monotonic() + wait_s)
         return [grant for grant in grants if grant is not None]
 
     def write(
-        self, grant: RankGrant, between: Callable[[], None] = lambda: None
+        self, grant: RankGrant, between: Callable[[], None] = lambda: None, tail: int = 0
     ) -> tuple[RankGrant, list[Checksum]]:
         """Copy this rank's bytes of a chunk into the arena, in pieces, if they are its to write."""
         checksums = []
         for head, offset in zip(self.heads, self.client.shard_offsets, strict=True):
             if not grant.writes:
                 break
-            data = content(grant.key, head, self.shard_bytes)
+            data = content(grant.key, head, self._size(tail))
             for at in range(0, len(data), 4096):
                 piece = data[at : at + 4096]
                 ctypes.memmove(grant.address + offset + at, piece, len(piece))
@@ -135,10 +139,11 @@ class Rank:
         wait_s: float = 5.0,
         save: int = 0,
         tenant: TenantId = NO_TENANT,
+        tail: int = 0,
     ) -> int:
-        """Save chunks; return how many were granted."""
-        grants = self.reserve(keys, parent, wait_s, save, tenant)
-        self.client.commit([self.write(grant) for grant in grants])
+        """Save chunks, or tails of so many tokens; return how many were granted."""
+        grants = self.reserve(keys, parent, wait_s, save, tenant, tail)
+        self.client.commit([self.write(grant, tail=tail) for grant in grants])
         return len(grants)
 
     def sync(self) -> None:
@@ -148,28 +153,38 @@ class Rank:
         while link._outbox and time.monotonic() < end:
             time.sleep(0.001)
 
-    def load(self, lease: LeasedChunks, keys: Sequence[ChunkKey]) -> int:
-        """Copy a lease's chunks and compare every byte; return how many could be read."""
+    def load(self, lease: LeasedChunks, keys: Sequence[ChunkKey], tail: int = 0) -> int:
+        """Copy a lease's chunks and compare every byte; return how many could be read.
+
+        The last of `keys` is that of a tail of `tail` tokens if the lease has one.
+        """
         arena = self.client.arena(lease.service)
         if arena is None:
             self.client.loaded([lease.lease_id], lease.service)
             return 0
-        for key, (segment, offset) in zip(keys, lease.extents, strict=False):
+        lengths = [self.shard_bytes] * len(lease.extents)
+        if lease.tail:
+            lengths[-1] = self._size(tail)
+        for key, (segment, offset), size in zip(keys, lease.extents, lengths, strict=False):
             first = offset + lease.offsets[self.rank]
             address = arena.address_of(segment, first, self.client.span_bytes)
             for head, at in zip(self.heads, self.client.shard_offsets, strict=True):
-                if self._read(address + at) != content(key, head, self.shard_bytes):
+                if self._read(address + at, size) != content(key, head, size):
                     raise WrongBytesError(
                         f"rank {self.rank}, head {head}: {key.hex()} at {segment}:{offset}"
                     )
         self.client.loaded([lease.lease_id], lease.service)
         return len(lease.extents)
 
-    def _read(self, address: int) -> bytes:
+    def _size(self, tail: int) -> int:
+        """Return the bytes of a shard of a chunk, or of a tail of so many tokens."""
+        return self.shard_bytes * tail // CHUNK_SIZE if tail else self.shard_bytes
+
+    def _read(self, address: int, size: int) -> bytes:
         """Copy a shard out of the arena, in pieces."""
         pieces = []
-        for begin in range(0, self.shard_bytes, 4096):
-            pieces.append(ctypes.string_at(address + begin, min(4096, self.shard_bytes - begin)))
+        for begin in range(0, size, 4096):
+            pieces.append(ctypes.string_at(address + begin, min(4096, size - begin)))
             if self.pause_s:
                 time.sleep(self.pause_s)
         return b"".join(pieces)
@@ -267,10 +282,13 @@ class Engine:
         keys: Sequence[ChunkKey],
         parent: ChunkKey | None = None,
         tenant: TenantId = NO_TENANT,
+        tail: int = 0,
     ) -> int:
         """Have every rank save; return the least that one was granted, when all is committed."""
         number = next(self._saves)
-        granted = min(rank.save(keys, parent, save=number, tenant=tenant) for rank in self.ranks)
+        granted = min(
+            rank.save(keys, parent, save=number, tenant=tenant, tail=tail) for rank in self.ranks
+        )
         for rank in self.ranks:
             rank.sync()
         return granted

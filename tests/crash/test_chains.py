@@ -24,6 +24,8 @@ from tests.servers import free_port
 pytestmark = pytest.mark.crash
 
 KEYS = prompt("p", 12)
+(TAIL,) = prompt("tail", 1)
+TAIL_TOKENS = 4
 _names = itertools.count(1)
 
 
@@ -33,7 +35,13 @@ class Fleet:
     def __init__(self, p: NodeProcess, d: NodeProcess, to: str) -> None:
         self.p, self.d, self.to = p, d, to
 
-    def offer(self, engine: Engine, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> str:
+    def offer(
+        self,
+        engine: Engine,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
+        tail: ChunkKey | None = None,
+    ) -> str:
         """Have P's engine announce a chain, and wait until D expects it.
 
         A node that has just started is refused until D has noticed.
@@ -42,7 +50,7 @@ class Fleet:
         for _ in range(20):
             refused = status_of(self.p.address).chains.refused
             name = f"request-{next(_names)}"
-            engine.scheduler.client.offer_chain(name, self.to, keys, tenant)
+            engine.scheduler.client.offer_chain(name, self.to, keys, tenant, tail)
             eventually(functools.partial(self._fate, before, refused))
             if status_of(self.d.address).chains.expected > before:
                 return name
@@ -88,16 +96,20 @@ class Asking(threading.Thread):
     """A decode engine's lookup of a chain, and its load; `loaded` is how many chunks were right."""
 
     def __init__(
-        self, engine: Engine, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT
+        self,
+        engine: Engine,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
+        tail: ChunkKey | None = None,
     ) -> None:
         super().__init__()
-        self.engine, self.keys, self.tenant = engine, keys, tenant
+        self.engine, self.keys, self.tenant, self.tail = engine, keys, tenant, tail
         self.loaded = -1
         self.pending = threading.Event()
 
     def run(self) -> None:
         client = self.engine.scheduler.client
-        lease_id = client.ask(self.keys, self.tenant, promote_s=60.0)
+        lease_id = client.ask(self.keys, self.tenant, self.tail, promote_s=60.0)
         assert lease_id is not None
         answer = client.wait(lease_id, 10)
         while answer is Outcome.PENDING:
@@ -106,7 +118,8 @@ class Asking(threading.Thread):
             answer = client.look_up(lease_id)
         if isinstance(answer, LeasedChunks):
             client.dispatched(lease_id)
-            self.loaded = min(rank.load(answer, self.keys) for rank in self.engine.ranks)
+            behind = [*self.keys, self.tail] if self.tail is not None else self.keys
+            self.loaded = min(rank.load(answer, behind, TAIL_TOKENS) for rank in self.engine.ranks)
         else:
             self.loaded = 0
 
@@ -144,6 +157,58 @@ def test_a_request_waits_for_chunks_that_are_being_computed(short_dir: Path) -> 
             assert p.save(KEYS[6:], KEYS[5]) == 6
             assert asking.result() == len(KEYS)
         nodes.quiet()
+
+
+@pytest.mark.parametrize("chunks", [0, 5])
+def test_a_request_waits_for_the_tail_behind_its_chunks(short_dir: Path, chunks: int) -> None:
+    keys = KEYS[:chunks]
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address, 2) as p, Engine(nodes.d.address, 2) as d:
+            nodes.offer(p, keys, tail=TAIL)
+            asking = Asking(d, keys, tail=TAIL)
+            asking.start()
+            assert asking.pending.wait(10)
+            if keys:
+                assert p.save(keys) == chunks
+                nodes.await_resident(chunks)
+            assert asking.is_alive()
+            assert p.save([TAIL], keys[-1] if keys else None, tail=TAIL_TOKENS) == 1
+            assert asking.result() == chunks + 1
+            assert status_of(nodes.d.address).catalog.tails == 1
+            # And once more: now the tail was there before.
+            nodes.offer(p, keys, tail=TAIL)
+            again = Asking(d, keys, tail=TAIL)
+            again.start()
+            assert again.result() == chunks + 1
+        nodes.quiet()
+
+
+@pytest.mark.parametrize("how", ["ended", "engine", "service", "stopped"])
+def test_a_tail_that_does_not_come_ends_the_wait(short_dir: Path, how: str) -> None:
+    keys = KEYS[:5]
+    with fleet(short_dir) as nodes, Engine(nodes.d.address) as d:
+        p = Engine(nodes.p.address).__enter__()
+        try:
+            name = nodes.offer(p, keys, tail=TAIL)
+            asking = Asking(d, keys, tail=TAIL)
+            asking.start()
+            assert asking.pending.wait(10)
+            assert p.save(keys) == 5
+            nodes.await_resident(5)
+            with contextlib.ExitStack() as stopped:
+                if how == "ended":
+                    p.scheduler.client.end_chain(name)
+                elif how == "engine":
+                    p.__exit__()
+                elif how == "service":
+                    nodes.p.kill()
+                else:
+                    stopped.enter_context(nodes.p.frozen())
+                assert asking.result() == 5
+                await_no_chains(nodes.d)
+        finally:
+            p.__exit__()
+        settled(nodes.d.address, members=None)
 
 
 def test_chunks_that_were_there_before_move_as_well(short_dir: Path) -> None:

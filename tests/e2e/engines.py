@@ -257,6 +257,14 @@ class NodeService:
             time.sleep(0.05)
 
 
+def generate(
+    at: Engine, prompt: list[int], parameters: dict[str, Any], max_tokens: int
+) -> list[dict[str, Any]]:
+    """Generate for a prompt, with parameters for KV transfers."""
+    extra = {"extra_args": {"kv_transfer_params": parameters}}
+    return at.generate([prompt], max_tokens=max_tokens, sampling=extra)
+
+
 def held_bytes(status: ServiceStatus) -> dict[str, int]:
     """Return what is leased, reserved, promoting, or waiting to be proven free."""
     catalog = status.catalog

@@ -4,18 +4,17 @@
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvhaven.catalog.actions import TierName
 from tests.e2e.conftest import Control
 from tests.e2e.engines import (
-    Engine,
     NodeService,
     assert_nothing_held,
     assert_same,
     engine,
+    generate,
     peered_services,
     prompts,
 )
@@ -109,14 +108,6 @@ def test_chunks_reach_an_unlike_engine_while_another_node_prefills(
             assert metrics.get("vllm:kvhaven_failed_loads", 0) == 0
         for node in (p, d):
             assert_nothing_held(node.settled())
-
-
-def generate(
-    at: Engine, prompt: list[int], parameters: dict[str, Any], max_tokens: int
-) -> list[dict[str, Any]]:
-    """Generate for a prompt, with parameters for KV transfers."""
-    extra = {"extra_args": {"kv_transfer_params": parameters}}
-    return at.generate([prompt], max_tokens=max_tokens, sampling=extra)
 
 
 def wait_for_peer(node: NodeService) -> None:

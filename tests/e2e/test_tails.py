@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Control
-from tests.e2e.engines import NodeService, assert_nothing_held, assert_same, engine
+from tests.e2e.engines import (
+    NodeService,
+    assert_nothing_held,
+    assert_same,
+    engine,
+    generate,
+    peered_services,
+)
+from tests.e2e.test_peers import PATIENT_PEERS, wait_for_peer
+from tests.servers import free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -110,3 +119,37 @@ def test_without_the_setting_repeats_compute_what_is_behind_the_last_full_chunk(
         assert_same(again, expected)
         assert cached(again) == [min(length // CHUNK * CHUNK, length - 1) for length in LENGTHS]
         assert started.ask("metrics").get("vllm:kvhaven_tail_hits", 0) == 0
+
+
+def test_the_decode_node_computes_one_token(
+    model: Path, control: Control, tmp_path: Path, short_dir: Path
+) -> None:
+    """Tails travel between unlike engines of two nodes, and nothing has to wait for a repeat."""
+    asked, ports = prompts(45), [free_port(), free_port()]
+    settings: dict[str, Any] = {"chunk_size": CHUNK, "format": "portable"}
+    common: dict[str, Any] = {"in_process": True, "enable_prefix_caching": False}
+    with peered_services(short_dir, tmp_path, ports, **PATIENT_PEERS) as (p, d):
+        at_p = settings | {"service_address": str(p.socket)}
+        at_d = settings | {"service_address": str(d.socket)}
+        with (
+            engine(model, tmp_path / "prefill.log", at_p, **common) as prefill,
+            engine(model, tmp_path / "decode.log", at_d, block_size=64, **common) as decode,
+        ):
+            p.await_ranks()
+            d.await_ranks()
+            wait_for_peer(p)
+            wait_for_peer(d)
+            parameters = {"do_remote_decode": True, "kvhaven.to": f"127.0.0.1:{ports[1]}"}
+            hits = 0
+            for prompt, expected in zip(asked, control(asked, max_tokens=8), strict=True):
+                (first,) = generate(prefill, prompt, parameters, 1)
+                (second,) = generate(decode, prompt, first["handover"], 8)
+                assert_same([second], [expected])
+                # The usage of such a request says what the prefill node had cached.
+                before, hits = hits, int(decode.ask("metrics")["vllm:external_prefix_cache_hits"])
+                assert hits - before == len(prompt) - 1
+            metrics = decode.ask("metrics")
+            assert metrics.get("vllm:kvhaven_errors", 0) == 0
+            assert metrics.get("vllm:kvhaven_failed_loads", 0) == 0
+        for node in (p, d):
+            assert_nothing_held(node.settled())

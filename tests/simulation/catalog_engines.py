@@ -215,7 +215,9 @@ class Engines:
         tenant, chain, behind = self._world.pick(CHAIN_KEYS[digest])
         keys, tail = chain[: 1 + self._world.choose(CHAIN_CHUNKS)], None
         if self._world.one_in(3):
-            here = [n for n, key in enumerate(behind) if key in catalog._space.entries]
+            coming = {key for tier in catalog._tiers.shared.values() for key in tier.pending}
+            entries = catalog._space.entries
+            here = [n for n, key in enumerate(behind) if key in entries or key in coming]
             keys = chain[: self._world.pick(here)] if here else keys
             tail = behind[len(keys)]
         self._names += 1
@@ -226,8 +228,10 @@ class Engines:
                 self._world.counts["unready"] += 1
                 break
             resident += 1
-        if tail is not None and resident == len(keys) and self._is_here(engine, tail):
-            resident += 1
+        comes = False
+        if tail is not None and resident == len(keys):
+            comes = self._is_coming(engine, tail)
+            resident += self._is_here(engine, tail)
         stats = catalog.stats()
         most = len(load.keys) * engine.namespace.table.extent_bytes
         # What was in the arena may be evicted by the acquire itself.
@@ -238,6 +242,7 @@ class Engines:
             answer = catalog.acquire(engine.id, load.lease_id, digest, keys, tenant, tail)
         at_once = min(resident, PACE.leases) if answer.promoting else resident
         assert len(answer.chunks) >= at_once or not roomy, "a resident prefix was not offered"
+        assert answer.promoting or not (comes and roomy), "a lease does not wait for its tail"
         if roomy and not answer.promoting and len(answer.chunks) < len(keys):
             self._expect_gap(engine, keys[len(answer.chunks)], busy)
         if answer.chunks or answer.promoting:
@@ -329,7 +334,8 @@ class Engines:
             asked = [q for q in lease.lookups if any(t.lookups.get(q.number) is q for t in tiers)]
             if not catalog.busy:
                 reads, asked = set(lease.waiting), list(lease.lookups)
-            awaited.append((reads, lease.keys[len(lease.slots)] if asked else None))
+            behind = [*lease.keys, lease.tail]
+            awaited.append((reads, behind[len(lease.slots)] if asked else None))
         return awaited
 
     def process(self, wanted: Callable[[Process], bool]) -> Process | None:
@@ -353,6 +359,15 @@ class Engines:
             process.unsent.append(message)
 
     # What these are made of
+
+    def _is_coming(self, engine: Engine, tail: ChunkKey) -> bool:
+        """Whether another node may still send a tail that is not here."""
+        catalog = self._world.catalog
+        if tail in catalog._space.entries:
+            return False
+        shared = [tier for tier in catalog._tiers.shared.values() if tier.online]
+        part = catalog._owners.part(engine.namespace.digest, TENANT_OF[tail])
+        return any(tail in tier.pending and not tier.decided(tail, part) for tier in shared)
 
     def _is_here(self, engine: Engine, tail: ChunkKey) -> bool:
         """Whether a tail must be offered behind its chain: it is resident, and not too old."""

@@ -6,6 +6,7 @@ from kvhaven.types import NO_TENANT
 from tests.simulation.catalog_model import (
     BY_DIGEST,
     CHAIN_KEYS,
+    TAIL_TOKENS,
     TAILS,
     TENANT_OF,
     TENANTS,
@@ -50,7 +51,7 @@ class Peers:
             assert full or not has, "a chunk that is here was not lent"
             return
         assert has, "a chunk was lent that is not here"
-        assert key not in TAILS, "a tail was lent"
+        assert loan.tail == (TAIL_TOKENS if key in TAILS else 0), "a tail was lent as a full chunk"
         assert TENANT_OF[key] == tenant, "a chunk was lent to another tenant"
         namespace = BY_DIGEST[digest]
         generation = loan.extent.generation

@@ -12,6 +12,7 @@ from tests.simulation.catalog_model import (
     CHAIN_KEYS,
     OWN,
     SHARED,
+    TAIL_TOKENS,
     TAILS,
     TENANT_OF,
     TIERS,
@@ -67,7 +68,11 @@ class FakeTiers:
         """Begin an action of the catalog."""
         world, memory = self._world, self._world.memory
         keys = action.keys if isinstance(action, TierLookup) else (action.key,)
-        assert not TAILS & set(keys), f"{action}: tails are in memory alone"
+        if isinstance(action, TierRead):
+            assert action.tail == (TAIL_TOKENS if action.key in TAILS else 0)
+            assert action.key not in TAILS or action.tier in SHARED, f"{action} of a local tier"
+        else:
+            assert not TAILS & set(keys), f"{action}: tails are in memory alone"
         asked_as = {TENANT_OF[key] for key in keys}
         assert isinstance(action, TierLookup) or asked_as == {action.tenant}, f"{action} of another"
         if isinstance(action, TierDelete):
@@ -114,21 +119,25 @@ class FakeTiers:
             world.heard.tell(action.tier, key, world.now, whole=whole)
             world.counts["found"] += whole
         world.counts["lookup failed" if failed else "looked up"] += 1
-        world.catalog.tier_looked_up(action.tier, action.number, None if failed else found)
+        tail = TAIL_TOKENS if TAILS & set(action.keys) else 0
+        world.catalog.tier_looked_up(action.tier, action.number, None if failed else found, tail)
 
     def expect(self) -> None:
         """Another node announces that it computes a chain; its answers come later, if at all."""
         world = self._world
         tier, digest = world.pick(tuple(SHARED)), world.pick(tuple(BY_DIGEST))
-        tenant, keys, _ = world.pick(CHAIN_KEYS[digest])
-        chain = tuple(keys[: 1 + world.choose(len(keys))])
-        numbers = world.catalog.expected(tier, digest, chain, tenant)
-        assert numbers.keys() <= set(chain), "a chunk is expected that was not announced"
+        tenant, keys, tails = world.pick(CHAIN_KEYS[digest])
+        chain = tuple(keys[: world.choose(1 + len(keys))])
+        tail = tails[len(chain)] if world.one_in(2) or not chain else None
+        numbers = world.catalog.expected(tier, digest, chain, tenant, tail)
+        announced = {*chain, tail}
+        assert numbers.keys() <= announced, "a chunk is expected that was not announced"
         for key, number in numbers.items():
             action = TierLookup(tier, number, BY_DIGEST[digest], (key,), tenant)
             self._lookups.append((action, {}))
             world.heard.expect(tier, key)
         world.counts["expected"] += bool(numbers)
+        world.counts["tail expected"] += tail in numbers
 
     def pass_time(self) -> None:
         """Some seconds go by."""
@@ -156,6 +165,9 @@ class FakeTiers:
         if good and all(memory.content[page] == (copy.key, bit) for page, bit in copy.pages):
             checksums = tuple(checksum_of(action.key, bit) for bit in copy.bits)
             memory.committed[action.extent.generation] = set(copy.bits)
+            if action.key in TAILS:
+                world.tail_used[action.key] = world.now
+                world.counts["tail promoted"] += 1
         else:
             world.heard.miss(action.tier, action.key, world.now)
         kind = "shared promotion" if action.tier in SHARED else "promotion"
@@ -254,8 +266,9 @@ class FakeTiers:
         store = self._stores[world.pick(tuple(SHARED))]
         digest = world.pick(tuple(BY_DIGEST))
         complete = BY_DIGEST[digest].table.complete
-        _, keys, _ = world.pick(CHAIN_KEYS[digest])
-        for key in keys[: 1 + world.choose(len(keys))]:
+        _, keys, tails = world.pick(CHAIN_KEYS[digest])
+        chain = keys[: world.choose(1 + len(keys))]
+        for key in (*chain, tails[len(chain)]):
             shards = complete & ~(1 << world.choose(4)) if world.one_in(8) else complete
             if key not in store or not store[key].readable:
                 store[key] = Stored(digest, shards)

@@ -3,7 +3,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvhaven.arena.slabs import SegmentUnits, SlabId
@@ -24,7 +26,7 @@ from kvhaven.catalog.shared_index import SharedTierIndex
 from kvhaven.catalog.tails import TailAges
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.errors import KVHavenError
-from kvhaven.types import NO_TENANT, Checksum, ChunkKey, NamespaceDigest, TenantId
+from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Extent, NamespaceDigest, TenantId
 from tests.simulation.catalog_history import simulate
 from tests.simulation.catalog_model import ARENA_BYTES, PACE
 
@@ -255,8 +257,10 @@ def _break_waking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wake only the first of those who wait for an answer."""
     answered = TierLookups.answered
 
-    def drowsy(self: TierLookups, tier: TierName, number: int, found: Found | None) -> Lookup:
-        lookup = answered(self, tier, number, found)
+    def drowsy(
+        self: TierLookups, tier: TierName, number: int, found: Found | None, tail: int
+    ) -> Lookup:
+        lookup = answered(self, tier, number, found, tail)
         for lease in tuple(lookup.waiting)[1:]:
             del lookup.waiting[lease]
         return lookup
@@ -431,6 +435,7 @@ def _break_expectations_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
         namespace: NamespaceDigest,
         keys: Sequence[ChunkKey],
         tenant: TenantId = NO_TENANT,
+        tail: ChunkKey | None = None,
     ) -> dict[ChunkKey, int]:
         part = self._owners.part(namespace, NO_TENANT)
         return self._tiers.presence(tier).expect(part, self._leases.absent(part, keys))
@@ -492,7 +497,7 @@ def _break_place_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     def early(self: Leases, lease: Lease, keys: Sequence[ChunkKey]) -> int:
         leased = lease_resident(self, lease, keys)
         if lease.tail is not None and leased < len(keys):
-            self._lease_tail(lease, lease.tail)
+            self._add_tail(lease, lease.tail)
         return leased
 
     monkeypatch.setattr(Leases, "_lease_resident", early)
@@ -521,14 +526,49 @@ def _break_tiers_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _break_loans_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lend tails, whose shards are shorter than a reader believes."""
+    """Lend tails as full chunks, whose shards are longer."""
+    lend = Loans.lend
 
-    def find(self: Loans, part: NamespaceState, key: ChunkKey) -> Entry | None:
-        entry, holding = self._space.find(key), self._space.place.find(part)
-        mine = entry is not None and holding is not None and entry.holding is holding
-        return entry if mine and entry is not None and entry.state is State.RESIDENT else None
+    def long(self: Loans, part: NamespaceState, key: ChunkKey) -> Loan | None:
+        loan = lend(self, part, key)
+        return loan and msgspec.structs.replace(loan, tail=0)
 
-    monkeypatch.setattr(Loans, "_find", find)
+    monkeypatch.setattr(Loans, "lend", long)
+
+
+def _break_reads_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read tails as full chunks."""
+    insert = ResidentChunks.insert
+
+    def full(self: ResidentChunks[SlabId], *args: Any) -> Entry:
+        namespace, key, parent, extent, state, *_ = args
+        if state is State.PROMOTING:
+            return insert(self, namespace, key, parent, extent, state)
+        return insert(self, *args)
+
+    monkeypatch.setattr(ResidentChunks, "insert", full)
+
+
+def _break_waits_for_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for a tail that another node computes."""
+    monkeypatch.setattr(TierLookups, "wait", lambda *_: None)
+
+
+def _break_copies_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write tails that came from another node to tiers."""
+
+    def done(
+        self: Catalog,
+        tier: TierName,
+        key: ChunkKey,
+        extent: Extent,
+        checksums: tuple[Checksum, ...] | None,
+    ) -> None:
+        entry = self._leases.read_done(tier, key, extent, checksums)
+        if entry is not None:
+            self._tiers.promoted(entry, tier)
+
+    monkeypatch.setattr(Catalog, "tier_read_done", done)
 
 
 BREAKAGES = [
@@ -538,6 +578,9 @@ BREAKAGES = [
     _break_place_of_tails,
     _break_tiers_of_tails,
     _break_loans_of_tails,
+    _break_reads_of_tails,
+    _break_waits_for_tails,
+    _break_copies_of_tails,
     _break_loans,
     _break_tenants_of_loans,
     _break_readiness,

@@ -4,7 +4,14 @@
 import pytest
 
 from kvhaven.catalog import TierSpec
-from kvhaven.catalog.actions import Acquisition, CommitResult, LeaseId, MemberId, TierLookup
+from kvhaven.catalog.actions import (
+    Acquisition,
+    CommitResult,
+    LeaseId,
+    MemberId,
+    TierLookup,
+    Update,
+)
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.tails import KEEP_S
 from kvhaven.catalog.tier_spec import StoreOn
@@ -246,12 +253,89 @@ def test_a_damaged_tail_is_not_offered() -> None:
     assert found(node.acquire(keys, tail=TAIL)) == keys
 
 
-def test_a_tail_is_not_lent_to_other_nodes() -> None:
-    node = Node()
-    node.save([TAIL], tail=TOKENS)
-    assert node.catalog.checksums(TAIL) == checksums_of(TAIL)
-    assert node.catalog.has(node.namespace.digest, [TAIL]) == [False]
-    assert node.catalog.lend(node.namespace.digest, TAIL) is None
+def test_a_tail_is_lent_to_other_nodes_with_its_length() -> None:
+    node, (full,) = Node(), keys_of("a", 1)
+    node.save([full])
+    node.save([TAIL], full, tail=TOKENS)
+    digest = node.namespace.digest
+    assert node.catalog.has(digest, [full, TAIL, OTHERS[0]]) == [True, True, False]
+    assert [node.catalog.tail_tokens(digest, key) for key in (full, TAIL, OTHERS[0])] == [
+        *(0, TOKENS, 0)
+    ]
+    loan = node.catalog.lend(digest, TAIL)
+    assert loan is not None
+    assert (loan.tail, loan.checksums) == (TOKENS, checksums_of(TAIL))
+    alice = tenant_id("alice")
+    assert node.catalog.has(digest, [TAIL], alice) == [False]
+    assert node.catalog.tail_tokens(digest, TAIL, alice) == 0
+
+
+def _expecting(keys: list[ChunkKey]) -> tuple[Node, dict[ChunkKey, int]]:
+    """Return a node that expects a chain and `TAIL` behind it from another one."""
+    node = Node(tiers=[TierSpec(DISK, 0, shared=True)])
+    return node, node.catalog.expected(DISK, node.namespace.digest, keys, tail=TAIL)
+
+
+def _come(node: Node, number: int, key: ChunkKey, tail: int = 0) -> None:
+    """Answer a lookup: the chunk can be read."""
+    node.catalog.tier_looked_up(DISK, number, {key: node.namespace.table.complete}, tail)
+
+
+def test_a_lease_waits_for_an_expected_tail() -> None:
+    keys = keys_of("a", 2)
+    node, numbers = _expecting(keys)
+    assert list(numbers) == [*keys, TAIL]
+    for key in keys:
+        _come(node, numbers[key], key)
+        node.finish(*node.reads())
+    answer = node.acquire(keys, tail=TAIL)
+    assert (found(answer), answer.promoting) == (keys, 1)
+    _come(node, numbers[TAIL], TAIL, TOKENS)
+    (read,) = node.reads()
+    assert (read.key, read.tail) == (TAIL, TOKENS)
+    node.finish(read)
+    (update,) = node.catalog.take_actions()
+    assert isinstance(update, Update)
+    assert found(update.acquisition) == [*keys, TAIL]
+    assert [chunk.tail for chunk in update.acquisition.chunks] == [0, 0, TOKENS]
+
+
+@pytest.mark.parametrize("fate", ["absent", "read fails", "offline", "deadline"])
+def test_a_lease_goes_on_without_a_tail_that_does_not_come(fate: str) -> None:
+    node, numbers = _expecting([])
+    answer = node.acquire([], tail=TAIL)
+    assert (found(answer), answer.promoting) == ([], 1)
+    if fate == "absent":
+        node.catalog.tier_looked_up(DISK, numbers[TAIL], None)
+    elif fate == "read fails":
+        _come(node, numbers[TAIL], TAIL, TOKENS)
+        node.finish(*node.reads(), ok=False)
+    elif fate == "offline":
+        node.catalog.tier_online(DISK, online=False)
+    else:
+        final = node.catalog.finalize(node.session, LeaseId(answer.lease_id))
+        assert (found(final), final.promoting) == ([], 0)
+        return
+    (update,) = node.catalog.take_actions()
+    assert isinstance(update, Update)
+    assert found(update.acquisition) == []
+
+
+def test_a_tail_of_which_no_tokens_are_stored_is_not_read() -> None:
+    node, numbers = _expecting([])
+    _come(node, numbers[TAIL], TAIL)
+    answer = node.acquire([], tail=TAIL)
+    assert (found(answer), answer.promoting) == ([], 0)
+    assert node.reads() == []
+
+
+def test_a_tail_that_arrives_without_a_lookup_of_its_own_is_read_when_asked_for() -> None:
+    node, _ = _expecting([])
+    assert node.catalog.expected(DISK, node.namespace.digest, [], tail=TAIL) == {}
+    node.catalog.arrived(DISK, node.namespace.digest, TAIL, tail=TOKENS)
+    assert node.acquire([], tail=TAIL).promoting
+    (read,) = node.reads()
+    assert read.tail == TOKENS
 
 
 @pytest.mark.parametrize(
@@ -260,7 +344,7 @@ def test_a_tail_is_not_lent_to_other_nodes() -> None:
         ("16", 1, 256),
         ("16", 16, 4096),
         ("16", 17, None),
-        ("16", 0, None),
+        ("16", 0, 4096),
         ("", 1, None),
         ("0", 1, None),
         ("-16", 1, None),
@@ -272,8 +356,10 @@ def test_a_shard_of_a_tail_has_its_share_of_the_bytes(
     chunk_size: str, tokens: int, expected: int | None
 ) -> None:
     namespace = Namespace(NamespaceDigest(bytes(32)), {"chunk_size": chunk_size}, ShardTable(()))
-    assert namespace.tail_bytes(4096, tokens) == expected
-    assert Namespace(namespace.digest, {}, namespace.table).tail_bytes(4096, tokens) is None
+    assert namespace.shard_bytes(4096, tokens) == expected
+    assert Namespace(namespace.digest, {}, namespace.table).shard_bytes(4096, tokens) == (
+        None if tokens else 4096
+    )
 
 
 def test_a_clear_drops_tails() -> None:

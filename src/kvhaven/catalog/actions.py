@@ -150,7 +150,8 @@ class TierLookup(msgspec.Struct, frozen=True, gc=False):
 class TierRead(msgspec.Struct, frozen=True, gc=False):
     """Action: read every shard of the chunk from `tier` into `extent`.
 
-    The service answers with `tier_read_done` exactly once.
+    With `tail`, it is a tail of which so many tokens are stored. The service answers with
+    `tier_read_done` exactly once.
     """
 
     tier: TierName
@@ -158,6 +159,7 @@ class TierRead(msgspec.Struct, frozen=True, gc=False):
     key: ChunkKey
     extent: Extent
     tenant: TenantId = NO_TENANT
+    tail: int = 0
 
 
 class TierWrite(msgspec.Struct, frozen=True, gc=False):

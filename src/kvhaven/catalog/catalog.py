@@ -309,6 +309,13 @@ class Catalog:
         part = self._owners.known_part(namespace, tenant)
         return None if part is None else self._leases.loans.lend(part, key)
 
+    def tail_tokens(
+        self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
+    ) -> int:
+        """Return the stored tokens of a resident tail of this tenant, 0 if there is none."""
+        part = self._owners.known_part(namespace, tenant)
+        return 0 if part is None else self._leases.loans.tail_tokens(part, key)
+
     def returned(self, loan: int) -> None:
         """Record that nothing reads a loan's extent any more. A second call changes nothing."""
         self._leases.loans.returned(loan)
@@ -374,15 +381,16 @@ class Catalog:
         self._space.tick(now)
 
     def tier_looked_up(
-        self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None
+        self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None, tail: int = 0
     ) -> None:
         """Answer a `TierLookup`: the bitmap of the shards that are present, by chunk.
 
         A chunk that is left out is absent. None means that the tier failed, or did not answer in
         time; these chunks are not looked up again for a moment. An answer is not trusted: it only
-        decides which chunks are read. Raises `KVHavenError` for a lookup that is not pending.
+        decides which chunks are read. For a tail that was `expected`, `tail` is the number of its
+        stored tokens. Raises `KVHavenError` for a lookup that is not pending.
         """
-        self._leases.looked_up(tier, number, found)
+        self._leases.looked_up(tier, number, found, tail)
 
     def expected(
         self,
@@ -390,18 +398,21 @@ class Catalog:
         namespace: NamespaceDigest,
         keys: Sequence[ChunkKey],
         tenant: TenantId = NO_TENANT,
+        tail: ChunkKey | None = None,
     ) -> dict[ChunkKey, int]:
         """Expect a chain that another node computes, and promote each chunk when it has arrived.
 
-        Returns the number of a pending lookup in `tier`, a shared one, for each chunk that is in no
-        known place; too many are left out. A lease that reaches such a chunk waits for it. The
+        `tail` is the key of the tail behind `keys`. Returns the number of a pending lookup in
+        `tier`, a shared one, for each chunk that is in no known place, and for such a tail; too
+        many are left out. A lease that reaches such a chunk waits for it. The
         caller answers each of these lookups once, by `tier_looked_up`: when the chunk can be read,
         or will not come, and within a bounded time even if the other node is silent. Raises
         `KVHavenError` for an unknown tier or namespace, and for a local tier.
         """
         part, index = self._owners.part(namespace, tenant), self._tiers.presence(tier)
-        numbers = index.expect(part, self._leases.absent(part, keys))
-        self._leases.prefetch(NO_SESSION, part, keys)
+        wanted = keys if tail is None else [*keys, tail]
+        numbers = index.expect(part, self._leases.absent(part, wanted))
+        self._leases.prefetch(NO_SESSION, part, keys, tail)
         return numbers
 
     def arrived(
@@ -410,14 +421,16 @@ class Catalog:
         namespace: NamespaceDigest,
         key: ChunkKey,
         tenant: TenantId = NO_TENANT,
+        tail: int = 0,
     ) -> None:
         """Record that a chunk without a lookup of `expected` is in a shared tier now.
 
-        A lookup that is under way may still say that it is absent, and does not change this. Raises
-        `KVHavenError` for an unknown tier or namespace, and for a local tier.
+        With `tail`, it is a tail of which so many tokens are stored. A lookup that is under way may
+        still say that it is absent, and does not change this. Raises `KVHavenError` for an unknown
+        tier or namespace, and for a local tier.
         """
         part = self._owners.part(namespace, tenant)
-        self._tiers.presence(tier).written(part, key, None)
+        self._tiers.presence(tier).arrived(part, key, tail)
 
     def tier_read_done(
         self, tier: TierName, key: ChunkKey, extent: Extent, checksums: tuple[Checksum, ...] | None
@@ -428,7 +441,7 @@ class Catalog:
         from another tier, or are cut before it. Raises `KVHavenError` if there is no such read.
         """
         entry = self._leases.read_done(tier, key, extent, checksums)
-        if entry is not None:
+        if entry is not None and not entry.tail:
             self._tiers.promoted(entry, tier)
 
     def tier_write_done(

@@ -130,11 +130,15 @@ class Leases:
         return self._answer(lease)
 
     def prefetch(
-        self, session: SessionId, namespace: NamespaceState, keys: Sequence[ChunkKey]
+        self,
+        session: SessionId,
+        namespace: NamespaceState,
+        keys: Sequence[ChunkKey],
+        tail: ChunkKey | None = None,
     ) -> int:
         """Promote chunks to places within a session's reach; return the promotions begun."""
         before = self._begun
-        lease = Lease(session, LeaseId(0), namespace, keys, prefetch=True)
+        lease = Lease(session, LeaseId(0), namespace, keys, tail=tail, prefetch=True)
         self._grow(lease)
         if not lease.final:
             self._remember(lease)
@@ -145,9 +149,11 @@ class Leases:
         space, source = self._space, self._tiers.source
         return [key for key in keys if space.find(key) is None and source(key, namespace) is None]
 
-    def looked_up(self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None) -> None:
+    def looked_up(
+        self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None, tail: int
+    ) -> None:
         """Process a tier's answer; see `Catalog.tier_looked_up`."""
-        self._work.start(self._tell(self._lookups.answered(tier, number, found)))
+        self._work.start(self._tell(self._lookups.answered(tier, number, found, tail)))
 
     def tier_offline(self, tier: TierName) -> None:
         """End the wait of all leases for lookups in a tier."""
@@ -297,7 +303,7 @@ class Leases:
         if end is End.OTHER and got == len(piece) and first + got < len(keys):
             end = End.PIECE
         if lease.tail is not None and first + got == len(keys):
-            self._lease_tail(lease, lease.tail)
+            self._add_tail(lease, lease.tail)
         # Chunks behind a gap are touched as well: a request is a use, even if it is not served.
         self._tiers.touch(piece[got - 1 :: -1] if end is End.PIECE else piece[::-1])
         lease.limited = end is End.LIMIT
@@ -310,7 +316,7 @@ class Leases:
         """Lease resident chunks up to the first that is not resident; return their number."""
         space, namespace = self._space, lease.namespace
         size, holding = namespace.extent_bytes, space.place.find(namespace)
-        room = before = self.pin_limit - space.leased_bytes - space.promoting_bytes
+        room = before = self._room()
         stripes, resident = space.entries.stripes, State.RESIDENT
         reach = self._sessions.reach(lease.session)
         found: list[Entry] = []
@@ -341,22 +347,58 @@ class Leases:
         lease.sources += sources
         return len(found)
 
-    def _lease_tail(self, lease: Lease, key: ChunkKey) -> None:
-        """Lease the tail behind a complete chain if it is resident; tiers have no tails."""
+    def _add_tail(self, lease: Lease, key: ChunkKey) -> None:
+        """Lease the tail behind a complete chain, or wait for it if another node computes it."""
         space, namespace, entry = self._space, lease.namespace, self._space.find(key)
-        if entry is None or not entry.tail or entry.state is not State.RESIDENT:
+        if entry is None:
+            entry = self._promote_tail(lease, key)
+        if entry is None:
+            self._lookups.wait(lease, namespace, key)
             return
         reach = self._sessions.reach(lease.session)
-        if entry.holding is not space.place.find(namespace) or not (
-            reach is None or within(entry.extent, reach)
+        if (
+            not entry.tail
+            or entry.holding is not space.place.find(namespace)
+            or not (reach is None or within(entry.extent, reach))
         ):
             return
-        pinned = space.leased_bytes + space.promoting_bytes + namespace.extent_bytes
-        if entry.leases or pinned <= self.pin_limit:
+        if entry.state is State.PROMOTING:
+            self._await(lease, entry)
+        elif entry.state is State.RESIDENT and (
+            entry.leases or self._room() >= namespace.extent_bytes
+        ):
             space.lease(entry)
-            space.touch_tail(entry)
+            if not lease.prefetch:
+                space.touch_tail(entry)
             lease.slots.append(entry)
             lease.sources.append(entry.take_source())
+
+    def _promote_tail(self, lease: Lease, key: ChunkKey) -> Entry | None:
+        """Promote a tail that another node has, if it is known and there is room."""
+        space, namespace = self._space, lease.namespace
+        size, reach = namespace.extent_bytes, self._sessions.reach(lease.session)
+        for tier in self._tiers.shared.values():
+            tokens = tier.tail_tokens(key, namespace) if tier.online else 0
+            if not tokens or self._room() < size:
+                continue
+            if self._budget().take(tier, size, self.tier_limit(tier)) is None:
+                for extent in space.allocate(namespace, 1, reach):
+                    entry = space.insert(namespace, key, None, extent, State.PROMOTING, tokens)
+                    self._tiers.read(tier, entry)
+                    self._begun += 1
+                    return entry
+        return None
+
+    def _room(self) -> int:
+        """Return the bytes that may still be pinned."""
+        return self.pin_limit - self._space.leased_bytes - self._space.promoting_bytes
+
+    def _await(self, lease: Lease, entry: Entry) -> None:
+        """Add a chunk that is being promoted to a lease."""
+        lease.waiting[entry.key] = len(lease.slots)
+        self.waiters.setdefault(entry, {})[lease] = None
+        lease.sources.append(Source.TIER)
+        lease.slots.append(entry)
 
     def _promote(self, lease: Lease, first: int, keys: Sequence[ChunkKey]) -> End:
         """Continue with chunks that are not all resident; `first` is the index of the first one."""
@@ -384,13 +426,11 @@ class Leases:
                 self._tiers.read(tier, entry)
                 begun += 1
             if entry.state is State.PROMOTING:
-                lease.waiting[key] = len(lease.slots)
-                self.waiters.setdefault(entry, {})[lease] = None
-                lease.sources.append(Source.TIER)
+                self._await(lease, entry)
             else:
                 lease.sources.append(entry.take_source())
+                lease.slots.append(entry)
                 touched.append(entry)
-            lease.slots.append(entry)
         self._begun += begun
         if touched:
             space.touch(touched)
@@ -414,7 +454,7 @@ class Leases:
         space = self._space
         size, holding = namespace.extent_bytes, space.place.find(namespace)
         reach = self._sessions.reach(lease.session)
-        room = self.pin_limit - space.leased_bytes - space.promoting_bytes
+        room = self._room()
         budget = self._budget()
         for key in keys:
             entry = space.find(key)

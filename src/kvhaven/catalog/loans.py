@@ -23,6 +23,8 @@ class Loan(msgspec.Struct, frozen=True):
     namespace: Namespace
     extent: Extent
     checksums: tuple[Checksum, ...]
+    tail: int = 0
+    """Stored tokens, if it is a tail; 0 for a full chunk."""
 
 
 class Loans:
@@ -44,6 +46,11 @@ class Loans:
         """Return whether a chunk could be lent, apart from the limit."""
         return self._find(part, key) is not None
 
+    def tail_tokens(self, part: NamespaceState, key: ChunkKey) -> int:
+        """Return the stored tokens of a tail that could be lent, 0 if there is none."""
+        entry = self._find(part, key)
+        return entry.tail if entry is not None else 0
+
     def lend(self, part: NamespaceState, key: ChunkKey) -> Loan | None:
         """Pin a resident chunk; see `Catalog.lend`."""
         space, entry = self._space, self._find(part, key)
@@ -54,7 +61,7 @@ class Loans:
         self.open[self._last] = entry
         self.lent += 1
         checksums = tuple(c for c in entry.checksums if c is not None)
-        return Loan(self._last, part.namespace, entry.extent, checksums)
+        return Loan(self._last, part.namespace, entry.extent, checksums, entry.tail)
 
     def returned(self, number: int) -> None:
         """End a loan; an unknown number is not an error."""
@@ -66,8 +73,7 @@ class Loans:
         entry, holding = self._space.find(key), self._space.place.find(part)
         if entry is None or holding is None or entry.holding is not holding:
             return None
-        lendable = entry.state is State.RESIDENT and not entry.corrupt and not entry.tail
-        return entry if lendable else None
+        return entry if entry.state is State.RESIDENT and not entry.corrupt else None
 
     def _fits(self, entry: Entry) -> bool:
         length, limit, space = entry.extent.length, self._pin_limit(), self._space

@@ -53,9 +53,17 @@ class TierLookups:
             return entry.namespace is not namespace
         return self._tiers.is_foreign(key, namespace)
 
-    def answered(self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None) -> Lookup:
+    def wait(self, lease: Lease, namespace: NamespaceState, key: ChunkKey) -> None:
+        """Have a lease wait for the pending lookups of a chunk, if there are any."""
+        for tier in self._tiers.shared.values():
+            if tier.online:
+                self._wait(lease, namespace, tier, key)
+
+    def answered(
+        self, tier: TierName, number: int, found: Mapping[ChunkKey, int] | None, tail: int
+    ) -> Lookup:
         """Process a tier's answer; return the lookup, with the leases that can continue."""
-        return self._tiers.presence(tier).answered(number, found)
+        return self._tiers.presence(tier).answered(number, found, tail)
 
     def offline(self, tier: TierName) -> list[Lookup]:
         """Return the lookups of a tier that leases must not wait for any longer."""

@@ -27,14 +27,17 @@ FAILED_S = 1.0
 
 
 class _Answer:
-    """Cached lookup result of one chunk, with its expiry time."""
+    """Cached lookup result of one chunk, or of a tail of `tail` tokens, with its expiry time."""
 
-    __slots__ = ("namespace", "present", "until")
+    __slots__ = ("namespace", "present", "tail", "until")
 
-    def __init__(self, namespace: NamespaceState | None, until: float, *, present: bool) -> None:
+    def __init__(
+        self, namespace: NamespaceState | None, until: float, *, present: bool, tail: int = 0
+    ) -> None:
         self.namespace = namespace
         self.present = present
         self.until = until
+        self.tail = tail
 
 
 class SharedTierIndex(TierTransfers):
@@ -69,6 +72,12 @@ class SharedTierIndex(TierTransfers):
         """Return whether there is an unexpired result, present or absent."""
         known = self._known(key)
         return known is not None and known.namespace in {None, namespace}
+
+    def tail_tokens(self, key: ChunkKey, namespace: NamespaceState) -> int:
+        """Return the stored tokens of a tail that is present, 0 if it is not."""
+        known = self._known(key)
+        there = known is not None and known.present and known.namespace is namespace
+        return known.tail if known is not None and there else 0
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Do nothing: a shared tier ages its chunks itself."""
@@ -110,7 +119,7 @@ class SharedTierIndex(TierTransfers):
             numbers[key] = lookup.number
         return numbers
 
-    def answered(self, number: int, found: Mapping[ChunkKey, int] | None) -> Lookup:
+    def answered(self, number: int, found: Mapping[ChunkKey, int] | None, tail: int = 0) -> Lookup:
         """Process an answer (see `Catalog.tier_looked_up`) and return its lookup."""
         lookup = self.lookups.get(number)
         if lookup is None or (found is not None and not found.keys() <= set(lookup.keys)):
@@ -128,8 +137,13 @@ class SharedTierIndex(TierTransfers):
             self.found += present
             # A chunk written since the lookup began is present, whatever the lookup saw.
             if present or not self.holds(key, lookup.namespace):
-                self._believe(key, lookup.namespace, self.spec.lookup_ttl_s, present=present)
+                seconds = self.spec.lookup_ttl_s
+                self._believe(key, lookup.namespace, seconds, present=present, tail=tail)
         return lookup
+
+    def arrived(self, namespace: NamespaceState, key: ChunkKey, tail: int = 0) -> None:
+        """Record a chunk as present, or a tail of so many stored tokens."""
+        self._believe(key, namespace, self.spec.lookup_ttl_s, present=True, tail=tail)
 
     # Reads and writes
 
@@ -140,7 +154,7 @@ class SharedTierIndex(TierTransfers):
     def written(self, namespace: NamespaceState, key: ChunkKey, bytes_: int | None) -> None:
         """Record a chunk as present."""
         del bytes_  # the catalog does not limit the size of a shared tier
-        self._believe(key, namespace, self.spec.lookup_ttl_s, present=True)
+        self.arrived(namespace, key)
 
     def unfinished(self, key: ChunkKey, namespace: NamespaceState) -> None:
         """Do nothing: another node may have written the chunk, and each shard is valid alone."""
@@ -171,12 +185,18 @@ class SharedTierIndex(TierTransfers):
         return known if known is not None and self.now < known.until else None
 
     def _believe(
-        self, key: ChunkKey, namespace: NamespaceState | None, seconds: float, *, present: bool
+        self,
+        key: ChunkKey,
+        namespace: NamespaceState | None,
+        seconds: float,
+        *,
+        present: bool,
+        tail: int = 0,
     ) -> None:
         known = self.known
         if key in known:
             known.pop(key)
-        known.append(key, _Answer(namespace, self.now + seconds, present=present))
+        known.append(key, _Answer(namespace, self.now + seconds, present=present, tail=tail))
         # Two per added result: results that expired in a pause are dropped gradually.
         for oldest in tuple(islice(known, 2)):
             if len(known) > MOST_KNOWN or self.now >= known[oldest].until:

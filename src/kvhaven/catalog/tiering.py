@@ -120,7 +120,9 @@ class Tiers:
         """Request the read that fills a chunk."""
         index.read_begins(entry.key, entry.extent.length)
         space, tenant = entry.namespace.namespace, entry.namespace.tenant.id
-        self._actions.append(TierRead(index.spec.name, space, entry.key, entry.extent, tenant))
+        self._actions.append(
+            TierRead(index.spec.name, space, entry.key, entry.extent, tenant, entry.tail)
+        )
 
     def computed(self, entry: Entry) -> None:
         """Queue writes of a computed, resident chunk to the tiers that store it at this use."""

@@ -159,11 +159,20 @@ class SchedulerClient:
             self._link.post(Prefetch(b"".join(keys[:MOST_KEYS]), tenant))
 
     def offer_chain(
-        self, request: str, to: str, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT
+        self,
+        request: str,
+        to: str,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
+        tail: ChunkKey | None = None,
     ) -> None:
-        """Announce a request's chain to the node at `to`, until `end_chain`."""
-        if keys and self.responsive:
-            self._link.post(OfferChain(request, to, b"".join(keys[:MOST_KEYS]), tenant))
+        """Announce a request's chain, and the `tail` behind it, to the node at `to`.
+
+        It stays announced until `end_chain`.
+        """
+        if (keys or tail is not None) and self.responsive:
+            wanted, behind = b"".join(keys[:MOST_KEYS]), _behind(keys, tail)
+            self._link.post(OfferChain(request, to, wanted, tenant, behind))
 
     def end_chain(self, request: str) -> None:
         """Note that a request whose chain was announced has ended."""
@@ -335,8 +344,8 @@ class SchedulerClient:
         tail: ChunkKey | None,
         patience_s: float,
     ) -> bool:
-        behind = tail if tail is not None and len(keys) <= MOST_KEYS else b""
         wanted, wait_ms = b"".join(keys[:MOST_KEYS]), int(patience_s * 1000)
+        behind = _behind(keys, tail)
         return self._link.post(Acquire(lease_id, wanted, wait_ms, tenant, behind))
 
     def _probe(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
@@ -354,3 +363,8 @@ class SchedulerClient:
     def _post_release(self, lease_ids: list[int]) -> None:
         for part in batches(lease_ids, MOST_ITEMS):
             self._link.post_reliable(functools.partial(Release, lease_ids=part), self.service)
+
+
+def _behind(keys: Sequence[ChunkKey], tail: ChunkKey | None) -> bytes:
+    """Return the key of the tail in a message, which is only useful with the whole chain."""
+    return tail if tail is not None and len(keys) <= MOST_KEYS else b""

@@ -47,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bool,
         switch(
             "Also keep the incomplete chunk at a prompt's end (the tail) in host memory for 60 s, "
-            "for exact repeats of the prompt."
+            "for exact repeats of the prompt. Prompts that another node decodes always keep it."
         ),
     ] = False
     device: Annotated[

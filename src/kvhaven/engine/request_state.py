@@ -63,6 +63,8 @@ class RequestState:
         self.planned_chunks = 0
         self.announced = False
         """Whether its chunks were announced to another node."""
+        self.with_tail = False
+        """Whether the tail of its prompt is saved and looked up, too."""
         self.planned_tail = False
         """Whether the tail of its prompt has a planned save or needs none."""
         self.tail: ChunkKey | None = None

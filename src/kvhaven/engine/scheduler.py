@@ -126,7 +126,7 @@ class SchedulerSide:
                 state.extend_keys(request.num_tokens)
                 # Only prompts have tails, so it is not looked up for a request with output.
                 prompt = request.num_tokens == request.num_prompt_tokens
-                wanted = self._settings.pd_tail and prompt
+                wanted = state.with_tail and prompt
                 state.tail = state.tail_key(request.num_tokens) if wanted else None
         self._announce(state)
         if not state.permissions.load:
@@ -337,6 +337,8 @@ class SchedulerSide:
             self._extras.note(request)
             return None
         state = RequestState(request, self._epoch.root(namespace), self._settings.chunk_size)
+        transfer = request.transfer
+        state.with_tail = self._settings.pd_tail or bool(transfer.to) or transfer.awaited
         self._states[request.request_id] = state
         with self._keying(state):
             self._follow(state)
@@ -384,8 +386,10 @@ class SchedulerSide:
             tokens = state.request.num_prompt_tokens
             state.extend_keys(tokens)
             keys = state.chain.keys[: tokens // state.chunk_size]
+            saved = state.with_tail and not state.request.resumable
+            tail = state.tail_key(tokens) if saved else None
             name = _chain_name(state.request.request_id)
-            self._client.offer_chain(name, transfer.to, keys, state.chain.tenant)
+            self._client.offer_chain(name, transfer.to, keys, state.chain.tenant, tail)
             state.announced = True
 
     def _waits_for_media(self, state: RequestState) -> bool:

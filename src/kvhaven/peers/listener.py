@@ -217,10 +217,12 @@ class PeerListener:
             for shard, offset, checksum in zip(
                 table.shards, table.offsets, loan.checksums, strict=True
             ):
-                if (shard.id, shard.payload_bytes) == (request.shard, request.payload_bytes):
+                size = loan.namespace.shard_bytes(shard.payload_bytes, loan.tail)
+                if (shard.id, size) == (request.shard, request.payload_bytes):
                     stream.send(Chunk(request.key, shard.id, checksum), deadline)
+                    end = offset + request.payload_bytes
                     with self._lender.memory(loan) as memory:
-                        stream.send_bytes(memory[offset : offset + shard.payload_bytes], deadline)
+                        stream.send_bytes(memory[offset:end], deadline)
                     return
         finally:
             self._lender.returned(loan)

@@ -19,10 +19,10 @@ from typing import Annotated, Final, NoReturn, TypeVar
 import msgspec
 
 from kvhaven.errors import KVHavenError, ProtocolError
-from kvhaven.protocol import Key, Sum, Tenant
+from kvhaven.protocol import Key, MaybeKey, Sum, Tenant
 from kvhaven.types import KEY_BYTES, ShardId
 
-VERSION: Final = 2
+VERSION: Final = 3
 FRAME_LIMIT: Final = 1 << 20
 HANDSHAKE_LIMIT: Final = 1 << 10
 """Longest frame in bytes before the other side has proved that it knows the token."""
@@ -144,24 +144,28 @@ class Absent(PeerMessage, frozen=True, tag=True):
 class Offer(PeerMessage, frozen=True, tag=True):
     """Announce a chain that this node's engine is computing, so that the peer reads it meanwhile.
 
-    `id` names the chain among those of this node.
+    `id` names the chain among those of this node. `tail` is the key of the tail behind all of
+    `keys` (empty: none).
     """
 
     id: Name
     namespace: Key
     keys: OfferedKeys
     tenant: Tenant = b""
+    tail: MaybeKey = b""
 
 
 class Progress(PeerMessage, frozen=True, tag=True):
     """Name the chunks of an offered chain that can be read now, by their index in `Offer.keys`.
 
-    Sent at least every 0.25 s. `ended`: the other chunks will not come.
+    Sent at least every 0.25 s. `ended`: the other chunks will not come. `tail`: the offered tail
+    can be read now, too; so many of its tokens are stored.
     """
 
     id: Name
     arrived: Annotated[list[Index], msgspec.Meta(max_length=MOST_OFFERED)]
     ended: bool = False
+    tail: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Following(PeerMessage, frozen=True, tag=True):

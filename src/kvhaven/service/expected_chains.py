@@ -12,12 +12,12 @@ from kvhaven.errors import KVHavenError
 from kvhaven.peers.peer import Peer
 from kvhaven.peers.tier import PeerTier
 from kvhaven.peers.wire import Following, Offer, Progress
-from kvhaven.protocol import KeyList, batches, tenant_of
+from kvhaven.protocol import KeyList, batches, tail_of, tenant_of
 from kvhaven.service.driver import Driver
 from kvhaven.service.lending import LoopCalls
 from kvhaven.service.turns import Job
 from kvhaven.tiers.base import Namespace
-from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
+from kvhaven.types import KEY_BYTES, ChunkKey, NamespaceDigest
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +38,14 @@ class _Chain:
     answered as present, by the job that was started when it arrived, or when it is expected.
     """
 
-    def __init__(
-        self, peer: Peer, namespace: Namespace, keys: KeyList, tenant: TenantId, now: float
-    ) -> None:
+    def __init__(self, peer: Peer, namespace: Namespace, offer: Offer, now: float) -> None:
         self.peer = peer
         self.namespace = namespace
-        self.keys = keys
-        self.tenant = tenant
+        self.keys = KeyList(offer.keys)
+        self.tail = tail_of(offer.tail)
+        self.tail_tokens = 0
+        """Stored tokens of the tail, once it has arrived."""
+        self.tenant = tenant_of(offer.tenant)
         self.lookups: dict[ChunkKey, int] = {}
         self.arrived: set[ChunkKey] = set()
         self.heard = self.moved = now
@@ -104,15 +105,14 @@ class ExpectedChains:
         if peer is None:
             return _refusal("the node that offers is not among this node's peers (setting peers)")
         self._end((node, offer.id))
-        keys = KeyList(offer.keys)
         known = sum(len(chain.keys) for chain in self._chains.values())
-        if len(self._chains) >= _MOST_CHAINS or known + len(keys) > _MOST_KEYS:
+        if len(self._chains) >= _MOST_CHAINS or known + len(offer.keys) // KEY_BYTES > _MOST_KEYS:
             return _refusal("too many chunks are expected already")
         try:
             namespace = self._driver.catalog.namespace(NamespaceDigest(offer.namespace))
         except KVHavenError:
             return _refusal("no engine of this node has that namespace: see kvhaven peers diff")
-        chain = _Chain(peer, namespace, keys, tenant_of(offer.tenant), self._clock())
+        chain = _Chain(peer, namespace, offer, self._clock())
         self._chains[node, offer.id] = chain
         self.accepted += 1
         self._driver.turns.start(self._expecting(chain))
@@ -127,6 +127,12 @@ class ExpectedChains:
             self._end((node, progress.id))
             return _refusal("the progress names chunks that were not offered")
         arrived = [chain.keys[index] for index in progress.arrived]
+        if progress.tail:
+            if chain.tail is None or not chain.namespace.has_tails_of(progress.tail):
+                self._end((node, progress.id))
+                return _refusal("the progress names a tail that was not offered or cannot be")
+            chain.tail_tokens = progress.tail
+            arrived.append(chain.tail)
         chain.arrived.update(arrived)
         if arrived:
             chain.moved = chain.heard
@@ -146,11 +152,14 @@ class ExpectedChains:
 
     def _expecting(self, chain: _Chain) -> Job:
         digest = chain.namespace.digest
-        for part in batches(chain.keys, _PIECE):
+        for first in range(0, max(1, len(chain.keys)), _PIECE):
             if chain.ended:
                 return
-            chain.lookups |= self._driver.catalog.expected(_TIER, digest, part, chain.tenant)
-            for key in chain.arrived.intersection(part):
+            part, end = chain.keys[first : first + _PIECE], first + _PIECE
+            tail = chain.tail if end >= len(chain.keys) else None
+            catalog = self._driver.catalog
+            chain.lookups |= catalog.expected(_TIER, digest, part, chain.tenant, tail)
+            for key in chain.arrived.intersection([*part, tail]):
                 self._answer(chain, key, came=True)
             yield
 
@@ -170,12 +179,14 @@ class ExpectedChains:
 
     def _answer(self, chain: _Chain, key: ChunkKey, *, came: bool) -> None:
         number = chain.lookups.pop(key, None)
+        catalog, namespace = self._driver.catalog, chain.namespace
+        tail = chain.tail_tokens if key == chain.tail else 0
         if number is None and came:
-            # It had an ordinary lookup when the chain was offered.
-            self._driver.catalog.arrived(_TIER, chain.namespace.digest, key, chain.tenant)
+            # It had another lookup when the chain was offered.
+            catalog.arrived(_TIER, namespace.digest, key, chain.tenant, tail)
         if number is not None:
-            found = {key: chain.namespace.table.complete} if came else None
-            self._driver.catalog.tier_looked_up(_TIER, number, found)
+            found = {key: namespace.table.complete} if came else None
+            catalog.tier_looked_up(_TIER, number, found, tail)
 
 
 def _refusal(reason: str) -> Following:

@@ -16,7 +16,7 @@ from kvhaven.peers.addresses import Address, parse_address
 from kvhaven.peers.peer import Peer
 from kvhaven.peers.tier import PeerTier
 from kvhaven.peers.wire import MOST_OFFERED, Offer, PeerError, Progress
-from kvhaven.protocol import KeyList, OfferChain, batches, tenant_of
+from kvhaven.protocol import KeyList, OfferChain, batches, tail_of, tenant_of
 from kvhaven.service.driver import Driver
 from kvhaven.service.turns import Job
 from kvhaven.types import KEY_BYTES, ChunkKey, NamespaceDigest
@@ -53,9 +53,14 @@ class _Chain:
         self.digest = digest
         self.tenant = tenant_of(order.tenant)
         self.keys = order.keys[: MOST_OFFERED * KEY_BYTES]
+        self.tail = tail_of(order.tail) if len(self.keys) == len(order.keys) else None
         self.missing = {key: index for index, key in enumerate(KeyList(self.keys))}
+        if self.tail is not None:
+            self.missing[self.tail] = len(self.missing)
         self.arrived: list[int] = []
         """Indices that the peer was not told yet."""
+        self.tail_tokens = 0
+        """Stored tokens of the tail, if it has arrived and the peer was not told yet."""
         self.line: _Line | None = None
         self.offered = False
         self.computing = True
@@ -180,7 +185,8 @@ class OfferedChains:
     async def _tell(self, peer: Peer, chain: _Chain) -> bool:
         """Tell a peer what is new of a chain; return whether it is to be told more."""
         if not chain.offered:
-            answer = await peer.tell(Offer(chain.wire_id, chain.digest, chain.keys, chain.tenant))
+            offer = Offer(chain.wire_id, chain.digest, chain.keys, chain.tenant, chain.tail or b"")
+            answer = await peer.tell(offer)
             if not answer.yes:
                 self._complain(answer.reason, f"{peer.title} expects no chain: {answer.reason!r}")
                 return False
@@ -190,11 +196,12 @@ class OfferedChains:
         if beat:
             self._look_for(chain, list(islice(chain.missing, _LOOK_AHEAD)))
         over = self._is_over(chain)
-        if not (beat or over or chain.arrived):
+        if not (beat or over or chain.arrived or chain.tail_tokens):
             return True
         arrived, chain.arrived = chain.arrived, []
+        tail, chain.tail_tokens = chain.tail_tokens, 0
         chain.told = self._clock()
-        answer = await peer.tell(Progress(chain.wire_id, arrived, over))
+        answer = await peer.tell(Progress(chain.wire_id, arrived, over, tail))
         return answer.yes and not over
 
     def _is_over(self, chain: _Chain) -> bool:
@@ -217,7 +224,11 @@ class OfferedChains:
         if index is None:
             return
         self._forget(chain, key)
-        chain.arrived.append(index)
+        if key == chain.tail:
+            catalog = self._driver.catalog
+            chain.tail_tokens = catalog.tail_tokens(chain.digest, key, chain.tenant)
+        else:
+            chain.arrived.append(index)
         chain.moved = self._clock()
         if chain.line is not None:
             chain.line.news.set()

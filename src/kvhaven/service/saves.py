@@ -100,8 +100,7 @@ class Saves:
 
 def _require_tail(namespace: Namespace, tokens: int) -> None:
     """Raise `ProtocolError` unless tails of so many stored tokens can exist; 0 is no tail."""
-    sizes = {shard.payload_bytes for shard in namespace.table.shards}
-    if tokens and None in {namespace.tail_bytes(size, tokens) for size in sizes}:
+    if tokens and not namespace.has_tails_of(tokens):
         raise ProtocolError(
             f"tail: {tokens} tokens are not a part of a chunk of this namespace "
             f"(its chunk_size is {namespace.fields.get('chunk_size', 'unknown')})"

@@ -230,9 +230,12 @@ class TierRunner:
     ) -> list[StoredShard]:
         """Return the names of all shards of a chunk of an action."""
         namespace, tenant = action.namespace, action.tenant
+        tail = action.tail if isinstance(action, TierRead) else 0
+        sizes = [namespace.shard_bytes(s.payload_bytes, tail) for s in namespace.table.shards]
         return [
-            StoredShard(namespace.digest, key, shard.id, shard.payload_bytes, tenant)
-            for shard in namespace.table.shards
+            StoredShard(namespace.digest, key, shard.id, size, tenant)
+            for shard, size in zip(namespace.table.shards, sizes, strict=True)
+            if size is not None
         ]
 
     async def _look_up(self, action: TierLookup) -> None:

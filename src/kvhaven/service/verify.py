@@ -95,7 +95,7 @@ class Verifier:
     ) -> bool:
         table = namespace.table
         sizes = [shard.payload_bytes for shard in table.shards]
-        lengths = [namespace.tail_bytes(s, chunk.tail) if chunk.tail else s for s in sizes]
+        lengths = [namespace.shard_bytes(size, chunk.tail) for size in sizes]
         with self._arena.memory(chunk.extent) as memory:
             return all(
                 _is_right(memory, offset, length, checksum)

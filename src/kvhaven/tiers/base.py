@@ -40,17 +40,24 @@ class Namespace(msgspec.Struct, frozen=True):
     fields: dict[str, str]
     table: ShardTable
 
-    def tail_bytes(self, payload_bytes: int, tokens: int) -> int | None:
-        """Return the payload size of a shard of a tail of which `tokens` tokens are stored.
+    def shard_bytes(self, payload_bytes: int, tail: int = 0) -> int | None:
+        """Return the payload size of a shard of a tail of which `tail` tokens are stored.
 
-        `payload_bytes` is that of a full chunk's shard. None if the fields do not tell the tokens
-        of a chunk, or if there is no such tail.
+        `payload_bytes` is that of a full chunk's shard, which is also the answer for a `tail` of 0.
+        None if the fields do not tell the tokens of a chunk, or if there is no such tail.
         """
+        if not tail:
+            return payload_bytes
         size = self.fields.get("chunk_size", "")
         tokens_of_chunk = int(size) if size.isascii() and size.isdigit() else 0
-        if not 0 < tokens <= tokens_of_chunk or payload_bytes * tokens % tokens_of_chunk:
+        if not 0 < tail <= tokens_of_chunk or payload_bytes * tail % tokens_of_chunk:
             return None
-        return payload_bytes * tokens // tokens_of_chunk
+        return payload_bytes * tail // tokens_of_chunk
+
+    def has_tails_of(self, tokens: int) -> bool:
+        """Return whether there are tails of which so many tokens are stored."""
+        sizes = (self.shard_bytes(shard.payload_bytes, tokens) for shard in self.table.shards)
+        return tokens > 0 and all(size is not None for size in sizes)
 
 
 class CompressionStatus(msgspec.Struct, frozen=True):

@@ -68,6 +68,17 @@ def test_without_the_setting_there_are_no_tails(bench: Bench) -> None:
     assert tails(side, make_request(range(50, 90), "b"), 40) == []
 
 
+@pytest.mark.parametrize("params", [{"kvhaven.to": "127.0.0.1:1"}, {"do_remote_prefill": True}])
+def test_prompts_of_two_nodes_have_tails_without_the_setting(
+    bench: Bench, params: dict[str, Any]
+) -> None:
+    side, request = bench.side(asynchronous=True), make_request(41, params=params)
+    assert [job.tail for job in tails(side, request, 41)] == [9]
+    here = make_request(range(50, 91), "here", params=params)
+    fill_tail(bench, here)
+    assert ask(side, here) == (41, True)
+
+
 def test_a_tail_is_saved_first_in_the_step_that_completes_the_prompt(bench: Bench) -> None:
     side, request = bench.side(pd_tail=True), make_request(41)
     assert tails(side, request, 40, blocks=range(11)) == []

@@ -74,19 +74,21 @@ def test_a_chain_is_announced_once(bench: Bench) -> None:
     assert refused(bench) == before + 1
 
 
+@pytest.mark.parametrize("tokens", [1, 15])
+def test_a_prompt_shorter_than_a_chunk_is_announced_as_a_tail(bench: Bench, tokens: int) -> None:
+    side, request = bench.side(), make_request(tokens, params=ANNOUNCED)
+    before = refused(bench)
+    side.on_new_request(request)
+    eventually(lambda: refused(bench) == before + 1)
+    side.finished(request)
+
+
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"params": ANNOUNCED | {"kvhaven.skip_save": True}},
-        {"params": {"do_remote_decode": True}},
-        {"params": ANNOUNCED, "tokens": 15},
-    ],
+    "params", [ANNOUNCED | {"kvhaven.skip_save": True}, {"do_remote_decode": True}]
 )
-def test_a_chain_that_is_not_saved_or_empty_is_not_announced(
-    bench: Bench, more: dict[str, Any]
-) -> None:
+def test_a_chain_that_is_not_saved_is_not_announced(bench: Bench, params: dict[str, Any]) -> None:
     side, before = bench.side(), refused(bench)
-    request = make_request(more.get("tokens", 40), params=more["params"])
+    request = make_request(40, params=params)
     side.on_new_request(request)
     ask(side, request)
     side.finished(request)

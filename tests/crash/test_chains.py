@@ -5,21 +5,27 @@ import contextlib
 import functools
 import itertools
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvhaven.client.scheduler import LeasedChunks, Outcome
 from kvhaven.keys import tenant_id
+from kvhaven.peers.addresses import Address
+from kvhaven.peers.listener import PeerListener
+from kvhaven.peers.wire import FOLLOWING, Offer, Progress, Stream, greet
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 from tests.commands import kvhaven
-from tests.crash.engine import Engine, prompt
+from tests.crash.engine import CHUNK_SIZE, Engine, prompt
 from tests.crash.node import NodeProcess, eventually, settled, status_of
-from tests.crash.test_peers import connected, pair_at
+from tests.crash.test_peers import connected, node_of, pair_at
 from tests.servers import free_port
+from tests.unit.test_peers import Held, NoChains
 
 pytestmark = pytest.mark.crash
 
@@ -309,6 +315,43 @@ def test_a_node_without_that_namespace_refuses_a_chain(short_dir: Path) -> None:
         p.scheduler.client.offer_chain("request", nodes.to, KEYS)
         eventually(lambda: "kvhaven peers diff" in nodes.p.log.read_text())
         await_no_chains(nodes.p)
+
+
+@pytest.mark.parametrize(
+    ("tail", "said", "reason"),
+    [
+        (TAIL, {"arrived": [2]}, "chunks that were not offered"),
+        (b"", {"arrived": [], "tail": TAIL_TOKENS}, "a tail that was not offered"),
+        (TAIL, {"arrived": [], "tail": CHUNK_SIZE + 1}, "a tail that was not offered or cannot be"),
+        (TAIL, {"arrived": [0, 1], "tail": TAIL_TOKENS, "ended": True}, ""),
+    ],
+)
+def test_a_node_that_does_not_have_what_it_names_is_a_miss(
+    short_dir: Path, tail: bytes, said: dict[str, Any], reason: str
+) -> None:
+    port, end = free_port(), time.monotonic() + 60
+    rogue = PeerListener(Address("127.0.0.1", 0), "rogue", b"", Held(), NoChains())
+    with (
+        contextlib.closing(rogue),
+        node_of(short_dir, "d", port, rogue.port) as node,
+        Engine(node.address) as d,
+    ):
+        connected(node)
+        sock = socket.create_connection(("127.0.0.1", port))
+        with contextlib.closing(Stream(sock, "d")) as stream:
+            greet(stream, "rogue", b"", end)
+            namespace = d.ranks[0].attach.namespace
+            stream.send(Offer("chain", namespace, b"".join(KEYS[:2]), b"", tail), end)
+            assert stream.receive(FOLLOWING, end).yes
+            asking = Asking(d, KEYS[:2], tail=ChunkKey(tail) if tail else None)
+            asking.start()
+            assert asking.pending.wait(10)
+            stream.send(Progress("chain", **said), end)
+            answer = stream.receive(FOLLOWING, end)
+            assert (answer.yes, reason in answer.reason) == (not reason, True)
+            assert asking.result() == 0
+        await_no_chains(node)
+        settled(node.address)
 
 
 def test_chains_with_kills_of_the_prefill_node_never_hang_or_lie(short_dir: Path) -> None:

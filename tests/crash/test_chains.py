@@ -310,6 +310,39 @@ def test_a_chain_for_a_stranger_is_refused_with_the_reason(
         assert p.save(KEYS) == len(KEYS)
 
 
+@pytest.mark.parametrize(
+    ("peers_of_p", "to", "refused"),
+    [
+        ("localhost:{}", "localhost:{}", False),
+        ("dns://localhost:{}", "127.0.0.1:{}", False),
+        # A name that `dns://` stands for is known by its numbers only.
+        ("dns://localhost:{}", "localhost:{}", True),
+    ],
+)
+def test_a_chain_goes_to_an_address_that_is_written_as_in_peers(
+    short_dir: Path, peers_of_p: str, to: str, refused: bool
+) -> None:
+    """As in deploy/kubernetes: P has D by name, D has P behind a name that may change."""
+    ports = free_port(), free_port()
+    with (
+        node_of(short_dir, "p", ports[0], peers=peers_of_p.format(ports[1])) as p,
+        node_of(short_dir, "d", ports[1], peers=f"dns://localhost:{ports[0]}") as d,
+    ):
+        connected(p)
+        connected(d)
+        nodes = Fleet(p, d, to.format(ports[1]))
+        with Engine(p.address) as prefill, Engine(d.address) as decode:
+            if refused:
+                prefill.scheduler.client.offer_chain("request", nodes.to, KEYS)
+                eventually(lambda: "not a peer that this node can reach" in p.log.read_text())
+            else:
+                name = nodes.offer(prefill, KEYS)
+                assert prefill.save(KEYS) == len(KEYS)
+                nodes.await_resident(len(KEYS))
+                prefill.scheduler.client.end_chain(name)
+                assert decode.load(KEYS) == len(KEYS)
+
+
 def test_a_node_without_that_namespace_refuses_a_chain(short_dir: Path) -> None:
     with fleet(short_dir) as nodes, Engine(nodes.p.address) as p:
         p.scheduler.client.offer_chain("request", nodes.to, KEYS)

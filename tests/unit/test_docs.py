@@ -29,7 +29,7 @@ from kvhaven.types import align_up
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 Rows = dict[str, list[str]]
@@ -320,7 +320,7 @@ def test_files_that_are_named_exist() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for path in re.findall(
-            r"`((?:src|tests|docs|examples|scripts|requirements)/[\w./-]+)`", text
+            r"`((?:src|tests|docs|examples|scripts|requirements|deploy)/[\w./-]+)`", text
         ):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
 

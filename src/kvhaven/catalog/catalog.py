@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public interface of the catalog: events in, actions out."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from kvhaven.catalog import audit, stats
@@ -25,7 +25,7 @@ from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Sessions
-from kvhaven.catalog.stats import CatalogStats, TenantStats
+from kvhaven.catalog.stats import CatalogStats, CatalogTotals, NamespaceStats, TenantStats
 from kvhaven.catalog.tier_spec import MEMORY, TierSpec
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.work import Pace, Work
@@ -585,6 +585,21 @@ class Catalog:
         The statistics of different tenants may then be of different moments.
         """
         return stats.collect(*self._parts)
+
+    def totals(self) -> CatalogTotals:
+        """Return the totals; the cost does not depend on chunks, namespaces and tenants."""
+        return stats.totals_of(*self._parts[1:])
+
+    def tenants_after(self, last: bytes) -> Iterator[tuple[TenantId, TenantStats]]:
+        """Yield known tenants with an id above `last`, in ascending order, with their statistics.
+
+        Between two items, events may happen, and tenants may come and go.
+        """
+        return stats.tenants_after(self._owners, self._space, self._tiers, last)
+
+    def namespaces_after(self, last: bytes) -> Iterator[tuple[NamespaceDigest, NamespaceStats]]:
+        """Yield namespaces with a digest above `last`, as `tenants_after` does."""
+        return stats.namespaces_after(self._owners, self._space, self._tiers, last)
 
     def tenant_stats(self, tenant: TenantId) -> TenantStats:
         """Return the statistics of one tenant, which may have no chunks."""

@@ -37,11 +37,16 @@ def scopes_over(part: NamespaceState) -> tuple[Scope, ...]:
 
 
 class Place:
-    """Shelves of the arena or of a tier; `leftover` counts cleared entries that still exist."""
+    """Shelves of the arena or of a tier; `leftover` counts cleared entries that still exist.
+
+    `chunks` and `bytes` are the totals of complete chunks that are not cleared.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.shelves: dict[NamespaceDigest, Shelf] = {}
+        self.chunks = 0
+        self.bytes = 0
         self.leftover = 0
 
     def find(self, part: NamespaceState) -> Holding | None:
@@ -78,6 +83,9 @@ class Place:
         shelf = holding.shelf
         shelf.chunks += chunks
         shelf.bytes += bytes_
+        if not shelf.cleared:
+            self.chunks += chunks
+            self.bytes += bytes_
 
     def clear(self, scope: Scope, parts: Iterable[NamespaceState]) -> tuple[int, int]:
         """Make the chunks in a scope invisible; return the complete chunks, and their bytes.
@@ -94,7 +102,10 @@ class Place:
         for shelf in shelves:
             shelf.cleared = True
             self.leftover += shelf.entries
-        return sum(shelf.chunks for shelf in shelves), sum(shelf.bytes for shelf in shelves)
+        chunks, bytes_ = sum(shelf.chunks for shelf in shelves), sum(s.bytes for s in shelves)
+        self.chunks -= chunks
+        self.bytes -= bytes_
+        return chunks, bytes_
 
     def _part_off(self, part: NamespaceState) -> Shelf | None:
         """Move a tenant's holding from its namespace's shelf to a separate one."""

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP server of the API: routes, checks of every request, and streams of snapshots."""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from kvhaven.errors import KVHavenError, ServiceUnavailableError
+from kvhaven.gateway import models
+from kvhaven.gateway.access import Access
+from kvhaven.gateway.guard import Guard
+from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
+from kvhaven.gateway.observer import Observer, Seen
+from kvhaven.gateway.openapi import Route, document
+from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
+from kvhaven.protocol import MOST_ROWS, ListKind
+from kvhaven.service.snapshot import EngineRow, NamespaceRow, SettingValue
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MOST_BODY: Final = 1 << 20
+MOST_STREAMS: Final = 128
+"""Streams of snapshots, half of the connections, so that the other paths stay reachable."""
+_MOST_PAGES: Final = 10
+"""Pages of a list that one answer collects."""
+_MOST_CURSOR: Final = 256
+_SKIPPED: Final = 10
+"""A stream whose client did not take the last event is skipped so many times, then ended."""
+_STREAM_BUFFER: Final = 16 << 10
+_STREAM_PAUSE_S: Final = 5.0
+_NO_CONTENT_OF_OTHERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
+"""Paths that never need the token: the checks of an orchestrator have none."""
+
+ROUTES: Final = (
+    Route("/health", "health", "Health, with its checks.", models.Health, (200, 503)),
+    Route("/livez", "livez", "Whether the service answers.", models.Health, (200, 503)),
+    Route("/readyz", "readyz", "Whether engines are served.", models.Health, (200, 503)),
+    Route("/stats", "stats", "Statistics since the start.", models.Stats, (200, 503)),
+    Route("/config", "config", "All settings.", models.Config, (200, 304, 503)),
+    Route(
+        "/inference_info",
+        "inference_info",
+        "Attached engines.",
+        models.InferenceInfo,
+        (200, 503),
+    ),
+    Route("/metrics", "metrics", "Metrics for Prometheus.", "text/plain", (200, 503)),
+    Route("/openapi.json", "openapi", "This description.", "application/json", (200,)),
+    Route(
+        "/events",
+        "events",
+        "A snapshot a second, as server-sent events.",
+        "text/event-stream",
+        (200, 503),
+    ),
+    Route("/v1/engines", "engines", "Engines.", models.Engines, (200, 400, 503), paged=True),
+    Route(
+        "/v1/namespaces",
+        "namespaces",
+        "Namespaces.",
+        models.Namespaces,
+        (200, 400, 503),
+        paged=True,
+    ),
+    Route("/v1/tenants", "tenants", "Tenants.", models.Tenants, (200, 400, 503), paged=True),
+    Route("/v1/tiers", "tiers", "Tiers.", models.Tiers, (200, 400, 503), paged=True),
+)
+
+
+class Gateway:
+    """HTTP API over one observer. It keeps no state that matters.
+
+    Every request is checked before its handler runs: its `Host`, its length, and beyond loopback
+    its token. Answers carry no CORS headers, so pages of other sites cannot read them.
+    """
+
+    def __init__(self, observer: Observer, access: Access, guard: Guard) -> None:
+        self._observer = observer
+        self._access = access
+        self._guard = guard
+        self._requests = Requests()
+        self._streams = 0
+        self._closing = asyncio.Event()
+        self._document = document(ROUTES)
+        self._tokens: tuple[str, int | None] = ("", None)
+
+    def app(self) -> web.Application:
+        """Return the application; it observes the service while it runs."""
+        app = web.Application(client_max_size=MOST_BODY, middlewares=[self._checked])
+        for route in ROUTES:
+            app.router.add_get(route.path, getattr(self, f"_on_{route.handler}"))
+        app.on_response_prepare.append(_add_headers)
+        app.on_shutdown.append(self._on_shutdown)
+        app.cleanup_ctx.append(self._running)
+        return app
+
+    async def _running(self, _: web.Application) -> AsyncIterator[None]:
+        observing = asyncio.create_task(self._observer.run())
+        yield
+        observing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await observing
+
+    async def _on_shutdown(self, _: web.Application) -> None:
+        self._closing.set()
+
+    # --- every request ----------------------------------------------------------------------
+
+    @web.middleware
+    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        transport = request.transport
+        self._guard.began(transport)
+        try:
+            answer = self._refusal(request) or await self._answer(request, handler)
+        finally:
+            self._guard.ended(transport)
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "other"
+        self._requests.count(route, answer.status)
+        return answer
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        """Return why a request is refused; None if it is not."""
+        hosts = request.headers.getall("Host", [])
+        if len(hosts) != 1:
+            return _problem(400, f"Host: {len(hosts)} headers; expected one")
+        if not self._access.knows_host(hosts[0]):
+            return _problem(
+                421,
+                "Host: this name is not one of the API's; use an IP address or localhost, or add "
+                "the name to api_hosts",
+            )
+        if (request.content_length or 0) > MOST_BODY:
+            return _problem(413, f"body: too long; expected at most {MOST_BODY} bytes")
+        needed = self._access.remote and request.path not in _OPEN_PATHS
+        if needed and not self._access.admits(request.headers.get("Authorization", "")):
+            answer = _problem(401, "Authorization: expected Bearer and the token of the API")
+            answer.headers["WWW-Authenticate"] = "Bearer"
+            return answer
+        return None
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            answer = _problem(error.status, error.reason)
+            if "Allow" in error.headers:
+                answer.headers["Allow"] = error.headers["Allow"]
+            return answer
+        except ServiceUnavailableError as error:
+            return _problem(503, str(error))
+        except KVHavenError as error:
+            return _problem(400, str(error))
+        except ConnectionError:
+            raise  # the client went away
+        except Exception:  # a bug must not show its details to clients
+            logger.exception("api: %s %s failed", request.method, request.path)
+            return _problem(500, "internal error; the log of the API has the details")
+
+    # --- health -----------------------------------------------------------------------------
+
+    async def _on_health(self, _: web.Request) -> web.Response:
+        health, answers = health_of(self._observer)
+        return _json(health, 200 if answers and health.status != "stopping" else 503)
+
+    async def _on_readyz(self, request: web.Request) -> web.Response:
+        return await self._on_health(request)
+
+    async def _on_livez(self, _: web.Request) -> web.Response:
+        health, answers = health_of(self._observer)
+        return _json(health, 200 if answers else 503)
+
+    # --- statistics -------------------------------------------------------------------------
+
+    async def _on_stats(self, _: web.Request) -> web.Response:
+        seen = self._seen()
+        return _json(stats_of(seen.snapshot, await self._cached_tokens(seen)))
+
+    async def _on_metrics(self, _: web.Request) -> web.Response:
+        seen = self._seen()
+        namespaces = await self._all("namespaces", NamespaceRow, pages=1)
+        text = text_of(seen.snapshot, namespaces, self._requests)
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _on_inference_info(self, _: web.Request) -> web.Response:
+        return _json(models.InferenceInfo(await self._all("engines", EngineRow)))
+
+    async def _on_config(self, request: web.Request) -> web.Response:
+        answer = _json(models.Config(await self._all("settings", SettingValue)))
+        assert isinstance(answer.body, bytes)
+        tag = hashlib.sha256(answer.body).hexdigest()[:16]
+        if any(known.value in {tag, "*"} for known in request.if_none_match or ()):
+            answer = web.Response(status=304)
+        answer.etag = tag
+        return answer
+
+    async def _on_openapi(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._document, content_type="application/json")
+
+    async def _cached_tokens(self, seen: Seen) -> int | None:
+        """Return the tokens in memory, from lists that are requested once for each snapshot."""
+        if self._tokens[0] != seen.id:
+            rows = await self._all("namespaces", NamespaceRow)
+            whole = len(rows) < _MOST_PAGES * MOST_ROWS
+            tails = seen.snapshot.catalog.tails
+            self._tokens = seen.id, tokens_in_memory(rows, tails) if whole else None
+        return self._tokens[1]
+
+    # --- lists ------------------------------------------------------------------------------
+
+    async def _on_engines(self, request: web.Request) -> web.Response:
+        return await self._page(request, "engines")
+
+    async def _on_namespaces(self, request: web.Request) -> web.Response:
+        return await self._page(request, "namespaces")
+
+    async def _on_tenants(self, request: web.Request) -> web.Response:
+        return await self._page(request, "tenants")
+
+    async def _on_tiers(self, request: web.Request) -> web.Response:
+        cursor, limit = _page_of(request)
+        rows = [row for row in tiers_of(self._seen().snapshot) if row.id > cursor]
+        more = len(rows) > limit
+        return _json(models.Tiers(rows[:limit], rows[limit - 1].id if more else None))
+
+    async def _page(self, request: web.Request, kind: ListKind) -> web.Response:
+        rows, more = await self._observer.rows(kind, *_page_of(request))
+        return _json({"rows": rows, "next": more or None})
+
+    async def _all(self, kind: ListKind, row: type[T], pages: int = _MOST_PAGES) -> list[T]:
+        """Return all rows of a list, as far as they fit on so many pages."""
+        found: list[T] = []
+        cursor = ""
+        for _ in range(pages):
+            raw, cursor = await self._observer.rows(kind, cursor)
+            found += msgspec.json.decode(raw, type=list[row])  # type: ignore[valid-type]
+            if not cursor:
+                break
+        return found
+
+    def _seen(self) -> Seen:
+        """Return the last snapshot. Raises `ServiceUnavailableError` if the service is silent."""
+        health, answers = health_of(self._observer)
+        seen = self._observer.seen
+        if seen is None or not answers:
+            raise ServiceUnavailableError(health.checks[0].detail)
+        return seen
+
+    # --- streams ----------------------------------------------------------------------------
+
+    async def _on_events(self, request: web.Request) -> web.StreamResponse:
+        """Send each new snapshot. A client that does not read gets no buffer, and is dropped."""
+        if self._streams >= MOST_STREAMS:
+            answer = _problem(503, f"events: there are {MOST_STREAMS} streams already")
+            answer.headers["Retry-After"] = "5"
+            answer.force_close()
+            return answer
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        transport = request.transport
+        self._streams += 1
+        try:
+            if isinstance(transport, asyncio.Transport):
+                _bound(transport)
+                await stream.prepare(request)
+                await self._send_events(stream, transport, request.headers.get("Last-Event-ID", ""))
+        except ConnectionError:
+            pass  # the client went away
+        finally:
+            self._streams -= 1
+        return stream
+
+    async def _send_events(
+        self, stream: web.StreamResponse, transport: asyncio.Transport, last: str
+    ) -> None:
+        skipped = 0
+        while not self._closing.is_set() and not transport.is_closing():
+            try:
+                async with asyncio.timeout(_STREAM_PAUSE_S):
+                    seen = await self._observer.newer(last)
+                last = seen.id
+                event = b"id: %s\nevent: snapshot\ndata: %s\n\n" % (last.encode(), seen.raw)
+            except TimeoutError:
+                event = b": the service is silent\n\n"
+            if transport.get_write_buffer_size():
+                skipped += 1
+                if skipped > _SKIPPED:
+                    logger.info("api: ended a stream of a client that does not read")
+                    _reset(transport)
+                    return
+                continue
+            skipped = 0
+            await stream.write(event)
+
+
+def _bound(transport: asyncio.Transport) -> None:
+    """Limit what the kernel and the transport buffer for a client that does not read."""
+    transport.set_write_buffer_limits(high=_STREAM_BUFFER)
+    sock: socket.socket | None = transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _STREAM_BUFFER)
+
+
+def _reset(transport: asyncio.Transport) -> None:
+    """Close a connection, and let the kernel drop the bytes that the client did not read."""
+    sock: socket.socket | None = transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
+
+
+async def _add_headers(_: web.Request, answer: web.StreamResponse) -> None:
+    answer.headers.update(_NO_CONTENT_OF_OTHERS)
+    if "ETag" in answer.headers:
+        answer.headers["Cache-Control"] = "no-cache"
+    answer.headers.pop("Server", None)
+
+
+def _page_of(request: web.Request) -> tuple[str, int]:
+    """Return cursor and limit of a request. Raises `KVHavenError` if one is not valid."""
+    text, cursor = request.query.get("limit", str(MOST_ROWS)), request.query.get("cursor", "")
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 4 else 0  # noqa: PLR2004
+    if not 1 <= limit <= MOST_ROWS:
+        raise KVHavenError(f"limit: out of range (got {text[:32]!r}); expected 1 to {MOST_ROWS}")
+    if len(cursor) > _MOST_CURSOR:
+        raise KVHavenError(f"cursor: too long; expected at most {_MOST_CURSOR} characters")
+    return cursor, limit
+
+
+def _json(answer: object, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(answer), status=status, content_type="application/json"
+    )
+
+
+def _problem(status: int, reason: str) -> web.Response:
+    return _json(models.Problem(reason), status)

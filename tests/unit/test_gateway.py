@@ -496,6 +496,7 @@ def test_beyond_loopback_every_request_needs_the_token(
             return api.get(path, headers=given | more, tls=tls).status
 
         eventually(lambda: status("/readyz", None) == 200)
+        assert api.get("/readyz", tls=tls).json == {"status": "ok", "checks": []}
         for path in ("/health", "/metrics", "/events", "/v1/tenants", "/nothing"):
             for wrong in (None, "", "Bearer ", "Bearer wrong", f"Basic {TOKEN}", TOKEN):
                 assert status(path, wrong) == 401, (path, wrong)

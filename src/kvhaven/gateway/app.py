@@ -47,7 +47,9 @@ _NO_CONTENT_OF_OTHERS: Final = {
     "Cache-Control": "no-store",
 }
 _OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
-"""Paths that never need the token: the checks of an orchestrator have none."""
+"""Paths that never need the token, because orchestrators have none. Without it, they do not show
+the checks."""
+_EVENTS: Final = "/events"
 
 ROUTES: Final = (
     Route("/health", "health", "Health, with its checks.", models.Health, (200, 503)),
@@ -65,7 +67,7 @@ ROUTES: Final = (
     Route("/metrics", "metrics", "Metrics for Prometheus.", "text/plain", (200, 503)),
     Route("/openapi.json", "openapi", "This description.", "application/json", (200,)),
     Route(
-        "/events",
+        _EVENTS,
         "events",
         "A snapshot a second, as server-sent events.",
         "text/event-stream",
@@ -98,17 +100,16 @@ class Gateway:
         self._guard = guard
         self._requests = Requests()
         self._streams = 0
-        self._closing = asyncio.Event()
         self._document = document(ROUTES)
-        self._tokens: tuple[str, int | None] = ("", None)
+        self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
 
     def app(self) -> web.Application:
         """Return the application; it observes the service while it runs."""
         app = web.Application(client_max_size=MOST_BODY, middlewares=[self._checked])
         for route in ROUTES:
-            app.router.add_get(route.path, getattr(self, f"_on_{route.handler}"))
+            handler = getattr(self, f"_on_{route.handler}")
+            app.router.add_get(route.path, handler, allow_head=route.path != _EVENTS)
         app.on_response_prepare.append(_add_headers)
-        app.on_shutdown.append(self._on_shutdown)
         app.cleanup_ctx.append(self._running)
         return app
 
@@ -118,9 +119,6 @@ class Gateway:
         observing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await observing
-
-    async def _on_shutdown(self, _: web.Application) -> None:
-        self._closing.set()
 
     # --- every request ----------------------------------------------------------------------
 
@@ -150,8 +148,7 @@ class Gateway:
             )
         if (request.content_length or 0) > MOST_BODY:
             return _problem(413, f"body: too long; expected at most {MOST_BODY} bytes")
-        needed = self._access.remote and request.path not in _OPEN_PATHS
-        if needed and not self._access.admits(request.headers.get("Authorization", "")):
+        if not self._is_admitted(request) and request.path not in _OPEN_PATHS:
             answer = _problem(401, "Authorization: expected Bearer and the token of the API")
             answer.headers["WWW-Authenticate"] = "Bearer"
             return answer
@@ -177,28 +174,49 @@ class Gateway:
 
     # --- health -----------------------------------------------------------------------------
 
-    async def _on_health(self, _: web.Request) -> web.Response:
+    async def _on_health(self, request: web.Request) -> web.Response:
         health, answers = health_of(self._observer)
-        return _json(health, 200 if answers and health.status != "stopping" else 503)
+        ready = answers and health.status != "stopping"
+        return _json(self._visible(health, request), 200 if ready else 503)
 
     async def _on_readyz(self, request: web.Request) -> web.Response:
         return await self._on_health(request)
 
-    async def _on_livez(self, _: web.Request) -> web.Response:
+    async def _on_livez(self, request: web.Request) -> web.Response:
         health, answers = health_of(self._observer)
-        return _json(health, 200 if answers else 503)
+        return _json(self._visible(health, request), 200 if answers else 503)
+
+    def _visible(self, health: models.Health, request: web.Request) -> models.Health:
+        """Return the part of the health that a client may see."""
+        if self._is_admitted(request):
+            return health
+        return models.Health(health.status, [])
+
+    def _is_admitted(self, request: web.Request) -> bool:
+        """Return whether a request may read everything."""
+        authorization = request.headers.get("Authorization", "")
+        return not self._access.remote or self._access.admits(authorization)
 
     # --- statistics -------------------------------------------------------------------------
 
     async def _on_stats(self, _: web.Request) -> web.Response:
         seen = self._seen()
-        return _json(stats_of(seen.snapshot, await self._cached_tokens(seen)))
+        rows = await self._namespaces_at(seen)
+        whole = len(rows) < _MOST_PAGES * MOST_ROWS
+        tokens = tokens_in_memory(rows, seen.snapshot.catalog.tails) if whole else None
+        return _json(stats_of(seen.snapshot, tokens))
 
     async def _on_metrics(self, _: web.Request) -> web.Response:
         seen = self._seen()
-        namespaces = await self._all("namespaces", NamespaceRow, pages=1)
-        text = text_of(seen.snapshot, namespaces, self._requests)
+        rows = await self._namespaces_at(seen)
+        text = text_of(seen.snapshot, rows[:MOST_ROWS], self._requests)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _namespaces_at(self, seen: Seen) -> list[NamespaceRow]:
+        """Return the namespaces, requested once for each snapshot, however often clients ask."""
+        if self._namespaces[0] != seen.id:
+            self._namespaces = seen.id, await self._all("namespaces", NamespaceRow)
+        return self._namespaces[1]
 
     async def _on_inference_info(self, _: web.Request) -> web.Response:
         return _json(models.InferenceInfo(await self._all("engines", EngineRow)))
@@ -214,15 +232,6 @@ class Gateway:
 
     async def _on_openapi(self, _: web.Request) -> web.Response:
         return web.Response(body=self._document, content_type="application/json")
-
-    async def _cached_tokens(self, seen: Seen) -> int | None:
-        """Return the tokens in memory, from lists that are requested once for each snapshot."""
-        if self._tokens[0] != seen.id:
-            rows = await self._all("namespaces", NamespaceRow)
-            whole = len(rows) < _MOST_PAGES * MOST_ROWS
-            tails = seen.snapshot.catalog.tails
-            self._tokens = seen.id, tokens_in_memory(rows, tails) if whole else None
-        return self._tokens[1]
 
     # --- lists ------------------------------------------------------------------------------
 
@@ -245,11 +254,11 @@ class Gateway:
         rows, more = await self._observer.rows(kind, *_page_of(request))
         return _json({"rows": rows, "next": more or None})
 
-    async def _all(self, kind: ListKind, row: type[T], pages: int = _MOST_PAGES) -> list[T]:
-        """Return all rows of a list, as far as they fit on so many pages."""
+    async def _all(self, kind: ListKind, row: type[T]) -> list[T]:
+        """Return all rows of a list, at most those of `_MOST_PAGES` pages."""
         found: list[T] = []
         cursor = ""
-        for _ in range(pages):
+        for _ in range(_MOST_PAGES):
             raw, cursor = await self._observer.rows(kind, cursor)
             found += msgspec.json.decode(raw, type=list[row])  # type: ignore[valid-type]
             if not cursor:
@@ -291,7 +300,7 @@ class Gateway:
         self, stream: web.StreamResponse, transport: asyncio.Transport, last: str
     ) -> None:
         skipped = 0
-        while not self._closing.is_set() and not transport.is_closing():
+        while not transport.is_closing():
             try:
                 async with asyncio.timeout(_STREAM_PAUSE_S):
                     seen = await self._observer.newer(last)

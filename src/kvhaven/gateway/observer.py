@@ -36,8 +36,9 @@ SILENT_S: Final = 3.0
 _CONNECT_PAUSE_S: Final = 0.25
 _ANSWER_S: Final = 10.0
 """After this long without an answer, the observer connects again."""
-_MOST_LISTS: Final = 4
-"""Lists that are requested concurrently."""
+_LIST_PAUSE_S: Final = 0.02
+"""Pause between two lists. A page takes a millisecond of the service, so all clients of the API
+together take at most a twentieth of its time."""
 _READ_BYTES: Final = 1 << 16
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class Observer:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[ServiceMessage]] = {}
         self._news = asyncio.Event()
-        self._lists = asyncio.Semaphore(_MOST_LISTS)
+        self._listing = asyncio.Lock()
+        self._next_list = 0.0
         self._numbers = itertools.count(1)
 
     @property
@@ -87,6 +89,9 @@ class Observer:
                 await self._observe()
             except (OSError, KVHavenError) as error:
                 self.error = f"no service answers at {self.address}: {_reason(error)}"
+            except Exception:  # the observer must continue
+                logger.exception("api: observing the service failed")
+                self.error = f"observing the service at {self.address} failed; see the log"
             self._writer = None
             for answer in self._waiting.values():
                 if not answer.done():
@@ -108,8 +113,10 @@ class Observer:
         Raises `ServiceUnavailableError` if the service does not answer within 3 s, and
         `KVHavenError` with its reason if it refuses.
         """
-        async with self._lists:
+        async with self._listing:
+            await asyncio.sleep(self._next_list - _now())
             listed = await self._ask(List(next(self._ids), kind, after, limit), Listed, SILENT_S)
+            self._next_list = _now() + _LIST_PAUSE_S
         return msgspec.Raw(listed.rows), listed.next
 
     async def _observe(self) -> None:
@@ -174,7 +181,12 @@ class Observer:
             waiting.set_result(message)
 
     def _note(self, message: Snapshot) -> None:
-        snapshot = msgspec.json.decode(message.snapshot, type=ServiceSnapshot)
+        try:
+            snapshot = msgspec.json.decode(message.snapshot, type=ServiceSnapshot)
+        except msgspec.ValidationError as error:
+            raise KVHavenError(
+                f"its snapshot is not valid ({error}); run the same KVHaven on both sides"
+            ) from error
         id_ = f"{snapshot.service[:8]}-{next(self._numbers)}"
         self.seen = Seen(id_, message.snapshot, snapshot, _now())
         self._news.set()

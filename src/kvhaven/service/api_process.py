@@ -112,9 +112,11 @@ class ApiProcess:
     def _listen(self, pipe: IO[bytes]) -> bool:
         """Read heartbeats until the pipe ends or is silent; return whether there were any."""
         worked = False
+        readable = select.poll()  # `select` takes no descriptor above 1023
+        readable.register(pipe, select.POLLIN)
         while True:
             limit_s = self._silence_s if worked else _START_S
-            if not select.select([pipe], [], [], limit_s)[0]:
+            if not readable.poll(limit_s * 1000):
                 logger.warning("api: its process was silent for %.0f s: killed", limit_s)
                 return worked
             if not os.read(pipe.fileno(), 4096):

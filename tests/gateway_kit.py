@@ -62,11 +62,12 @@ def ask(
     *,
     method: str = "GET",
     headers: Mapping[str, str] | None = None,
+    body: str | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Answer:
     """Send a request on a connection of its own, and return the answer."""
     with contextlib.closing(connect(url, tls)) as connection:
-        connection.request(method, path, headers=dict(headers or {}))
+        connection.request(method, path, body, dict(headers or {}))
         answer = connection.getresponse()
         named = {name.lower(): value for name, value in answer.getheaders()}
         return Answer(answer.status, named, answer.read())

@@ -363,13 +363,15 @@ class StatusReply(Message, frozen=True, tag=True):
 class Clear(Message, frozen=True, tag=True):
     """Drop a namespace (digest; empty: all) from a tier (empty: memory and the local disk).
 
-    With `tenant`, drop only chunks of that tenant.
+    With `tenant`, drop only chunks of that tenant. With `dry_run`, drop nothing and count them; a
+    service without the feature `OBSERVE` would drop them.
     """
 
     id: int
     namespace: bytes
     tier: str
     tenant: Tenant = b""
+    dry_run: bool = False
 
 
 class Cleared(Message, frozen=True, tag=True):

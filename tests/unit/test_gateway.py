@@ -132,7 +132,18 @@ def test_every_answer_is_as_the_description_says(node: NodeThread, api: GatewayT
         for name in LISTS:
             check(api.get(f"/v1/{name}?limit=0"), f"/v1/{name}")
             assert rows_of(api, name), name
-    assert set(described["paths"]) == {*JSON_PATHS, "/metrics", "/openapi.json", "/events"}
+    read = {path for path, methods in described["paths"].items() if "get" in methods}
+    assert read == {*JSON_PATHS, "/metrics", "/openapi.json", "/events"}
+    changes = {
+        (method, path): operation["security"]
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+        if method != "get"
+    }
+    assert changes == {
+        ("put", "/v1/tenants/{id}/quota"): [{"token": []}],
+        ("delete", "/v1/chunks"): [{"token": []}],
+    }
 
 
 def test_statistics_count_what_was_done_and_invent_nothing(
@@ -427,6 +438,84 @@ def drained(sock: socket.socket) -> None:
             pass
 
 
+# --- changes --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    return path
+
+
+def test_quotas_change_with_the_token(node: NodeThread, token_file: Path) -> None:
+    with GatewayThread(node.address, api_token_file=str(token_file)) as api, used(node):
+
+        def put(body: str, authorization: str = f"Bearer {TOKEN}", tenant: str = ANN.hex()) -> Any:
+            headers = {"Authorization": authorization}
+            path = f"/v1/tenants/{tenant}/quota"
+            return api.get(path, method="PUT", headers=headers, body=body)
+
+        def quotas() -> Any:
+            (row,) = [row for row in rows_of(api, "tenants") if row["id"] == ANN.hex()]
+            return row["quotas"]
+
+        assert put('{"memory": 1048576}').json["memory"] == MIB
+        assert put('{"disk": 2097152}').json["memory"] == MIB
+        assert quotas() == {"memory": MIB, "disk": 2 * MIB}
+        assert put('{"memory": null}').json["memory"] is None
+        assert quotas() == {"disk": 2 * MIB}
+        for wrong in ("", "[]", '{"memory": -1}', '{"memory": "1MiB"}', '{"memori": 1}', "{"):
+            assert put(wrong).status == 400
+        assert put("{}", tenant="xyz").status == 400
+        assert put("x" * (app.MOST_BODY + 1)).status == 413
+        for authorization in ("", "Bearer wrong", TOKEN):
+            assert put('{"disk": null}', authorization).status == 401
+        assert quotas() == {"disk": 2 * MIB}
+
+
+def test_chunks_are_counted_first_and_dropped_with_the_token(
+    node: NodeThread, token_file: Path
+) -> None:
+    with GatewayThread(node.address, api_token_file=str(token_file)) as api, used(node) as engine:
+        eventually(lambda: api.health() == (200, "ok"))
+        settled(node.address)
+
+        def delete(query: str, token: str = TOKEN) -> Any:
+            headers = {"Authorization": f"Bearer {token}"}
+            return api.get(f"/v1/chunks?{query}", method="DELETE", headers=headers)
+
+        namespace = engine.ranks[0].attach.namespace.hex()
+        for query, chunks in (
+            ("all=true", 18),
+            (f"namespace={namespace}", 18),
+            (f"namespace={namespace}&tenant={ANN.hex()}", 4),
+            (f"tenant={BEN.hex()}&tier=disk", 3),
+            ("tier=memory", 9),
+        ):
+            counted = delete(f"{query}&dry_run=true").json
+            assert (counted["chunks"], counted["dry_run"]) == (chunks, True), query
+        for wrong in (
+            *("", "dry_run=true", "all=false", f"all=true&tenant={ANN.hex()}", "all=1"),
+            *("tier=tape", "tier=", "tenant=", "tenant=zz", f"namespace={'0' * 64}", "older=1"),
+        ):
+            assert delete(wrong).status == 400, wrong
+        assert delete("all=true", "wrong").status == 401
+        counted = delete(f"tenant={ANN.hex()}&dry_run=true").json
+        dropped = delete(f"tenant={ANN.hex()}").json
+        assert dropped == counted | {"dry_run": False}
+        assert engine.load(prompt(ANN, 2), ANN) == 0
+        assert engine.load(prompt(BEN, 3), BEN) == 3
+        eventually(lambda: len(rows_of(api, "tenants")) == 1)
+
+
+def test_a_unix_socket_is_proof_enough_for_a_change(node: NodeThread, short_dir: Path) -> None:
+    listen = f"unix:{short_dir / 'api.sock'}"
+    with GatewayThread(node.address, api_listen=listen) as api, used(node):
+        eventually(lambda: api.health() == (200, "ok"))
+        assert api.get("/v1/chunks?tier=memory", method="DELETE").json["chunks"] == 9
+
+
 # --- security -------------------------------------------------------------------------------
 
 
@@ -455,10 +544,14 @@ def test_only_its_own_names_are_answered(node: NodeThread, host: str, status: in
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
-def test_nothing_changes_anything(api: GatewayThread) -> None:
-    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-        for path in ("/stats", "/config", "/v1/tenants"):
-            assert api.get(path, method=method).status == 405
+def test_without_a_token_nothing_can_be_changed(node: NodeThread, api: GatewayThread) -> None:
+    with used(node):
+        before = rows_of(api, "tenants")
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            for path in ("/stats", "/v1/chunks?all=true", f"/v1/tenants/{ANN.hex()}/quota"):
+                assert api.get(path, method=method).status == 403
+        assert api.get("/stats", method="OPTIONS").status == 405
+        assert rows_of(api, "tenants") == before
     assert api.get("/../etc/passwd").status == 404
     assert api.get("/config", headers={"Content-Length": str(app.MOST_BODY + 1)}).status == 413
 

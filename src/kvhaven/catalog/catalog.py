@@ -529,6 +529,26 @@ class Catalog:
             chunks, bytes_ = chunks + more[0], bytes_ + more[1]
         return chunks, bytes_
 
+    def usage(
+        self,
+        namespace: NamespaceDigest | None = None,
+        tier: TierName | None = None,
+        tenant: TenantId | None = None,
+    ) -> tuple[int, int]:
+        """Return the chunks and bytes that `clear` would drop with these arguments.
+
+        Raises `KVHavenError` for an unknown namespace or tier, and for a shared tier.
+        """
+        scope = Scope(namespace, tenant)
+        parts = self._owners.parts_of(scope)
+        places = [] if tier not in (None, MEMORY) else [self._space.place]
+        if tier is None:
+            places += [index.place for index in self._tiers.own.values()]
+        elif tier != MEMORY:
+            places.append(self._tiers.own_index(tier).place)
+        found = [place.usage(scope, parts) for place in places]
+        return sum(chunks for chunks, _ in found), sum(bytes_ for _, bytes_ in found)
+
     # Quotas
 
     def limit_memory(self, tenant: TenantId, quota: int | None) -> None:

@@ -87,6 +87,16 @@ class Place:
             self.chunks += chunks
             self.bytes += bytes_
 
+    def usage(self, scope: Scope, parts: Iterable[NamespaceState]) -> tuple[int, int]:
+        """Return the complete chunks in a scope, and their bytes: the result of a `clear` now."""
+        if scope.tenant is not None:
+            holdings = [holding for part in parts if (holding := self.find(part)) is not None]
+            return sum(h.chunks for h in holdings), sum(h.bytes for h in holdings)
+        if scope.namespace is None:
+            return self.chunks, self.bytes
+        shelf = self.shelves.get(scope.namespace)
+        return (0, 0) if shelf is None else (shelf.chunks, shelf.bytes)
+
     def clear(self, scope: Scope, parts: Iterable[NamespaceState]) -> tuple[int, int]:
         """Make the chunks in a scope invisible; return the complete chunks, and their bytes.
 

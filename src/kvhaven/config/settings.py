@@ -374,7 +374,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     api_token_file: Annotated[
         str | None,
         setting(
-            "File with the token that clients of the HTTP API send. Needed beyond loopback.",
+            "File with the token of the HTTP API. Needed for changes, and beyond loopback.",
             "a path, or none",
             kind="path",
         ),

@@ -73,6 +73,18 @@ class Access(NamedTuple):
             return False
         return self.remote or found.is_loopback
 
+    @property
+    def allows_changes(self) -> bool:
+        """Whether any client may change something."""
+        return bool(self.token) or self.address is None
+
+    def may_change(self, authorization: str) -> bool:
+        """Return whether a client with this `Authorization` header may change something.
+
+        A unix socket accepts only this user's processes, which could use the service directly.
+        """
+        return self.address is None or self.admits(authorization)
+
     def admits(self, authorization: str) -> bool:
         """Return whether the value of an `Authorization` header has the token."""
         given = authorization.strip()

@@ -5,9 +5,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import re
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final, TypeVar
 
 import msgspec
@@ -16,13 +17,14 @@ from aiohttp import web
 from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
-from kvhaven.gateway.guard import Guard
+from kvhaven.gateway.guard import HEADER_S, Guard
 from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
-from kvhaven.gateway.openapi import Route, document
+from kvhaven.gateway.openapi import PAGE, SELECTOR, TENANT, Route, document
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
-from kvhaven.protocol import MOST_ROWS, ListKind
+from kvhaven.protocol import MOST_ROWS, NO_LIMIT, ListKind
 from kvhaven.service.snapshot import EngineRow, NamespaceRow, SettingValue
+from kvhaven.types import KEY_BYTES, TENANT_BYTES, TenantId
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ _OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
 """Paths that never need the token, because orchestrators have none. Without it, they do not show
 the checks."""
 _EVENTS: Final = "/events"
+_SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 ROUTES: Final = (
     Route("/health", "health", "Health, with its checks.", models.Health, (200, 503)),
@@ -73,17 +76,36 @@ ROUTES: Final = (
         "text/event-stream",
         (200, 503),
     ),
-    Route("/v1/engines", "engines", "Engines.", models.Engines, (200, 400, 503), paged=True),
+    Route("/v1/engines", "engines", "Engines.", models.Engines, (200, 400, 503), PAGE),
     Route(
         "/v1/namespaces",
         "namespaces",
         "Namespaces.",
         models.Namespaces,
         (200, 400, 503),
-        paged=True,
+        PAGE,
     ),
-    Route("/v1/tenants", "tenants", "Tenants.", models.Tenants, (200, 400, 503), paged=True),
-    Route("/v1/tiers", "tiers", "Tiers.", models.Tiers, (200, 400, 503), paged=True),
+    Route("/v1/tenants", "tenants", "Tenants.", models.Tenants, (200, 400, 503), PAGE),
+    Route("/v1/tiers", "tiers", "Tiers.", models.Tiers, (200, 400, 503), PAGE),
+    Route(
+        "/v1/tenants/{id}/quota",
+        "set_quota",
+        "Set the quotas of a tenant, until the service ends.",
+        models.TenantQuota,
+        (200, 400, 401, 403, 503),
+        (TENANT,),
+        models.NewQuota,
+        "put",
+    ),
+    Route(
+        "/v1/chunks",
+        "drop_chunks",
+        "Drop chunks from memory and local tiers.",
+        models.Dropped,
+        (200, 400, 401, 403, 503),
+        SELECTOR,
+        method="delete",
+    ),
 )
 
 
@@ -108,7 +130,7 @@ class Gateway:
         app = web.Application(client_max_size=MOST_BODY, middlewares=[self._checked])
         for route in ROUTES:
             handler = getattr(self, f"_on_{route.handler}")
-            app.router.add_get(route.path, handler, allow_head=route.path != _EVENTS)
+            app.router.add_route(route.method.upper(), route.path, handler)
         app.on_response_prepare.append(_add_headers)
         app.cleanup_ctx.append(self._running)
         return app
@@ -149,9 +171,14 @@ class Gateway:
         if (request.content_length or 0) > MOST_BODY:
             return _problem(413, f"body: too long; expected at most {MOST_BODY} bytes")
         if not self._is_admitted(request) and request.path not in _OPEN_PATHS:
-            answer = _problem(401, "Authorization: expected Bearer and the token of the API")
-            answer.headers["WWW-Authenticate"] = "Bearer"
-            return answer
+            return _unauthorized()
+        return None if request.method in _SAFE else self._refusal_of_change(request)
+
+    def _refusal_of_change(self, request: web.Request) -> web.Response | None:
+        if not self._access.allows_changes:
+            return _problem(403, "nothing can be changed here: api_token_file is not set")
+        if not self._access.may_change(request.headers.get("Authorization", "")):
+            return _unauthorized()
         return None
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -273,6 +300,57 @@ class Gateway:
             raise ServiceUnavailableError(health.checks[0].detail)
         return seen
 
+    # --- changes ----------------------------------------------------------------------------
+
+    async def _on_set_quota(self, request: web.Request) -> web.Response:
+        tenant = TenantId(_hex(request.match_info["id"], "id", TENANT_BYTES))
+        try:
+            async with asyncio.timeout(HEADER_S):
+                body = await request.read()
+            wanted = msgspec.json.decode(body, type=models.NewQuota)
+        except TimeoutError as error:
+            raise KVHavenError(f"body: incomplete after {HEADER_S:g} s") from error
+        except msgspec.DecodeError as error:
+            raise KVHavenError(f"body: not valid ({error})") from error
+        limited = await self._observer.limit(tenant, _quota(wanted.memory), _quota(wanted.disk))
+        _audit(request, f"quotas of memory {limited.memory}, disk {limited.disk} bytes")
+        return _json(
+            models.TenantQuota(
+                tenant.hex(),
+                limited.memory,
+                limited.disk,
+                limited.memory_bytes,
+                limited.disk_bytes,
+            )
+        )
+
+    async def _on_drop_chunks(self, request: web.Request) -> web.Response:
+        given = request.query
+        unknown = given.keys() - {str(parameter["name"]) for parameter in SELECTOR}
+        if unknown:
+            raise KVHavenError(f"unknown parameter {min(unknown)[:32]!r}; nothing was dropped")
+        everything, dry_run = _switch(given, "all"), _switch(given, "dry_run")
+        named = [name for name in ("namespace", "tenant", "tier") if name in given]
+        if everything == bool(named):
+            raise KVHavenError("expected namespace, tenant or tier, or else all=true")
+        namespace = (
+            _hex(given["namespace"], "namespace", KEY_BYTES) if "namespace" in given else b""
+        )
+        tenant = TenantId(
+            _hex(given["tenant"], "tenant", TENANT_BYTES) if "tenant" in given else b""
+        )
+        tier = given.get("tier", "")
+        local = {row.id for row in tiers_of(self._seen().snapshot) if not row.shared} | {"memory"}
+        if "tier" in given and tier not in local:
+            raise KVHavenError(
+                f"tier: not memory or a local tier (got {tier[:64]!r}); expected one of "
+                f"{', '.join(sorted(local))}. `kvhaven clear` clears shared tiers"
+            )
+        cleared = await self._observer.clear(namespace, tier, tenant, dry_run=dry_run)
+        if not dry_run:
+            _audit(request, f"dropped {cleared.chunks} chunks, {cleared.bytes} bytes")
+        return _json(models.Dropped(cleared.chunks, cleared.bytes, dry_run))
+
     # --- streams ----------------------------------------------------------------------------
 
     async def _on_events(self, request: web.Request) -> web.StreamResponse:
@@ -353,10 +431,44 @@ def _page_of(request: web.Request) -> tuple[str, int]:
     return cursor, limit
 
 
+def _hex(text: str, name: str, length: int) -> bytes:
+    """Return the bytes of an id. Raises `KVHavenError` if it is malformed."""
+    if not re.fullmatch(rf"[0-9a-f]{{{2 * length}}}", text):
+        raise KVHavenError(
+            f"{name}: malformed (got {text[:64]!r}); expected {2 * length} hex digits"
+        )
+    return bytes.fromhex(text)
+
+
+def _switch(given: Mapping[str, str], name: str) -> bool:
+    text = given.get(name, "false")
+    if text not in {"true", "false"}:
+        raise KVHavenError(f"{name}: malformed (got {text[:32]!r}); expected true or false")
+    return text == "true"
+
+
+def _quota(wanted: int | msgspec.UnsetType | None) -> int | None:
+    """Return a quota as the service expects it."""
+    if wanted is msgspec.UNSET:
+        return None
+    return NO_LIMIT if wanted is None else wanted
+
+
+def _audit(request: web.Request, done: str) -> None:
+    """Log a change: by which address, with which request, and its result."""
+    logger.info("api: audit: %s: %s %s: %s", request.remote, request.method, request.path_qs, done)
+
+
 def _json(answer: object, status: int = 200) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(answer), status=status, content_type="application/json"
     )
+
+
+def _unauthorized() -> web.Response:
+    answer = _problem(401, "Authorization: expected Bearer and the token of the API")
+    answer.headers["WWW-Authenticate"] = "Bearer"
+    return answer
 
 
 def _problem(status: int, reason: str) -> web.Response:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of the HTTP API. `/openapi.json` describes them by their types and docstrings."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from kvhaven.protocol import MOST_QUOTA
 from kvhaven.service.snapshot import EngineRow, NamespaceRow, SettingValue, TenantRow
 
 GB = 1_000_000_000
+
+QuotaBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_QUOTA)]
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -141,3 +144,28 @@ class Tiers(msgspec.Struct, frozen=True):
 
     rows: list[TierRow]
     next: str | None
+
+
+class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Quotas of a tenant in bytes. null removes a quota; one that is left out does not change."""
+
+    memory: QuotaBytes | msgspec.UnsetType | None = msgspec.UNSET
+    disk: QuotaBytes | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class TenantQuota(msgspec.Struct, frozen=True):
+    """Quotas of a tenant in bytes, null without one, and its usage in memory and on disk."""
+
+    id: str
+    memory: int | None
+    disk: int | None
+    memory_bytes: int
+    disk_bytes: int
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """Chunks that were dropped, or with `dry_run` would be. A chunk in two places counts twice."""
+
+    chunks: int
+    bytes: int
+    dry_run: bool

@@ -13,8 +13,12 @@ from kvhaven.errors import KVHavenError, ProtocolError, ServiceUnavailableError
 from kvhaven.protocol import (
     MOST_ROWS,
     OBSERVE,
+    Clear,
+    Cleared,
     FrameReader,
     Hello,
+    Limit,
+    Limited,
     List,
     Listed,
     ListKind,
@@ -28,6 +32,7 @@ from kvhaven.protocol import (
     encode,
 )
 from kvhaven.service.snapshot import ServiceSnapshot
+from kvhaven.types import TenantId
 
 M = TypeVar("M", bound=Message)
 
@@ -119,6 +124,17 @@ class Observer:
             self._next_list = _now() + _LIST_PAUSE_S
         return msgspec.Raw(listed.rows), listed.next
 
+    async def limit(self, tenant: TenantId, memory: int | None, disk: int | None) -> Limited:
+        """Set quotas of a tenant in bytes; see `Control.limit`. Raises as `rows` does."""
+        return await self._ask(Limit(next(self._ids), tenant, memory, disk), Limited, SILENT_S)
+
+    async def clear(
+        self, namespace: bytes, tier: str, tenant: TenantId, *, dry_run: bool
+    ) -> Cleared:
+        """Drop chunks, or count them; see `Clear`. Raises as `rows` does."""
+        request = Clear(next(self._ids), namespace, tier, tenant, dry_run)
+        return await self._ask(request, Cleared, SILENT_S)
+
     async def _observe(self) -> None:
         """Connect, and observe until the connection is lost. Raises `OSError`, `KVHavenError`."""
         reader, writer = await asyncio.open_unix_connection(self.address)
@@ -149,7 +165,9 @@ class Observer:
         self.error = f"the service at {self.address} did not answer within {_ANSWER_S:g} s"
         writer.close()
 
-    async def _ask(self, request: Observe | List, wanted: type[M], timeout_s: float) -> M:
+    async def _ask(
+        self, request: Observe | List | Limit | Clear, wanted: type[M], timeout_s: float
+    ) -> M:
         writer = self._writer
         if writer is None:
             raise ServiceUnavailableError(self.error)

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import pytest
 
+from kvhaven.client.embedded import EmbeddedService, embedded_address
+from kvhaven.client.handshake import RefusedError
 from kvhaven.config import Settings
 from kvhaven.service.api_process import ApiProcess
 from tests.crash.engine import Engine, prompt
-from tests.crash.node import NodeProcess, NodeThread, eventually
+from tests.crash.node import MIB, NodeProcess, NodeThread, eventually
 from tests.crash.workload import events_of_this_run
 from tests.servers import free_port
 
@@ -126,6 +129,28 @@ def test_the_api_ends_with_its_service_and_starts_with_the_next(
         eventually(lambda: state_at(url) == "ok")
         node.stop()
     assert state_at(url) == ""
+
+
+def test_an_embedded_service_has_one_too_if_it_is_told_to(short_dir: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    settings = Settings(
+        api_listen=f"127.0.0.1:{port}",
+        runtime_dir=str(short_dir / "run"),
+        max_local_cpu_size=4 * MIB,
+        embedded_linger_s=0.1,
+    )
+    address = embedded_address(settings, "e")
+    unsafe = msgspec.structs.replace(settings, api_listen=f"0.0.0.0:{port}")
+    with pytest.raises(RefusedError, match="can be reached by other machines"):
+        EmbeddedService(unsafe, address).ensure()
+    EmbeddedService(settings, address).ensure()
+    with Engine(address):
+        eventually(lambda: state_at(url) == "ok")
+        answer = ask(url, "/config")
+        (row,) = [row for row in answer.json["settings"] if row["name"] == "api_listen"]
+        assert (row["text"], row["origin"]) == (settings.api_listen, None)
+    eventually(lambda: state_at(url) == "")
 
 
 def children_of(pid: int) -> list[int]:

@@ -21,6 +21,7 @@ from kvhaven.config import Settings
 from kvhaven.errors import ConfigError
 from kvhaven.keys import tenant_id
 from kvhaven.protocol import OBSERVE
+from kvhaven.service.api_process import ApiProcess
 from kvhaven.service.snapshot import ServiceSnapshot
 from kvhaven.types import NO_TENANT, NamespaceDigest
 from tests.commands import kvhaven
@@ -595,6 +596,7 @@ def test_beyond_loopback_every_request_needs_the_token(
                 assert status(path, wrong) == 401, (path, wrong)
         assert status("/health", f"Bearer {TOKEN}") == 200
         assert status("/health", f"bearer  {TOKEN} ") == 200
+        assert status("/health", "Bearer \xff") == 401
         assert status("/health", f"Bearer {TOKEN}", Host="10.1.2.3") == 200
         assert status("/health", f"Bearer {TOKEN}", Host="evil.example") == 421
         with pytest.raises(OSError, match=r".*"):
@@ -628,6 +630,14 @@ def test_beyond_loopback_without_token_and_tls_it_does_not_start(
         assert said.startswith("kvhaven: api_listen: 0.0.0.0:8888 can be reached by other machines")
         assert said.count("\n") == 1
     assert list(short_dir.iterdir()) == []
+
+
+def test_without_aiohttp_a_service_with_an_api_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvhaven.service.api_process.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvhaven\[api\]'"):
+        ApiProcess(Settings(api_listen="127.0.0.1:8888"), "/unused")
 
 
 def test_a_unix_socket_is_for_its_user_alone(node: NodeThread, short_dir: Path) -> None:
@@ -672,6 +682,7 @@ def test_a_request_that_no_parser_takes_changes_nothing(api: GatewayThread) -> N
         b"GET /health HTTP/1.1\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 20_000 + b"\r\n\r\n",
+        b"GET /v1/tenants?cursor=%ff%00\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ):
         with socket.create_connection((where.hostname or "", where.port or 0), 30) as sock:
             sock.sendall(raw)

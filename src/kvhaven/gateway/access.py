@@ -90,7 +90,8 @@ class Access(NamedTuple):
         given = authorization.strip()
         if not self.token or not given.lower().startswith(_BEARER):
             return False
-        return hmac.compare_digest(given[len(_BEARER) :].strip().encode(), self.token)
+        text = given[len(_BEARER) :].strip()
+        return hmac.compare_digest(text.encode(errors="surrogateescape"), self.token)
 
 
 def access_of(settings: Settings) -> Access:

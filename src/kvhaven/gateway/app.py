@@ -39,7 +39,8 @@ _MOST_PAGES: Final = 10
 _MOST_CURSOR: Final = 256
 _SKIPPED: Final = 10
 """A stream whose client did not take the last event is skipped so many times, then ended."""
-_STREAM_BUFFER: Final = 16 << 10
+_STREAM_BUFFER: Final = 64 << 10
+"""Bytes that the transport, and the kernel, buffer for a stream; an event has about 4 KB."""
 _STREAM_PAUSE_S: Final = 5.0
 _NO_CONTENT_OF_OTHERS: Final = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -386,15 +387,14 @@ class Gateway:
                 event = b"id: %s\nevent: snapshot\ndata: %s\n\n" % (last.encode(), seen.raw)
             except TimeoutError:
                 event = b": the service is silent\n\n"
-            if transport.get_write_buffer_size():
+            if not transport.get_write_buffer_size():
+                skipped = 0
+                await stream.write(event)  # it fits into the buffer, so this does not wait
+            elif skipped < _SKIPPED:
                 skipped += 1
-                if skipped > _SKIPPED:
-                    logger.info("api: ended a stream of a client that does not read")
-                    _reset(transport)
-                    return
-                continue
-            skipped = 0
-            await stream.write(event)
+            else:
+                logger.info("api: ended a stream of a client that does not read")
+                _reset(transport)
 
 
 def _bound(transport: asyncio.Transport) -> None:

@@ -24,6 +24,9 @@ _SHUTDOWN_S: Final = 1.0
 
 logger = logging.getLogger(__name__)
 
+_malformed = logging.getLogger(f"{__name__}.malformed")
+_malformed.setLevel(logging.CRITICAL)  # aiohttp would log a traceback for each malformed request
+
 
 def serve(address: str, access: Access, *, child: bool = False) -> None:
     """Serve the API of the service at `address` until SIGTERM or SIGINT.
@@ -54,6 +57,7 @@ async def serving(observer: Observer, access: Access) -> AsyncIterator[str]:
     runner = web.AppRunner(
         Gateway(observer, access, guard).app(),
         access_log=None,
+        logger=_malformed,
         handler_cancellation=True,  # a client that goes away ends its request
         keepalive_timeout=HEADER_S,
         shutdown_timeout=_SHUTDOWN_S,

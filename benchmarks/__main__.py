@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks by subject: `make bench`, or `python -m benchmarks [SUBJECT...]`.
 
-Without a subject, all are measured except `tiers`, `identity`, `fleet` and `route`. Each subject
-measures its limit in the same run, alternating with the measured operation, and takes medians.
-Other load on the machine changes the results.
+Without a subject, all are measured except `tiers`, `identity`, `fleet`, `route` and `operate`. Each
+subject measures its limit in the same run, alternating with the measured operation, and takes
+medians. Other load on the machine changes the results.
 """
 
 import argparse
@@ -34,6 +34,7 @@ _SUBJECTS = {
     "tiers": "tiers",
     "fleet": "fleet",
     "route": "route",
+    "operate": "operate",
 }
 """Module of each subject, whose `measure(say)` returns its results; quick ones first."""
 
@@ -42,6 +43,7 @@ _OF_THEIR_OWN = {
     "identity": "bench.json",
     "fleet": "bench-fleet.json",
     "route": "bench-fleet.json",
+    "operate": "bench-operate.json",
 }
 """Subjects that are measured only if they are named, and the files of their results."""
 

@@ -42,11 +42,11 @@ def measure(say: Callable[[str], None]) -> list[Result]:
         log = BENCH / "acquire-service.log"
         with (
             node_service(address, log, max_local_cpu_size="256MiB", runtime_dir=runtime) as service,
-            _engine(str(service.socket), "measured") as (rank, scheduler),
+            engine(str(service.socket), "measured") as (rank, scheduler),
         ):
-            keys = _save_chunks(rank, "measured", _CHUNKS)
-            _await_resident(scheduler, keys)
-            alone = _acquire_all(scheduler, keys)
+            keys = save_chunks(rank, "measured", _CHUNKS)
+            await_resident(scheduler, keys)
+            alone = acquire_all(scheduler, keys)
             say(f"alone: {_spread(alone)}")
             context = multiprocessing.get_context("spawn")
             begun, stop = context.Event(), context.Event()
@@ -56,7 +56,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
             if not begun.wait(_START_S):
                 raise ProcessError("the other engine did not start")
             # Repeated leases keep the chunks in use: else the other engine would soon evict them.
-            loaded = _acquire_all(scheduler, keys)
+            loaded = acquire_all(scheduler, keys)
             stop.set()
             load.join(10)
             say(f"beside another engine: {_spread(loaded)}")
@@ -69,7 +69,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
     ]
 
 
-def _await_resident(scheduler: SchedulerClient, keys: list[ChunkKey]) -> None:
+def await_resident(scheduler: SchedulerClient, keys: list[ChunkKey]) -> None:
     """Wait until all chunks are found, because rank and scheduler use different connections."""
     end = time.monotonic() + _START_S
     while time.monotonic() < end:
@@ -83,7 +83,7 @@ def _await_resident(scheduler: SchedulerClient, keys: list[ChunkKey]) -> None:
     raise ProcessError(f"the service did not have {len(keys)} resident chunks within {_START_S} s")
 
 
-def _acquire_all(scheduler: SchedulerClient, keys: list[ChunkKey]) -> list[float]:
+def acquire_all(scheduler: SchedulerClient, keys: list[ChunkKey]) -> list[float]:
     """Return the duration of each acquire in milliseconds."""
     times = []
     for _ in range(_REPETITIONS):
@@ -102,11 +102,11 @@ def _acquire_all(scheduler: SchedulerClient, keys: list[ChunkKey]) -> list[float
 
 def _load(address: str, begun: Any, stop: Any) -> None:
     """Run a busy engine until `stop` is set; `begun` and `stop` are multiprocessing events."""
-    with _engine(address, "load") as (rank, scheduler):
+    with engine(address, "load") as (rank, scheduler):
         begun.set()
         number = 0
         while not stop.is_set():
-            keys = _save_chunks(rank, f"load {number}", 32)
+            keys = save_chunks(rank, f"load {number}", 32)
             lease_id = scheduler.ask(keys)
             if lease_id is not None and isinstance(scheduler.wait(lease_id, 0.1), LeasedChunks):
                 scheduler.release([lease_id])
@@ -114,7 +114,7 @@ def _load(address: str, begun: Any, stop: Any) -> None:
 
 
 @contextmanager
-def _engine(address: str, name: str) -> Iterator[tuple[RankClient, SchedulerClient]]:
+def engine(address: str, name: str) -> Iterator[tuple[RankClient, SchedulerClient]]:
     """Attach an engine of one rank, without vLLM."""
     fields = {"model": f"benchmark {name}"}
     shards = (Shard(ShardId(0, (0, 1), (0, 1)), _PAYLOAD),)
@@ -138,7 +138,7 @@ def _engine(address: str, name: str) -> Iterator[tuple[RankClient, SchedulerClie
         rank.close()
 
 
-def _save_chunks(rank: RankClient, name: str, count: int) -> list[ChunkKey]:
+def save_chunks(rank: RankClient, name: str, count: int) -> list[ChunkKey]:
     """Commit chunks of zeros, which the arena already contains, and return their keys."""
     keys = [
         ChunkKey(hashlib.sha256(f"{name} {number}".encode()).digest()) for number in range(count)

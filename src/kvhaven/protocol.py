@@ -8,7 +8,7 @@ message's name under `type`. Receivers ignore unknown fields, so either side may
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Final, TypeVar, overload
+from typing import Annotated, Final, Literal, TypeVar, overload
 
 import msgspec
 
@@ -28,6 +28,10 @@ T = TypeVar("T")
 VERSION: Final = 6
 TENANTS: Final = 1
 """Feature bit of a service that supports tenants."""
+OBSERVE: Final = 2
+"""Feature bit of a service that answers `Observe` and `List`."""
+MOST_ROWS: Final = 100
+"""Maximum number of rows in a `Listed`."""
 FRAME_LIMIT: Final = 4 << 20
 """Maximum length of a body in bytes; a longer one is malformed."""
 MOST_KEYS: Final = 1 << 15
@@ -61,6 +65,8 @@ Quota = Annotated[int, msgspec.Meta(ge=NO_LIMIT, le=MOST_QUOTA)]
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]  # the length of a path
 Fields = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MOST_FIELDS)]
 RequestName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+ListKind = Literal["engines", "namespaces", "settings", "tenants"]
+Rows = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
 
 
@@ -359,13 +365,15 @@ class StatusReply(Message, frozen=True, tag=True):
 class Clear(Message, frozen=True, tag=True):
     """Drop a namespace (digest; empty: all) from a tier (empty: memory and the local disk).
 
-    With `tenant`, drop only chunks of that tenant.
+    With `tenant`, drop only chunks of that tenant. With `dry_run`, drop nothing and count them; a
+    service without the feature `OBSERVE` would drop them.
     """
 
     id: int
     namespace: bytes
     tier: str
     tenant: Tenant = b""
+    dry_run: bool = False
 
 
 class Cleared(Message, frozen=True, tag=True):
@@ -409,6 +417,43 @@ class Flushed(Message, frozen=True, tag=True):
     outstanding: int
 
 
+class Observe(Message, frozen=True, tag=True):
+    """Requests a `Snapshot`. The connection counts as an observer from now on."""
+
+    id: int
+
+
+class Snapshot(Message, frozen=True, tag=True):
+    """Answer to `Observe`, as JSON of a `service.snapshot.ServiceSnapshot`.
+
+    With the id 0, it is no answer: the service sends it to every observer when it stops.
+    """
+
+    id: int
+    snapshot: bytes
+
+
+class List(Message, frozen=True, tag=True):
+    """Requests up to `limit` rows of a kind that follow the row `after` (empty: from the first)."""
+
+    id: int
+    kind: ListKind
+    after: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    limit: Rows = MOST_ROWS
+
+
+class Listed(Message, frozen=True, tag=True):
+    """Answer to `List`: rows as a JSON list, in ascending order of their ids.
+
+    `next` continues behind them (empty: there are no more). It is the last row's id, so it stays
+    valid when rows come and go.
+    """
+
+    id: int
+    rows: bytes
+    next: str = ""
+
+
 ClientMessage = (
     Hello
     | AttachRank
@@ -428,6 +473,8 @@ ClientMessage = (
     | Clear
     | Limit
     | Flush
+    | Observe
+    | List
 )
 ServiceMessage = (
     Welcome
@@ -442,6 +489,8 @@ ServiceMessage = (
     | Cleared
     | Limited
     | Flushed
+    | Snapshot
+    | Listed
 )
 Reliable = Release | Ready | Loaded | Commit | Abort | ModelChanged
 

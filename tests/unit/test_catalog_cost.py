@@ -135,6 +135,18 @@ def calls_of(event: Event) -> int:
     return calls
 
 
+def test_totals_cost_the_same_with_any_number_of_chunks_tenants_and_namespaces() -> None:
+    costs = []
+    for count in (1, 200):
+        node = Node(pages=2048, tiers=[spec()])
+        for number in range(count):
+            node.catalog.add_namespace(namespace_of(f"namespace {number}"))
+            node.save(keys_of(f"{number}", 3), tenant=tenant_id(f"user {number}"))
+        assert node.catalog.totals().resident_chunks == 3 * count
+        costs.append(calls_of(node.catalog.totals))
+    assert costs[0] == costs[1]
+
+
 def full_node(chunks: int, tenant: TenantId = NO_TENANT) -> Node:
     """Return a node whose arena and disk are full of short chains, which are a tenant's."""
     disk = TierSpec(DISK, chunks * STORED, write=WriteMode.THROUGH)

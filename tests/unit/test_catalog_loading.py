@@ -374,6 +374,19 @@ def test_hits_misses_and_promotions_are_counted_by_chunk() -> None:
         node.finish(read)
     stats = node.catalog.stats()
     assert (stats.hit_chunks, stats.missed_chunks, stats.promoted_chunks) == (1, 1, 2)
+    assert (stats.awaited_chunks, stats.hit_rate) == (2, 0.75)
+
+
+def test_a_chunk_that_was_prefetched_and_then_requested_is_one_hit() -> None:
+    node, keys = Node(tiers=[spec()]), keys_of("a", 4)
+    node.store(keys[:2])
+    node.catalog.prefetch(node.namespace.digest, keys)
+    for read in node.reads():
+        node.finish(read)
+    node.acquire(keys)
+    totals = node.catalog.totals()
+    assert (totals.hit_chunks, totals.awaited_chunks, totals.promoted_chunks) == (2, 0, 2)
+    assert totals.hit_rate == 0.5
 
 
 def test_prefetches_pile_up_to_a_bound_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,16 @@ SOURCE = Path(__file__).parents[2] / "src"
 _LEVELS = (
     {"errors", "types", "keys", "maps", "tenants", "plugins", "protocol", "config"},
     {"arena", "catalog", "devices", "layouts", "peers", "tiers"},
-    {"client", "router", "service"},
+    {"client", "gateway", "router", "service"},
     {"engine", "identity"},
     {"cli", "integrations", "testing"},
 )
 """Parts of KVHaven, lowest first: each imports from its own level and those below."""
 
 _WITHOUT_TORCH = (_LEVELS[0] | _LEVELS[1] | _LEVELS[2]) - {"devices", "layouts"}
+
+_WITHOUT_AIOHTTP = _LEVELS[0] | _LEVELS[1] | {"client", "service"}
+"""The core, which is installed without the extras `api` and `router`."""
 
 _MAKES = {make: f"kvhaven.devices.{make}" for make in ("cuda", "xpu", "hpu")}
 """Torch's modules for accelerators, and the only file that may use each."""
@@ -35,6 +38,7 @@ def violations(sources: Sources) -> list[str]:
         *_upward(imports),
         *_torch_within_reach(imports),
         *_vllm_outside_its_place(imports),
+        *_aiohttp_within_reach(imports),
         *_makes_outside_their_places(sources, imports),
     ]
 
@@ -93,6 +97,15 @@ def _torch_within_reach(imports: Mapping[str, set[str]]) -> Iterator[str]:
         for reached in sorted(_reach(module, imports)):
             if any(_is_in(target, "torch") for target in imports[reached]):
                 yield f"{module} reaches torch by {reached}"
+
+
+def _aiohttp_within_reach(imports: Mapping[str, set[str]]) -> Iterator[str]:
+    for module in imports:
+        if _part(module) not in _WITHOUT_AIOHTTP:
+            continue
+        for reached in sorted(_reach(module, imports)):
+            if any(_is_in(target, "aiohttp") for target in imports[reached]):
+                yield f"{module} reaches aiohttp by {reached}"
 
 
 def _vllm_outside_its_place(imports: Mapping[str, set[str]]) -> Iterator[str]:
@@ -209,6 +222,7 @@ def test_the_checker_sees_circles() -> None:
         ("kvhaven.tiers.local.tier", "def f():\n    import torch", "reaches torch"),
         ("kvhaven.devices.cpu", "from vllm import LLM", "imports vllm"),
         ("kvhaven.cli.demo", "import vllm.config", "imports vllm"),
+        ("kvhaven.service.server", "from kvhaven.gateway import app", "aiohttp by kvhaven.gateway"),
         ("kvhaven.layouts.paged", "import torch\ntorch.cuda.synchronize()", "uses torch.cuda"),
         ("kvhaven.engine.worker", "from torch import cuda", "uses torch.cuda"),
         ("kvhaven.engine.worker", "from kvhaven.integrations import vllm", "a level above"),
@@ -219,6 +233,7 @@ def test_the_checker_sees_circles() -> None:
 )
 def test_the_checker_sees_what_points_the_wrong_way(module: str, text: str, found: str) -> None:
     others = {"kvhaven.devices": "", "kvhaven.devices.cpu": "import torch"}
+    others["kvhaven.gateway.app"] = "from aiohttp import web"
     seen = violations({**others, module: text})
     assert any(found in sentence and sentence.startswith(module) for sentence in seen)
 

@@ -103,6 +103,12 @@ def _check_space(space: ResidentChunks[S]) -> None:
     ):
         total = sum(e.extent.length for e in held if e.state is state)
         assert total == counted, f"{total} bytes are {state.value}, {counted} counted"
+    pinned = sum(
+        e.extent.length for e in held if e.state is State.RETIRED and (e.leases or e.reading)
+    )
+    assert pinned == space.retired_pinned_bytes, (
+        f"{pinned} retired bytes are leased or read, {space.retired_pinned_bytes} counted"
+    )
 
 
 def _check_corrupt(space: ResidentChunks[S]) -> None:
@@ -152,6 +158,12 @@ def _check_place(
         assert expected == found, f"{place.name}: a shelf counts {found}, not {expected}"
         current = shelf_ in place.shelves.values()
         assert current != shelf_.cleared, f"{place.name}: a shelf was not detached, or lost"
+    shown = place.shelves.values()
+    totals = sum(shelf.chunks for shelf in shown), sum(shelf.bytes for shelf in shown)
+    assert totals == (place.chunks, place.bytes), (
+        f"{place.name}: shelves have {totals} chunks and bytes, "
+        f"{(place.chunks, place.bytes)} counted"
+    )
     leftover = sum(h.entries for h in counts if h.cleared)
     assert leftover == place.leftover, (
         f"{place.name}: cleared entries are miscounted, {leftover} are left"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public interface of the catalog: events in, actions out."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from kvhaven.catalog import audit, stats
@@ -25,7 +25,7 @@ from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Sessions
-from kvhaven.catalog.stats import CatalogStats, TenantStats
+from kvhaven.catalog.stats import CatalogStats, CatalogTotals, NamespaceStats, TenantStats
 from kvhaven.catalog.tier_spec import MEMORY, TierSpec
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.work import Pace, Work
@@ -542,6 +542,26 @@ class Catalog:
             chunks, bytes_ = chunks + more[0], bytes_ + more[1]
         return chunks, bytes_
 
+    def usage(
+        self,
+        namespace: NamespaceDigest | None = None,
+        tier: TierName | None = None,
+        tenant: TenantId | None = None,
+    ) -> tuple[int, int]:
+        """Return the chunks and bytes that `clear` would drop with these arguments.
+
+        Raises `KVHavenError` for an unknown namespace or tier, and for a shared tier.
+        """
+        scope = Scope(namespace, tenant)
+        parts = self._owners.parts_of(scope)
+        places = [] if tier not in (None, MEMORY) else [self._space.place]
+        if tier is None:
+            places += [index.place for index in self._tiers.own.values()]
+        elif tier != MEMORY:
+            places.append(self._tiers.own_index(tier).place)
+        found = [place.usage(scope, parts) for place in places]
+        return sum(chunks for chunks, _ in found), sum(bytes_ for _, bytes_ in found)
+
     # Quotas
 
     def limit_memory(self, tenant: TenantId, quota: int | None) -> None:
@@ -598,6 +618,21 @@ class Catalog:
         The statistics of different tenants may then be of different moments.
         """
         return stats.collect(*self._parts)
+
+    def totals(self) -> CatalogTotals:
+        """Return the totals; the cost does not depend on chunks, namespaces and tenants."""
+        return stats.totals_of(*self._parts[1:])
+
+    def tenants_after(self, last: bytes) -> Iterator[tuple[TenantId, TenantStats]]:
+        """Yield known tenants with an id above `last`, in ascending order, with their statistics.
+
+        Between two items, events may happen, and tenants may come and go.
+        """
+        return stats.tenants_after(self._owners, self._space, self._tiers, last)
+
+    def namespaces_after(self, last: bytes) -> Iterator[tuple[NamespaceDigest, NamespaceStats]]:
+        """Yield namespaces with a digest above `last`, as `tenants_after` does."""
+        return stats.namespaces_after(self._owners, self._space, self._tiers, last)
 
     def tenant_stats(self, tenant: TenantId) -> TenantStats:
         """Return the statistics of one tenant, which may have no chunks."""

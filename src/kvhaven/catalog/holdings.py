@@ -37,11 +37,16 @@ def scopes_over(part: NamespaceState) -> tuple[Scope, ...]:
 
 
 class Place:
-    """Shelves of the arena or of a tier; `leftover` counts cleared entries that still exist."""
+    """Shelves of the arena or of a tier; `leftover` counts cleared entries that still exist.
+
+    `chunks` and `bytes` are the totals of complete chunks that are not cleared.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.shelves: dict[NamespaceDigest, Shelf] = {}
+        self.chunks = 0
+        self.bytes = 0
         self.leftover = 0
 
     def find(self, part: NamespaceState) -> Holding | None:
@@ -78,6 +83,19 @@ class Place:
         shelf = holding.shelf
         shelf.chunks += chunks
         shelf.bytes += bytes_
+        if not shelf.cleared:
+            self.chunks += chunks
+            self.bytes += bytes_
+
+    def usage(self, scope: Scope, parts: Iterable[NamespaceState]) -> tuple[int, int]:
+        """Return the complete chunks in a scope, and their bytes: the result of a `clear` now."""
+        if scope.tenant is not None:
+            holdings = [holding for part in parts if (holding := self.find(part)) is not None]
+            return sum(h.chunks for h in holdings), sum(h.bytes for h in holdings)
+        if scope.namespace is None:
+            return self.chunks, self.bytes
+        shelf = self.shelves.get(scope.namespace)
+        return (0, 0) if shelf is None else (shelf.chunks, shelf.bytes)
 
     def clear(self, scope: Scope, parts: Iterable[NamespaceState]) -> tuple[int, int]:
         """Make the chunks in a scope invisible; return the complete chunks, and their bytes.
@@ -94,7 +112,10 @@ class Place:
         for shelf in shelves:
             shelf.cleared = True
             self.leftover += shelf.entries
-        return sum(shelf.chunks for shelf in shelves), sum(shelf.bytes for shelf in shelves)
+        chunks, bytes_ = sum(shelf.chunks for shelf in shelves), sum(s.bytes for s in shelves)
+        self.chunks -= chunks
+        self.bytes -= bytes_
+        return chunks, bytes_
 
     def _part_off(self, part: NamespaceState) -> Shelf | None:
         """Move a tenant's holding from its namespace's shelf to a separate one."""

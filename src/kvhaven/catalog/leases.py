@@ -84,6 +84,7 @@ class Leases:
         self.unpinning: set[Unpinning] = set()  # being unpinned
         self.leaving = Counter[Session]()  # number of `_look_through` jobs
         self.hits = 0
+        self.awaited = 0
         self.misses = 0
         self.promoted = 0
         self.failed_promotions = 0
@@ -596,7 +597,9 @@ class Leases:
         new = len(lease.slots) - lease.counted
         if new > 0:
             awaited = lease.waiting and lease.slots[lease.counted :]
-            self.hits += new - sum(entry.key in lease.waiting for entry in awaited or ())
+            waiting = sum(entry.key in lease.waiting for entry in awaited or ())
+            self.hits += new - waiting
+            self.awaited += waiting
             lease.counted = len(lease.slots)
         asked = len(lease.keys)
         more = lease.growing or lease.lookups or (lease.limited and lease.waiting)

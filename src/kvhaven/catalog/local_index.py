@@ -69,6 +69,7 @@ class LocalTierIndex(TierTransfers):
         self.kept = Counter[Tenant]()  # bytes of chunks that are being read: not deletable now
         self.shares: dict[Tenant, Share] = {}
         self.evictions = 0
+        self.quota_evictions = 0  # of these, for a tenant's quota
         self._delete_later: dict[ChunkKey, NamespaceState] = {}
         self._actions = actions
         self._work = work
@@ -266,7 +267,13 @@ class LocalTierIndex(TierTransfers):
 
     def figures(self) -> TierFigures:
         """Return the present statistics."""
-        return TierFigures(self.used_bytes, len(self.stored), self.evictions, scanned=self._scanned)
+        return TierFigures(
+            used_bytes=self.used_bytes,
+            chunks=len(self.stored),
+            evictions=self.evictions,
+            quota_evictions=self.quota_evictions,
+            scanned=self._scanned,
+        )
 
     def read_begins(self, key: ChunkKey, bytes_: int) -> None:
         """Count a read that fills `bytes_` of the arena."""
@@ -320,8 +327,11 @@ class LocalTierIndex(TierTransfers):
             self._work.start(self._keep_to_quota(tenant, share))
 
     def _keep_to_quota(self, tenant: Tenant, share: Share) -> Job:
-        while self._evict(share.order, self._excess(tenant, share)) == self._work.pace.heavy:
-            if self._excess(tenant, share) > 0:
+        evicted = self._work.pace.heavy
+        while evicted == self._work.pace.heavy:
+            evicted = self._evict(share.order, self._excess(tenant, share))
+            self.quota_evictions += evicted
+            if evicted == self._work.pace.heavy and self._excess(tenant, share) > 0:
                 yield
         share.trimming = False
 

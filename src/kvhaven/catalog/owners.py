@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Namespaces and tenants of the catalog, to which every chunk belongs."""
 
+from bisect import bisect_right, insort
 from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
@@ -46,6 +47,7 @@ class Owners:
         self.memory = Limits(memory)
         self.disk = Limits(disk)
         self._namespaces: dict[NamespaceDigest, NamespaceState] = {}
+        self._digests: list[NamespaceDigest] = []  # in ascending order
         self._nobody = Tenant(NO_TENANT, None, None)
         # Striped by the first byte of the tenant id, which is a digest (see `maps`).
         self._tenants: list[WeakValueDictionary[TenantId, Tenant]] = [
@@ -62,6 +64,7 @@ class Owners:
         known = self._namespaces.get(namespace.digest)
         if known is None:
             self._namespaces[namespace.digest] = NamespaceState(namespace, self._nobody)
+            insort(self._digests, namespace.digest)
         elif known.namespace.table != namespace.table:
             raise KVHavenError(
                 f"namespace {namespace.digest.hex()} is registered with {known.namespace.table}, "
@@ -112,6 +115,24 @@ class Owners:
                 tenant = reference()
                 if tenant is not None:
                     yield tenant
+
+    def tenants_after(self, last: bytes) -> Iterator[Tenant]:
+        """Yield the tenants with an id above `last`, in ascending order; others may come and go."""
+        for number in range(last[0] if last else 0, len(self._tenants)):
+            stripe = self._tenants[number]
+            for tenant in sorted(known for known in tuple(stripe) if known > last):
+                found = stripe.get(tenant)
+                if found is not None:
+                    yield found
+
+    def namespaces_after(self, last: bytes) -> Iterator[NamespaceState]:
+        """Yield the namespaces with a digest above `last`, in ascending order."""
+        digests = self._digests
+        at = bisect_right(digests, last)
+        while at < len(digests):
+            digest = digests[at]
+            yield self._namespaces[digest]
+            at = bisect_right(digests, digest)
 
     def namespaces(self) -> Iterator[NamespaceState]:
         """Yield every namespace's part without a tenant."""

@@ -45,6 +45,7 @@ class ResidentChunks(Generic[S]):
         self.last_generation = 0
         self.reserved_bytes = 0
         self.retired_bytes = 0
+        self.retired_pinned_bytes = 0  # of these, leased or still filled by a read
         self.corrupt = 0  # damaged chunks that are still in use
         self.evictions = 0
         self.quota_evictions = 0  # evictions for a tenant's quota
@@ -254,6 +255,8 @@ class ResidentChunks(Generic[S]):
         entry.leases -= 1
         if not entry.leases:
             self.leased_bytes -= entry.extent.length
+            if entry.state is State.RETIRED:
+                self.retired_pinned_bytes -= entry.extent.length
             self.free_if_idle(entry)
 
     def read_ended(self, entry: Entry) -> None:
@@ -261,6 +264,8 @@ class ResidentChunks(Generic[S]):
         entry.reading = False
         self.promoting -= 1
         self.promoting_bytes -= entry.extent.length
+        if entry.state is State.RETIRED:
+            self.retired_pinned_bytes -= entry.extent.length
         self.free_if_idle(entry)
 
     def retire(self, entry: Entry) -> None:
@@ -393,8 +398,9 @@ class ResidentChunks(Generic[S]):
             victim = min(oldest, key=lambda entry: (not entry.tail, entry.stamp))
             wanted = -(-excess // victim.extent.length)
             count = 1 if len(orders) > 1 else min(most_chunks, wanted)
+            before = self.evictions
             evicted = self._evict_some(orders[victim.order], count)
-            self.quota_evictions += evicted
+            self.quota_evictions += self.evictions - before  # without reservations
             if not evicted:
                 return
             most_chunks -= evicted
@@ -414,6 +420,8 @@ class ResidentChunks(Generic[S]):
         self.place.leave(entry.holding)
         entry.state = State.RETIRED
         self.retired_bytes += length
+        if entry.leases or entry.reading:
+            self.retired_pinned_bytes += length
 
     def _make_room(self, length: int, count: int) -> bool:
         """Free up to `count` extents of a size class; return False if none could be freed.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of the catalog, for status and metrics."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from heapq import heappush, heappushpop
 
 import msgspec
@@ -73,6 +73,9 @@ class TierStats(msgspec.Struct, frozen=True):
     """Chunks not written since start: overload, eviction before their turn, failure, offline
     tier."""
     evictions: int
+    """Chunks evicted since start."""
+    quota_evictions: int
+    """Of `evictions`, those for a tenant's quota."""
     looking_up: int
     """Chunks in pending lookups of a shared tier."""
     looked_up: int
@@ -83,17 +86,24 @@ class TierStats(msgspec.Struct, frozen=True):
     """Whether the content from before the start is known. A shared tier needs no scan."""
 
 
-class CatalogStats(msgspec.Struct, frozen=True):
-    """All statistics; counters count chunks since start unless stated otherwise."""
+class CatalogTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals of the catalog, in bytes and chunks; counters count chunks since start.
 
-    namespaces: dict[NamespaceDigest, NamespaceStats]
+    They cost the same with any number of chunks, namespaces and tenants. `leased_bytes`,
+    `promoting_bytes`, `reserved_bytes`, `idle_bytes`, `retired_idle_bytes` and the free bytes
+    (`capacity_bytes` without `used_bytes`) are disjoint and sum to `capacity_bytes`.
+    """
+
     tiers: dict[TierName, TierStats]
     sessions: int
     members: int
+    lost_members: int
+    """Members whose connection closed and that are not proven gone: their memory is quarantined."""
     capacity_bytes: int
     used_bytes: int
     pin_limit_bytes: int
     resident_chunks: int
+    resident_bytes: int
     leases: int
     """Leases that hold chunks or wait for some."""
     leased_bytes: int
@@ -102,10 +112,10 @@ class CatalogStats(msgspec.Struct, frozen=True):
     """Reserved and not given up; given-up reservations are in `retired_bytes`."""
     retired_bytes: int
     """Invisible, but possibly still read or written."""
-    quarantined_bytes: int
-    """Held by members whose connection closed and that are not proven gone."""
-    quarantined_by: dict[MemberId, int]
-    """Quarantined bytes by member; bytes that several members hold count for each."""
+    retired_idle_bytes: int
+    """Of `retired_bytes`, neither leased nor filled by a promotion."""
+    idle_bytes: int
+    """Visible or just cleared, and neither leased nor being filled."""
     evictions: int
     commits: int
     """Shards committed."""
@@ -115,9 +125,12 @@ class CatalogStats(msgspec.Struct, frozen=True):
     dropped_writes: int
     hit_chunks: int
     """Requested and resident."""
+    awaited_chunks: int
+    """Requested and being promoted, so that the request waits for them."""
     missed_chunks: int
     """Requested, and neither resident nor being promoted."""
     promoted_chunks: int
+    """Promoted for a waiting request, or in advance: then a request may hit them later."""
     failed_promotions: int
     foreign: int = 0
     """Requests that ended before a chunk which exists for another namespace or tenant (a client's
@@ -125,15 +138,31 @@ class CatalogStats(msgspec.Struct, frozen=True):
     unready: int = 0
     """Requests that ended before a chunk in memory that their engine's ranks are not ready for."""
     quota_evictions: int = 0
-    """Evictions that made room within the tenant's quota."""
+    """Of `evictions`, those that made room within the tenant's quota."""
     quota_refusals: int = 0
     """Chunks not saved or promoted because the tenant's quota had no room."""
+    tails: int = 0
+    """Incomplete chunks at the ends of prompts, among the resident chunks."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Requested chunks that were resident or promoted, as a fraction; 0 without requests."""
+        found = self.hit_chunks + self.awaited_chunks
+        return found / (found + self.missed_chunks) if found else 0.0
+
+
+class CatalogStats(CatalogTotals, frozen=True, kw_only=True):
+    """All statistics: the totals, and those that take a walk over namespaces and tenants."""
+
+    namespaces: dict[NamespaceDigest, NamespaceStats]
+    quarantined_bytes: int
+    """Held by members whose connection closed and that are not proven gone."""
+    quarantined_by: dict[MemberId, int]
+    """Quarantined bytes by member; bytes that several members hold count for each."""
     tenants: dict[TenantId, TenantStats] = {}
     """The `MOST_TENANTS` tenants with the most bytes."""
     more_tenants: int = 0
     """Number of other tenants with any bytes."""
-    tails: int = 0
-    """Incomplete chunks at the ends of prompts, among the resident chunks."""
 
 
 _PIECE = 64
@@ -166,29 +195,53 @@ def collect(
     tenants, more_tenants = yield from _tenants(owners, space.place, places)
     yield
     namespaces = yield from _namespaces(owners, space.place, places)
+    totals = totals_of(space, sessions, tiers, leases, reservations)
     return CatalogStats(
+        **msgspec.structs.asdict(totals),
         namespaces=namespaces,
+        quarantined_bytes=quarantined,
+        quarantined_by=quarantine,
+        tenants=tenants,
+        more_tenants=more_tenants,
+    )
+
+
+def totals_of(
+    space: ResidentChunks[S],
+    sessions: Sessions,
+    tiers: Tiers,
+    leases: Leases,
+    reservations: Reservations,
+) -> CatalogTotals:
+    """Return the totals, without visiting chunks, namespaces or tenants."""
+    used = space.allocator.used_bytes
+    retired_idle = space.retired_bytes - space.retired_pinned_bytes
+    in_use = space.leased_bytes + space.promoting_bytes + space.reserved_bytes + retired_idle
+    return CatalogTotals(
         tiers={name: _tier(tiers.indexes[name], w) for name, w in tiers.writes.items()},
         sessions=len(sessions.sessions),
         members=len(sessions.members),
+        lost_members=sum(1 for _ in sessions.lost()),
         capacity_bytes=space.allocator.capacity_bytes,
-        used_bytes=space.allocator.used_bytes,
+        used_bytes=used,
         pin_limit_bytes=leases.pin_limit,
-        resident_chunks=sum(shelf.chunks for shelf in space.place.shelves.values()),
+        resident_chunks=space.place.chunks,
+        resident_bytes=space.place.bytes,
         tails=len(space.tails),
         leases=sum(len(s.leases) for s in sessions.sessions.values()),
         leased_bytes=space.leased_bytes,
         promoting_bytes=space.promoting_bytes,
         reserved_bytes=space.reserved_bytes,
         retired_bytes=space.retired_bytes,
-        quarantined_bytes=quarantined,
-        quarantined_by=quarantine,
+        retired_idle_bytes=retired_idle,
+        idle_bytes=used - in_use,
         evictions=space.evictions,
         commits=reservations.commits,
         refused_commits=reservations.refused,
         queued_writes=sum(len(w.queue) for w in tiers.writes.values()),
         dropped_writes=sum(w.dropped for w in tiers.writes.values()),
         hit_chunks=leases.hits,
+        awaited_chunks=leases.awaited,
         missed_chunks=leases.misses,
         promoted_chunks=leases.promoted,
         failed_promotions=leases.failed_promotions,
@@ -196,9 +249,26 @@ def collect(
         unready=leases.unready,
         quota_evictions=space.quota_evictions,
         quota_refusals=space.quota_refusals,
-        tenants=tenants,
-        more_tenants=more_tenants,
     )
+
+
+def tenants_after(
+    owners: Owners, space: ResidentChunks[S], tiers: Tiers, last: bytes
+) -> Iterator[tuple[TenantId, TenantStats]]:
+    """Yield the statistics of tenants with an id above `last`, in ascending order."""
+    places = {name: index.place for name, index in tiers.own.items()}
+    for tenant in owners.tenants_after(last):
+        parts = owners.parts_of(Scope(None, tenant.id))
+        yield tenant.id, _tenant(tenant, parts, space.place, places)
+
+
+def namespaces_after(
+    owners: Owners, space: ResidentChunks[S], tiers: Tiers, last: bytes
+) -> Iterator[tuple[NamespaceDigest, NamespaceStats]]:
+    """Yield the statistics of namespaces with a digest above `last`, in ascending order."""
+    places = {name: index.place for name, index in tiers.own.items()}
+    for part in owners.namespaces_after(last):
+        yield part.namespace.digest, _namespace(part, space.place, places)
 
 
 def of_tenant(
@@ -243,14 +313,18 @@ def _namespaces(
     """Return the statistics of every namespace."""
     figures: dict[NamespaceDigest, NamespaceStats] = {}
     for part in tuple(owners.namespaces()):
-        figures[part.namespace.digest] = NamespaceStats(
-            fields=part.namespace.fields,
-            memory=_on_shelf(arena, part),
-            tiers={name: _on_shelf(place, part) for name, place in tiers.items()},
-        )
+        figures[part.namespace.digest] = _namespace(part, arena, tiers)
         if len(figures) % _PIECE == 0:
             yield
     return figures
+
+
+def _namespace(part: NamespaceState, arena: Place, tiers: _Places) -> NamespaceStats:
+    return NamespaceStats(
+        fields=part.namespace.fields,
+        memory=_on_shelf(arena, part),
+        tiers={name: _on_shelf(place, part) for name, place in tiers.items()},
+    )
 
 
 def _tenants(
@@ -320,6 +394,7 @@ def _tier(index: TierState, writes: WriteBehind) -> TierStats:
         written=writes.written,
         dropped_writes=writes.dropped,
         evictions=figures.evictions,
+        quota_evictions=figures.quota_evictions,
         looking_up=figures.looking_up,
         looked_up=figures.looked_up,
         found=figures.found,

@@ -154,6 +154,7 @@ class TierFigures(msgspec.Struct, frozen=True):
     used_bytes: int = 0
     chunks: int = 0
     evictions: int = 0
+    quota_evictions: int = 0
     looking_up: int = 0
     looked_up: int = 0
     found: int = 0

@@ -18,7 +18,18 @@ from kvhaven.errors import ConfigError, KVHavenError
 
 __all__ = ["app", "main"]
 
-_COMMANDS = ("serve", "status", "clear", "limit", "tenant", "tier", "peers", "route", "config")
+_COMMANDS = (
+    "serve",
+    "status",
+    "clear",
+    "limit",
+    "tenant",
+    "tier",
+    "peers",
+    "route",
+    "api",
+    "config",
+)
 
 app = typer.Typer(
     name="kvhaven",

@@ -22,6 +22,10 @@ def serve(
         Path | None,
         typer.Option(help="YAML file; default: KVHAVEN_CONFIG_FILE."),
     ] = None,
+    api_listen: Annotated[
+        str | None,
+        typer.Option(help="Address of the HTTP API, such as 127.0.0.1:8888; default: api_listen."),
+    ] = None,
 ) -> None:
     """Run a node service until SIGTERM or Ctrl-C.
 
@@ -31,7 +35,8 @@ def serve(
     from kvhaven.config import load_settings  # noqa: PLC0415
     from kvhaven.service.main import serve as run  # noqa: PLC0415
 
-    resolved = load_settings(yaml_file=file)
+    options = {} if api_listen is None else {"api_listen": api_listen}
+    resolved = load_settings(options, yaml_file=file)
     settings = resolved.settings
     address = service_socket(settings, socket)
     logging.basicConfig(
@@ -39,4 +44,4 @@ def serve(
     )
     for note in resolved.notes:
         logging.getLogger(__name__).warning("%s", note)
-    run(settings, address)
+    run(settings, address, origins=resolved.origins | dict.fromkeys(options, "--api-listen"))

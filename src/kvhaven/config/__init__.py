@@ -7,7 +7,16 @@ from kvhaven.config.load import (
     check_value,
     load_settings,
     setting_infos,
+    setting_row,
 )
 from kvhaven.config.settings import Settings
 
-__all__ = ["Resolved", "SettingRow", "Settings", "check_value", "load_settings", "setting_infos"]
+__all__ = [
+    "Resolved",
+    "SettingRow",
+    "Settings",
+    "check_value",
+    "load_settings",
+    "setting_infos",
+    "setting_row",
+]

@@ -39,6 +39,8 @@ class SettingRow(msgspec.Struct, frozen=True):
     origin: str
     doc: str
     allowed: str
+    changes: str
+    """When a change takes effect: `restart` of the service, or `next_attach` of the engine."""
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -55,12 +57,15 @@ class Resolved(msgspec.Struct, frozen=True):
 
     def rows(self) -> list[SettingRow]:
         """Every setting in the model's order, with secrets masked."""
-        rows = []
-        for info in setting_infos():
-            value, text = shown_value(info, getattr(self.settings, info.name))
-            origin = self.origins[info.name]
-            rows.append(SettingRow(info.name, value, text, origin, info.doc, info.allowed))
-        return rows
+        return [setting_row(info, self.settings, self.origins) for info in setting_infos()]
+
+
+def setting_row(info: SettingInfo, settings: Settings, origins: Mapping[str, str]) -> SettingRow:
+    """Return a setting as it is displayed; its origin is empty if `origins` does not have it."""
+    value, text = shown_value(info, getattr(settings, info.name))
+    changes = "restart" if info.name in _SERVICE_ONLY else "next_attach"
+    origin = origins.get(info.name, "")
+    return SettingRow(info.name, value, text, origin, info.doc, info.allowed, changes)
 
 
 def setting_infos() -> tuple[SettingInfo, ...]:
@@ -212,6 +217,11 @@ _SERVICE_ONLY = (
     "breaker_pause_s",
     "embedded_linger_s",
     "stop_deadline_s",
+    "api_listen",
+    "api_token_file",
+    "api_tls_certificate",
+    "api_tls_key",
+    "api_hosts",
 )
 _NOT_YET: dict[tuple[str, object], str] = {
     ("discard_partial_chunks", False): (

@@ -361,6 +361,50 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "How long a stopping service may spend on its pending writes.", "seconds", most=3600
         ),
     ] = 10.0
+    api_listen: Annotated[
+        str | None,
+        setting(
+            "Address of the HTTP API. A service with this setting starts `kvhaven api`. Default: "
+            "no HTTP API.",
+            "host:port, such as 127.0.0.1:8888, unix:/path, or none",
+            least=1,
+            most=256,
+        ),
+    ] = None
+    api_token_file: Annotated[
+        str | None,
+        setting(
+            "File with the token of the HTTP API. Needed for changes, and beyond loopback.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    api_tls_certificate: Annotated[
+        str | None,
+        setting(
+            "TLS certificate of the HTTP API, with its chain (PEM). Needed beyond loopback.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    api_tls_key: Annotated[
+        str | None,
+        setting(
+            "Private key of api_tls_certificate (PEM). Default: it is in the same file.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    api_hosts: Annotated[
+        str | None,
+        setting(
+            "Host names by which clients may address the HTTP API, besides localhost and the "
+            "address in api_listen.",
+            "one or more names separated by spaces, or none",
+            least=1,
+            most=4096,
+        ),
+    ] = None
 
     lookup_deadline_ms: Annotated[
         float,

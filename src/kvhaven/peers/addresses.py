@@ -28,7 +28,7 @@ class Address(NamedTuple):
         return f"{_DNS if self.dynamic else ''}{host}:{self.port}"
 
 
-def parse_address(text: str, setting: str) -> Address:
+def parse_address(text: str, setting: str, default_port: int = PORT) -> Address:
     """Return the address of `host:port`, `host` or `[v6]:port`; raises `ConfigError`."""
     dynamic = text.startswith(_DNS)
     rest = text.removeprefix(_DNS)
@@ -40,7 +40,7 @@ def parse_address(text: str, setting: str) -> Address:
     else:
         host, _, port = rest.partition(":")
     digits = port.isascii() and port.isdigit()
-    number = int(port) if digits else PORT
+    number = int(port) if digits else default_port
     if not host or "/" in rest or (port and not digits) or number > _MOST_PORT:
         raise ConfigError(
             f"{setting}: invalid address (got {text!r}); expected host:port, [IPv6]:port, or "
@@ -73,17 +73,17 @@ def is_loopback(address: Address) -> bool:
         return address.host == "localhost"
 
 
-def read_token(path: str | None) -> bytes:
+def read_token(path: str | None, setting: str = "peer_token_file") -> bytes:
     """Return the token in a file; none for None. Raises `ConfigError`, which does not show it."""
     if path is None:
         return b""
     try:
         token = Path(path).read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"peer_token_file: cannot read {path} ({error.strerror})") from error
+        raise ConfigError(f"{setting}: cannot read {path} ({error.strerror})") from error
     if len(token) < _LEAST_TOKEN:
         raise ConfigError(
-            f"peer_token_file: {path} holds {len(token)} bytes; expected {_LEAST_TOKEN} or more. "
+            f"{setting}: {path} holds {len(token)} bytes; expected {_LEAST_TOKEN} or more. "
             "Make one with: openssl rand -hex 32"
         )
     return token

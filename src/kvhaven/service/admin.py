@@ -77,6 +77,10 @@ class Admin:
         tier = TierName(message.tier) if message.tier else None
         try:
             tenant = tenant_of(message.tenant) or None
+            if message.dry_run:
+                counted = self._driver.catalog.usage(namespace, tier, tenant)
+                connection.send(Cleared(message.id, *counted))
+                return
             # The catalog first, so that it neither writes nor looks up the cleared chunks any more.
             with self._driver.event() as catalog:
                 chunks, bytes_ = catalog.clear(namespace, tier, tenant)

@@ -2,6 +2,7 @@
 """Registry of attached engines (sessions) and their processes (members)."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -51,11 +52,13 @@ class AttachedEngine:
     """One engine (a session). It is complete when all its ranks have attached and agree.
 
     `holders` maps each rank (None: the scheduler) to its process, also after the process is gone:
-    only the same process can attach in that role again.
+    only the same process can attach in that role again. `since` is the time of the first attach, in
+    seconds since 1970.
     """
 
     def __init__(self, id_: SessionId, first: AttachRank) -> None:
         self.id = id_
+        self.since = time.time()
         self.world_size = first.world_size
         self.digest = NamespaceDigest(first.namespace)
         self.fields = dict(first.fields)

@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from kvhaven.client.unix import lock_file, prepare_directory
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
+from kvhaven.service.api_process import ApiProcess
 from kvhaven.service.arena import Arena
 from kvhaven.service.connection import Listener
 from kvhaven.service.server import Service
@@ -60,12 +61,17 @@ def serve(
     *,
     embedded: bool = False,
     on_listening: Callable[[], None] = lambda: None,
+    origins: Mapping[str, str] | None = None,
 ) -> None:
     """Run a service at `socket_path` until SIGTERM or SIGINT; embedded: or until it is idle.
+
+    `origins` tell observers where settings come from. With `api_listen`, the HTTP API runs as a
+    child process.
 
     Raises `KVHavenError` if it cannot start: another service runs there (`AlreadyRunningError`),
     the arena cannot be created, or a setting is not valid.
     """
+    api = None if settings.api_listen is None else ApiProcess(settings, socket_path)
     prepare_directory(socket_path)
     allow_descriptors()
     # A service that is stopping still writes to its tiers and holds the lock of the disk tier.
@@ -73,11 +79,17 @@ def serve(
     with lock_file(f"{socket_path}.lock", wait_s) as held:
         if not held:
             raise AlreadyRunningError(f"another service runs at {socket_path}")
-        asyncio.run(_run(settings, socket_path, embedded=embedded, on_listening=on_listening))
+        run = _run(settings, socket_path, api, origins or {}, embedded, on_listening)
+        asyncio.run(run)
 
 
 async def _run(
-    settings: Settings, socket_path: str, *, embedded: bool, on_listening: Callable[[], None]
+    settings: Settings,
+    socket_path: str,
+    api: ApiProcess | None,
+    origins: Mapping[str, str],
+    embedded: bool,
+    on_listening: Callable[[], None],
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -86,7 +98,7 @@ async def _run(
     with contextlib.ExitStack() as undo:
         arena = Arena(settings.max_local_cpu_size, strict=settings.arena_strict)
         undo.callback(arena.close)
-        service = Service(settings, arena, make_tiers(settings))
+        service = Service(settings, arena, make_tiers(settings), origins)
         # From now on, clients can connect, and wait until the service accepts them.
         listener = Listener(socket_path)
         undo.callback(listener.close)
@@ -101,6 +113,9 @@ async def _run(
             ", allocated in the background" if arena.allocating else "",
         )
         on_listening()
+        if api is not None:
+            api.start()
+            undo.callback(api.close)
         background = [loop.create_task(collect_young(service))]
         if embedded:
             background.append(loop.create_task(_stop_when_idle(service, settings, stop)))

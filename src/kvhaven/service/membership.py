@@ -12,6 +12,7 @@ from kvhaven.catalog.actions import SessionId
 from kvhaven.errors import IncompleteEngineError, KVHavenError, ProtocolError
 from kvhaven.keys import difference, differing_fields
 from kvhaven.protocol import (
+    OBSERVE,
     TENANTS,
     VERSION,
     Attached,
@@ -34,7 +35,7 @@ from kvhaven.service.saves import Saves
 from kvhaven.service.turns import Job
 from kvhaven.tiers.base import Namespace
 
-FEATURES: Final = TENANTS
+FEATURES: Final = TENANTS | OBSERVE
 _COMPARED: Final = 8
 """Most namespaces of a model that a new one is compared with."""
 

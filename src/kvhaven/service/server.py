@@ -5,14 +5,15 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Final
 
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import Action, SessionId, TierName, Update
 from kvhaven.catalog.policies import make_policy
 from kvhaven.config import Settings
-from kvhaven.errors import ProtocolError
+from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.peers.addresses import parse_address, read_token, require_token
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
@@ -28,13 +29,17 @@ from kvhaven.protocol import (
     EndChain,
     Flush,
     Limit,
+    List,
     Loaded,
     ModelChanged,
+    Observe,
     OfferChain,
     Prefetch,
     Ready,
+    Refused,
     Reliable,
     Reserve,
+    Snapshot,
     Status,
     StatusReply,
 )
@@ -49,6 +54,7 @@ from kvhaven.service.loads import Loads
 from kvhaven.service.membership import Membership
 from kvhaven.service.offered_chains import OfferedChains
 from kvhaven.service.saves import Saves
+from kvhaven.service.snapshot import Observation
 from kvhaven.service.status import ChainStatus, describe
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.service.tier_setup import specs_of
@@ -63,6 +69,7 @@ _QUARANTINE_POLL_S = 0.05
 _HEALTH_POLL_S = 1.0
 _STALL_POLL_S = 0.1
 _DRAIN_POLL_S = 0.005
+_UNKNOWN: Final[Mapping[str, str]] = {}
 
 
 class Service:
@@ -70,9 +77,16 @@ class Service:
 
     Only tiers, checksum verification and the allocation of the arena use threads. Work that may
     take long runs in turns (see `Turns`): messages, the catalog's actions, and its own jobs.
+    `origins` tell observers where settings come from.
     """
 
-    def __init__(self, settings: Settings, arena: Arena, tiers: dict[TierName, Tier]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        arena: Arena,
+        tiers: dict[TierName, Tier],
+        origins: Mapping[str, str] = _UNKNOWN,
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.tiers = tiers
         self.sessions = AttachedEngines()
@@ -91,7 +105,18 @@ class Service:
         self._saves = Saves(self.driver, self._offered.saved)
         self._admin = Admin(self.driver, tiers, self._runner, self._spawn)
         self._membership = Membership(self.id, self.driver, self.sessions, arena, self._saves)
+        self._observation = Observation(
+            self.id,
+            settings,
+            origins,
+            self.driver.catalog,
+            arena,
+            self.verifier,
+            self.sessions,
+            tiers,
+        )
         self._connections: set[Connection] = set()
+        self._observers: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._settings = settings
         self.driver.start(self._perform)
@@ -114,6 +139,8 @@ class Service:
         if peers is not None:
             peers.close()
         self.arena.stop_growing()
+        for observer in self._observers:
+            observer.send(Snapshot(0, self._observation.snapshot(self._chains, stopping=True)))
         # First, because connected engines would continue to save chunks.
         for connection in tuple(self._connections):
             connection.close()
@@ -167,6 +194,7 @@ class Service:
 
     def _on_closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._observers.discard(connection)
         self._membership.closed(connection)
         self._admin.closed(connection)
 
@@ -194,6 +222,11 @@ class Service:
             self._admin.limit(connection, message)
         elif isinstance(message, Flush):
             self._admin.answer_flush(connection, message)
+        elif isinstance(message, Observe):
+            self._observers.add(connection)
+            connection.send(Snapshot(message.id, self._observation.snapshot(self._chains)))
+        elif isinstance(message, List):
+            return self._list(connection, message)
         elif member is None:
             raise ProtocolError(f"the client sent {type(message).__name__} before it attached")
         else:
@@ -257,16 +290,26 @@ class Service:
             self.verifier,
             self.sessions,
             self.tiers,
-            ChainStatus(
-                open=len(self._offered) + len(self._expected),
-                offered=self._offered.offered,
-                refused=self._offered.refused,
-                expected=self._expected.accepted,
-                completed=self._expected.completed,
-                stalled=self._expected.stalled,
-            ),
+            self._chains,
         )
         connection.send(StatusReply(message.id, status))
+
+    def _list(self, connection: Connection, message: List) -> Job:
+        try:
+            connection.send((yield from self._observation.rows(message)))
+        except KVHavenError as error:
+            connection.send(Refused(message.id, str(error)))
+
+    @property
+    def _chains(self) -> ChainStatus:
+        return ChainStatus(
+            open=len(self._offered) + len(self._expected),
+            offered=self._offered.offered,
+            refused=self._offered.refused,
+            expected=self._expected.accepted,
+            completed=self._expected.completed,
+            stalled=self._expected.stalled,
+        )
 
     # --- background -------------------------------------------------------------------------
 

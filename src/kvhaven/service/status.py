@@ -17,7 +17,7 @@ from kvhaven.service.arena import Arena
 from kvhaven.service.engines import AttachedEngines
 from kvhaven.service.verify import Verifier
 from kvhaven.tiers.base import Tier, TierHealth
-from kvhaven.types import NamespaceDigest, TenantId
+from kvhaven.types import NamespaceDigest
 
 _PIECE: Final = 16
 """Namespaces, or tenants, that one piece of a job describes."""
@@ -123,14 +123,12 @@ def describe(
     yield
     tenants = []
     for tenant, known in stats.tenants.items():
-        tenants.append(_tenant(tenant, known))
+        tenants.append(tenant_status(tenant.hex(), known))
         if len(tenants) % _PIECE == 0:
             yield
     yield
     namespaces = yield from _namespaces(stats.namespaces)
     yield
-    hits = stats.hit_chunks + stats.promoted_chunks
-    asked = stats.hit_chunks + stats.promoted_chunks + stats.missed_chunks
     status = ServiceStatus(
         version=__version__,
         service=service_id,
@@ -140,7 +138,7 @@ def describe(
         arena_allocated_bytes=arena.usable,
         arena_planned_bytes=arena.size,
         arena_allocating=arena.allocating,
-        hit_rate=hits / asked if asked else 0.0,
+        hit_rate=stats.hit_rate,
         verified_chunks=verifier.checked,
         damaged_chunks=verifier.damaged,
         namespaces=namespaces,
@@ -164,6 +162,18 @@ def describe(
     return msgspec.json.encode(status)
 
 
+def tenant_status(tenant: str, stats: TenantStats) -> TenantStatus:
+    """Return the status of the tenant with this id, in hex."""
+    usage = {"memory": stats.memory} | {str(name): used for name, used in stats.tiers.items()}
+    quotas = dict.fromkeys(usage, stats.disk_quota) | {"memory": stats.memory_quota}
+    return TenantStatus(
+        tenant=tenant,
+        chunks={name: used.chunks for name, used in usage.items()},
+        bytes={name: used.bytes for name, used in usage.items()},
+        quotas={name: quota for name, quota in quotas.items() if quota is not None},
+    )
+
+
 def _namespaces(
     namespaces: dict[NamespaceDigest, NamespaceStats],
 ) -> Generator[None, None, list[NamespaceStatus]]:
@@ -184,14 +194,3 @@ def _namespaces(
         if len(described) % _PIECE == 0:
             yield
     return cast(list[NamespaceStatus], described[::-1])
-
-
-def _tenant(tenant: TenantId, stats: TenantStats) -> TenantStatus:
-    usage = {"memory": stats.memory} | {str(name): used for name, used in stats.tiers.items()}
-    quotas = dict.fromkeys(usage, stats.disk_quota) | {"memory": stats.memory_quota}
-    return TenantStatus(
-        tenant=tenant.hex(),
-        chunks={name: used.chunks for name, used in usage.items()},
-        bytes={name: used.bytes for name, used in usage.items()},
-        quotas={name: quota for name, quota in quotas.items() if quota is not None},
-    )

@@ -75,10 +75,10 @@ class Verifier:
             expected = self._driver.catalog.checksums(chunk.key, chunk.extent)
             if expected is None:
                 return good
-            self.checked += 1
             intact = await loop.run_in_executor(
                 self._threads, self._is_intact, chunk, namespace, expected
             )
+            self.checked += 1
             # The lease may have ended meanwhile and its memory been reused: then the mismatch
             # proves nothing.
             if not intact and self._driver.catalog.checksums(chunk.key, chunk.extent) is not None:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvhaven api`: HTTP API of a node service."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kvhaven.errors import ConfigError
+
+_NICE: Final = 10
+
+
+def register(app: typer.Typer) -> None:
+    """Add `api` to the command line."""
+    app.command()(api)
+
+
+def api(
+    listen: Annotated[
+        str | None,
+        typer.Option(help="host:port or unix:/path; default: api_listen, else 127.0.0.1:8888."),
+    ] = None,
+    socket: Annotated[
+        Path | None,
+        typer.Option(
+            "--socket",
+            "--service-address",
+            help="Socket of the service; default: service_address, or the only one running.",
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="YAML file; default: KVHAVEN_CONFIG_FILE."),
+    ] = None,
+    child: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Serve health, statistics, metrics and lists of a service over HTTP.
+
+    The service need not be running yet. `kvhaven serve --api-listen` starts this command itself.
+    """
+    os.nice(_NICE)  # engines and the service come first
+    import logging  # noqa: PLC0415 - keeps other commands quick
+
+    from kvhaven.cli.address import find_socket  # noqa: PLC0415
+    from kvhaven.config import load_settings  # noqa: PLC0415
+    from kvhaven.gateway.access import access_of  # noqa: PLC0415
+
+    try:
+        from kvhaven.gateway.main import serve  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            f"kvhaven api needs the package {error.name}; install it with: "
+            "pip install 'kvhaven[api]'"
+        ) from error
+
+    options = {} if listen is None else {"api_listen": listen}
+    settings = load_settings(options, yaml_file=file).settings
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    serve(find_socket(settings, socket), access_of(settings), child=child)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of connections: their number, their silence, and the user of a unix socket."""
+
+import asyncio
+import logging
+import os
+import socket
+from typing import Final
+
+from kvhaven.client.unix import peer_uid
+
+MOST_CONNECTIONS: Final = 256
+HEADER_S: Final = 10.0
+"""Seconds for the header of a request, and for the pause between two requests."""
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """Registry of the API's connections.
+
+    A connection beyond `MOST_CONNECTIONS` is closed immediately, and so is one of another user on a
+    unix socket. A connection without a request for `HEADER_S` seconds is closed, also if parts of a
+    header arrive meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[asyncio.BaseTransport, Guarded] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def protocol(self, inner: asyncio.Protocol) -> "Guarded":
+        """Return `inner` with the limits applied."""
+        return Guarded(inner, self._open)
+
+    def began(self, transport: asyncio.BaseTransport | None) -> None:
+        """Record that the header of a request is complete."""
+        guarded = self._open.get(transport) if transport is not None else None
+        if guarded is not None:
+            guarded.disarm()
+
+    def ended(self, transport: asyncio.BaseTransport | None) -> None:
+        """Record that a request was answered; the next header has its own time."""
+        guarded = self._open.get(transport) if transport is not None else None
+        if guarded is not None:
+            guarded.arm()
+
+
+class Guarded(asyncio.Protocol):
+    """A protocol that passes everything on to `inner`, within the limits of a `Guard`."""
+
+    def __init__(
+        self, inner: asyncio.Protocol, connections: "dict[asyncio.BaseTransport, Guarded]"
+    ) -> None:
+        self._inner = inner
+        self._open = connections
+        self._transport: asyncio.BaseTransport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def arm(self) -> None:
+        """Close the connection unless the header of a request arrives in time."""
+        self.disarm()
+        self._timer = asyncio.get_running_loop().call_later(HEADER_S, self._abort)
+
+    def disarm(self) -> None:
+        """Wait for no header."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Pass the connection on, or close it."""
+        if len(self._open) >= MOST_CONNECTIONS or not _is_own(transport):
+            self._inner = asyncio.Protocol()
+            assert isinstance(transport, asyncio.Transport)
+            transport.abort()
+            return
+        self._transport = transport
+        self._open[transport] = self
+        self.arm()
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on data."""
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """Pass on the end of the client's data."""
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        """Pass on that the client reads slowly."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Pass on that the client reads again."""
+        self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection, and pass on its end."""
+        self.disarm()
+        if self._transport is not None:
+            self._open.pop(self._transport, None)
+        self._inner.connection_lost(exc)
+
+    def _abort(self) -> None:
+        if isinstance(self._transport, asyncio.Transport):
+            self._transport.abort()
+
+
+def _is_own(transport: asyncio.BaseTransport) -> bool:
+    """Return whether a connection comes from TCP, or from this user on a unix socket."""
+    sock: socket.socket | None = transport.get_extra_info("socket")
+    if sock is None or sock.family != socket.AF_UNIX:
+        return True
+    uid = peer_uid(sock)
+    if uid != os.geteuid():
+        logger.warning("refused a connection of another user (uid %d)", uid)
+        return False
+    return True

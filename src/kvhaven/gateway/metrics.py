@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of the service and of the API, in Prometheus's text format."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvhaven.gateway.views import memory_of, tiers_of
+from kvhaven.service.snapshot import NamespaceRow, ServiceSnapshot
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_LABEL: Final = 128
+"""Most characters of a label's value that engines choose."""
+
+Samples = Iterable[tuple[Mapping[str, str], float]]
+
+
+class Requests:
+    """Counter of the API's requests, by route and status."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[tuple[str, int]]()
+
+    def count(self, route: str, code: int) -> None:
+        """Count an answer."""
+        self._counts[route, code] += 1
+
+    def samples(self) -> Samples:
+        """Yield the counts with their labels."""
+        for (route, code), count in sorted(self._counts.items()):
+            yield {"route": route, "code": str(code)}, count
+
+
+def text_of(
+    snapshot: ServiceSnapshot, namespaces: Iterable[NamespaceRow], requests: Requests
+) -> str:
+    """Return all metrics."""
+    families = [
+        *_memory(snapshot),
+        *_chunks(snapshot),
+        *_tiers(snapshot),
+        *_about(snapshot, namespaces),
+        *_process(snapshot.pid),
+        _family(
+            "http_requests_total",
+            "counter",
+            "Requests to the HTTP API, by route and status.",
+            requests.samples(),
+        ),
+    ]
+    return "".join(families)
+
+
+def _memory(snapshot: ServiceSnapshot) -> Iterator[str]:
+    memory = msgspec.structs.asdict(memory_of(snapshot.catalog))
+    capacity = memory.pop("capacity")
+    yield _family(
+        "memory_bytes",
+        "gauge",
+        "Host memory for chunks, by state. The states sum to kvhaven_memory_capacity_bytes.",
+        [({"state": state}, bytes_) for state, bytes_ in memory.items()],
+    )
+    yield _one("memory_capacity_bytes", "gauge", "Host memory that chunks can use.", capacity)
+    yield _one("leases", "gauge", "Leases that hold or await chunks.", snapshot.catalog.leases)
+    yield _one("engines", "gauge", "Attached engines.", snapshot.engines)
+
+
+def _chunks(snapshot: ServiceSnapshot) -> Iterator[str]:
+    totals = snapshot.catalog
+    own = {name: tier for name, tier in totals.tiers.items() if not tier.shared}
+    chunks = {"memory": totals.resident_chunks} | {name: tier.chunks for name, tier in own.items()}
+    yield _family(
+        "chunks",
+        "gauge",
+        "Chunks in memory and in each local tier.",
+        [({"place": place}, count) for place, count in chunks.items()],
+    )
+    evicted = {"memory": (totals.evictions, totals.quota_evictions)} | {
+        name: (tier.evictions, tier.quota_evictions) for name, tier in own.items()
+    }
+    yield _family(
+        "evicted_chunks_total",
+        "counter",
+        "Evicted chunks: for space, or for a tenant's quota.",
+        [
+            ({"place": place, "reason": reason}, count)
+            for place, (total, quota) in evicted.items()
+            for reason, count in (("space", total - quota), ("quota", quota))
+        ],
+    )
+    yield _family(
+        "promoted_chunks_total",
+        "counter",
+        "Chunks read from a tier into memory, by result.",
+        [
+            ({"result": "ok"}, totals.promoted_chunks),
+            ({"result": "failed"}, totals.failed_promotions),
+        ],
+    )
+    yield _family(
+        "verified_chunks_total",
+        "counter",
+        "Chunks whose checksums were verified again in memory, by result.",
+        [
+            (
+                {"place": "memory", "result": "ok"},
+                snapshot.verified_chunks - snapshot.damaged_chunks,
+            ),
+            ({"place": "memory", "result": "damaged"}, snapshot.damaged_chunks),
+        ],
+    )
+    yield _one(
+        "refused_commits_total", "counter", "Refused commits of shards.", totals.refused_commits
+    )
+    yield _one(
+        "foreign_lookups_total",
+        "counter",
+        "Requests for a chunk that exists for another namespace or tenant: a client's bug.",
+        totals.foreign,
+    )
+
+
+def _tiers(snapshot: ServiceSnapshot) -> Iterator[str]:
+    tiers = tiers_of(snapshot)
+    own = [tier for tier in tiers if not tier.shared]
+
+    def gauge(name: str, text: str, values: Samples) -> str:
+        return _family(f"tier_{name}", "gauge", text, values)
+
+    yield gauge("up", "Whether the tier is online.", [({"tier": t.id}, t.online) for t in tiers])
+    yield gauge(
+        "writable",
+        "Whether the tier accepts writes.",
+        [({"tier": t.id}, t.writable) for t in tiers],
+    )
+    yield gauge(
+        "used_bytes",
+        "Bytes in a local tier, headers included.",
+        [({"tier": t.id}, t.used_bytes or 0) for t in own],
+    )
+    yield gauge(
+        "capacity_bytes",
+        "Bytes that a local tier may use.",
+        [({"tier": t.id}, t.capacity_bytes or 0) for t in own],
+    )
+    yield gauge(
+        "queue_bytes",
+        "Bytes of chunks that wait to be written to a tier, or are being written.",
+        [({"tier": t.id, "op": "write"}, t.queued_write_bytes) for t in tiers],
+    )
+    yield _family(
+        "tier_dropped_writes_total",
+        "counter",
+        "Chunks that were queued for a tier and not written.",
+        [({"tier": tier.id}, tier.dropped_writes) for tier in tiers],
+    )
+
+
+def _about(snapshot: ServiceSnapshot, namespaces: Iterable[NamespaceRow]) -> Iterator[str]:
+    version = {"version": snapshot.version}
+    yield _family("build_info", "gauge", "Version of the service; always 1.", [(version, 1)])
+    yield _family(
+        "namespace_info",
+        "gauge",
+        "Namespaces that the service knows, at most 100; always 1.",
+        [
+            (
+                {
+                    "namespace": row.id[:16],
+                    "model": row.model or "",
+                    "format": row.format or "",
+                    "engine": row.engine or "",
+                },
+                1,
+            )
+            for row in namespaces
+        ],
+    )
+
+
+def _process(pid: int) -> Iterator[str]:
+    """Yield the usual metrics of the service's process, if it is visible from here."""
+    try:
+        folder = Path(f"/proc/{pid}")
+        fields = (folder / "stat").read_text(encoding="ascii", errors="replace")
+        descriptors = sum(1 for _ in (folder / "fd").iterdir())
+        boot = float(
+            next(
+                line.split()[1]
+                for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()
+                if line.startswith("btime ")
+            )
+        )
+    except (OSError, StopIteration):
+        return
+    values = fields.rpartition(")")[2].split()
+    tick = os.sysconf("SC_CLK_TCK")
+    for name, kind, text, value in (
+        ("cpu_seconds_total", "counter", "CPU time.", (int(values[11]) + int(values[12])) / tick),
+        ("start_time_seconds", "gauge", "Start, since 1970.", boot + int(values[19]) / tick),
+        ("virtual_memory_bytes", "gauge", "Virtual memory.", int(values[20])),
+        (
+            "resident_memory_bytes",
+            "gauge",
+            "Resident memory, the touched part of the arena included.",
+            int(values[21]) * os.sysconf("SC_PAGE_SIZE"),
+        ),
+        ("open_fds", "gauge", "Open file descriptors.", descriptors),
+    ):
+        yield _family(name, kind, f"{text} Process of the service.", [({}, value)], "process_")
+
+
+def _one(name: str, kind: str, text: str, value: float) -> str:
+    return _family(name, kind, text, [({}, value)])
+
+
+def _family(name: str, kind: str, text: str, samples: Samples, prefix: str = "kvhaven_") -> str:
+    """Return a metric with its samples."""
+    full = prefix + name
+    lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
+    for labels, value in samples:
+        pairs = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        shown = f"{{{pairs}}}" if pairs else ""
+        number = int(value) if float(value).is_integer() else value
+        lines.append(f"{full}{shown} {number}")
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    short = value[:_MOST_LABEL]
+    return short.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

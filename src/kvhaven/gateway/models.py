@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of the HTTP API. `/openapi.json` describes them by their types and docstrings."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvhaven.protocol import MOST_QUOTA
+from kvhaven.service.snapshot import EngineRow, NamespaceRow, SettingValue, TenantRow
+
+GB = 1_000_000_000
+
+QuotaBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_QUOTA)]
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """The reason why a request failed."""
+
+    error: str
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One condition of health, and what is wrong if it is not `ok`."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Health of the service. `degraded`: some check failed, but engines are served or may be."""
+
+    status: Literal["ok", "degraded", "stopping"]
+    checks: list[Check]
+
+
+class Chunks(msgspec.Struct, frozen=True):
+    """Chunks that requests asked for, since the service started."""
+
+    asked: int
+    resident: int
+    """In memory when they were asked for."""
+    awaited: int
+    """Being promoted from a tier, so that the request waited."""
+    missed: int
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Host memory for chunks, in bytes; the states are disjoint and sum to `capacity`."""
+
+    capacity: int
+    free: int
+    idle: int
+    """Chunks that no process uses."""
+    leased: int
+    promoting: int
+    reserved: int
+    doomed: int
+    """Dropped chunks that a process may still access or a tier is still writing."""
+
+
+class TierRow(msgspec.Struct, frozen=True):
+    """A tier. The content of a shared tier is unknown to a service: None."""
+
+    id: str
+    shared: bool
+    online: bool
+    writable: bool
+    used_bytes: int | None
+    capacity_bytes: int | None
+    chunks: int | None
+    queued_writes: int
+    """Chunks that wait to be written, or are being written."""
+    queued_write_bytes: int
+    written: int
+    dropped_writes: int
+    reads: int
+    """Shards read since start, as the next ones."""
+    writes: int
+    misses: int
+    errors: int
+    rejected: int
+    last_error: str
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Statistics since the service started. Values that are not measured are null."""
+
+    cache_hits: int
+    """Chunks that requests asked for and that were resident or promoted for them."""
+    cache_misses: int
+    hit_rate: float | None
+    """`cache_hits` as a fraction of the chunks asked for; null before the first request."""
+    total_cached_tokens: int | None
+    """Tokens of the chunks in memory; null if an engine does not name its chunk size, or if there
+    are tails of engines with different chunk sizes."""
+    storage_used_gb: float
+    """Bytes in memory and in local tiers, in units of 10^9."""
+    avg_prefill_time_ms: float | None
+    avg_save_time_ms: float | None
+    avg_load_time_ms: float | None
+    chunks: Chunks
+    memory: Memory
+    tiers: list[TierRow]
+    tokens: None = None
+    reuse: None = None
+
+
+class Config(msgspec.Struct, frozen=True):
+    """Settings of the service."""
+
+    settings: list[SettingValue]
+
+
+class InferenceInfo(msgspec.Struct, frozen=True):
+    """Attached engines."""
+
+    engines: list[EngineRow]
+
+
+class Engines(msgspec.Struct, frozen=True):
+    """A page of engines. `next` is the cursor of the next page; null on the last one."""
+
+    rows: list[EngineRow]
+    next: str | None
+
+
+class Namespaces(msgspec.Struct, frozen=True):
+    """A page of namespaces. `next` is the cursor of the next page; null on the last one."""
+
+    rows: list[NamespaceRow]
+    next: str | None
+
+
+class Tenants(msgspec.Struct, frozen=True):
+    """A page of tenants. `next` is the cursor of the next page; null on the last one."""
+
+    rows: list[TenantRow]
+    next: str | None
+
+
+class Tiers(msgspec.Struct, frozen=True):
+    """A page of tiers. `next` is the cursor of the next page; null on the last one."""
+
+    rows: list[TierRow]
+    next: str | None
+
+
+class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Quotas of a tenant in bytes. null removes a quota; one that is left out does not change."""
+
+    memory: QuotaBytes | msgspec.UnsetType | None = msgspec.UNSET
+    disk: QuotaBytes | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class TenantQuota(msgspec.Struct, frozen=True):
+    """Quotas of a tenant in bytes, null without one, and its usage in memory and on disk."""
+
+    id: str
+    memory: int | None
+    disk: int | None
+    memory_bytes: int
+    disk_bytes: int
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """Chunks that were dropped, or with `dry_run` would be. A chunk in two places counts twice."""
+
+    chunks: int
+    bytes: int
+    dry_run: bool

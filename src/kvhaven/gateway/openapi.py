@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAPI 3.1 description of the HTTP API, from its routes and the types of its answers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvhaven import __version__
+from kvhaven.gateway.models import Problem
+
+_SCHEMA: Final = "#/components/schemas/{name}"
+_TEXT: Final = {"type": "string"}
+Parameter = Mapping[str, Any]
+
+PAGE: Final[Sequence[Parameter]] = (
+    {
+        "name": "limit",
+        "in": "query",
+        "description": "Most rows of the page.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 100, "default": 100},
+    },
+    {
+        "name": "cursor",
+        "in": "query",
+        "description": "`next` of the previous page. It stays valid when rows come and go.",
+        "schema": {"type": "string", "maxLength": 256},
+    },
+)
+
+
+TENANT: Final[Parameter] = {
+    "name": "id",
+    "in": "path",
+    "required": True,
+    "description": "A tenant's id, as `/v1/tenants` shows it.",
+    "schema": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
+}
+SELECTOR: Final[Sequence[Parameter]] = (
+    {
+        "name": "namespace",
+        "in": "query",
+        "description": "Digest of a namespace; all namespaces without it.",
+        "schema": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+    },
+    {
+        "name": "tenant",
+        "in": "query",
+        "description": "Id of a tenant; all chunks without it.",
+        "schema": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
+    },
+    {
+        "name": "tier",
+        "in": "query",
+        "description": "memory, or a local tier; all of these without it.",
+        "schema": {"type": "string", "maxLength": 64},
+    },
+    {
+        "name": "all",
+        "in": "query",
+        "description": "Needed to drop everything, without another parameter.",
+        "schema": {"type": "boolean", "default": False},
+    },
+    {
+        "name": "dry_run",
+        "in": "query",
+        "description": "Drop nothing, only count.",
+        "schema": {"type": "boolean", "default": False},
+    },
+)
+
+
+class Route(NamedTuple):
+    """A path, the name of its handler, its statuses, and the type of its answers.
+
+    `answer` is a struct for JSON, or a media type. `parameters` and the struct of the `body` are
+    those of the request. A method other than `get` changes something, which needs the token.
+    """
+
+    path: str
+    handler: str
+    summary: str
+    answer: type[msgspec.Struct] | str
+    statuses: Sequence[int]
+    parameters: Sequence[Parameter] = ()
+    body: type[msgspec.Struct] | None = None
+    method: str = "get"
+
+
+def document(routes: Sequence[Route]) -> bytes:
+    """Return the description as JSON."""
+    kinds = [route.answer for route in routes if not isinstance(route.answer, str)]
+    kinds += [route.body for route in routes if route.body is not None]
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method] = _operation(route)
+    _, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_SCHEMA)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "KVHaven",
+                "version": __version__,
+                "summary": "HTTP API of a KVHaven node service.",
+                "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+            },
+            "paths": paths,
+            "components": {
+                "schemas": components,
+                "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            },
+            # The token is needed beyond loopback only.
+            "security": [{}, {"token": []}],
+        }
+    )
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "operationId": route.handler,
+        "summary": route.summary,
+        "responses": {str(status): _response(route, status) for status in route.statuses},
+    }
+    if route.parameters:
+        found["parameters"] = list(route.parameters)
+    if route.body is not None:
+        schema = {"$ref": _SCHEMA.format(name=route.body.__name__)}
+        found["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    if route.method != "get":
+        found["security"] = [{"token": []}]
+    return found
+
+
+_MEANINGS: Final = {
+    200: "The answer.",
+    304: "Not modified since the ETag in If-None-Match.",
+    400: "A parameter is not valid, or the service refuses the request.",
+    401: "The token is missing or wrong.",
+    403: "No token is set, so nothing can be changed.",
+    503: "The service is stopping or does not answer, or there are too many streams.",
+}
+_STATES: Final = {200, 503}
+
+
+def _response(route: Route, status: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": _MEANINGS[status]}
+    own = status == 200 or (status in _STATES and _shows_health(route))  # noqa: PLR2004  OK
+    if status == 304:  # noqa: PLR2004  it has no body
+        return found
+    if own and isinstance(route.answer, str):
+        found["content"] = {route.answer: {"schema": _TEXT}}
+        return found
+    kind = route.answer if own and not isinstance(route.answer, str) else Problem
+    found["content"] = {
+        "application/json": {"schema": {"$ref": _SCHEMA.format(name=kind.__name__)}}
+    }
+    return found
+
+
+def _shows_health(route: Route) -> bool:
+    """Return whether the answer is the same type while the service does not answer."""
+    return not isinstance(route.answer, str) and route.answer.__name__ == "Health"

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that follow from one snapshot."""
+
+from collections.abc import Iterator, Sequence
+
+from kvhaven.catalog.stats import CatalogTotals
+from kvhaven.gateway.models import GB, Check, Chunks, Health, Memory, Stats, TierRow
+from kvhaven.gateway.observer import SILENT_S, Observer
+from kvhaven.service.snapshot import NamespaceRow, ServiceSnapshot
+
+_READ_ONLY = "peer"
+"""The tier that is other nodes' memory: nothing is written to it."""
+
+
+def health_of(observer: Observer) -> tuple[Health, bool]:
+    """Return the health, and whether the service answers."""
+    seen = observer.seen
+    if seen is None or observer.silent_s >= SILENT_S:
+        detail = observer.error if seen is None else f"silent for {observer.silent_s:.0f} s"
+        return Health("degraded", [Check("service", ok=False, detail=detail)]), False
+    checks = [Check("service", ok=True), *_checks(seen.snapshot)]
+    if seen.snapshot.stopping:
+        return Health("stopping", checks), True
+    return Health("ok" if all(check.ok for check in checks) else "degraded", checks), True
+
+
+def _checks(snapshot: ServiceSnapshot) -> Iterator[Check]:
+    allocated, planned = snapshot.arena_allocated_bytes, snapshot.arena_planned_bytes
+    complete = snapshot.arena_allocating or allocated >= planned
+    detail = "" if complete else f"memory ran out: {allocated} of {planned} bytes are allocated"
+    yield Check("memory", complete, detail)
+    lost = snapshot.catalog.lost_members
+    detail = f"{lost} processes are lost and may still access memory" if lost else ""
+    yield Check("processes", not lost, detail)
+    for name, tier in snapshot.tiers.items():
+        writable = tier.writable or name == _READ_ONLY
+        detail = "" if tier.online and writable else tier.last_error
+        state = "" if tier.online and writable else "writes off" if tier.online else "offline"
+        yield Check(
+            f"tier {name}", tier.online and writable, ": ".join(filter(None, (state, detail)))
+        )
+
+
+def memory_of(totals: CatalogTotals) -> Memory:
+    """Return the states of host memory."""
+    return Memory(
+        capacity=totals.capacity_bytes,
+        free=totals.capacity_bytes - totals.used_bytes,
+        idle=totals.idle_bytes,
+        leased=totals.leased_bytes,
+        promoting=totals.promoting_bytes,
+        reserved=totals.reserved_bytes,
+        doomed=totals.retired_idle_bytes,
+    )
+
+
+def tiers_of(snapshot: ServiceSnapshot) -> list[TierRow]:
+    """Return all tiers, in ascending order of their names."""
+    rows = []
+    for name, stats in sorted(snapshot.catalog.tiers.items()):
+        health = snapshot.tiers[name]
+        rows.append(
+            TierRow(
+                id=name,
+                shared=stats.shared,
+                online=health.online,
+                writable=health.writable,
+                used_bytes=None if stats.shared else stats.used_bytes,
+                capacity_bytes=None if stats.shared else stats.capacity_bytes,
+                chunks=None if stats.shared else stats.chunks,
+                queued_writes=stats.queued_writes + stats.outstanding_writes,
+                queued_write_bytes=stats.queued_write_bytes + stats.outstanding_write_bytes,
+                written=stats.written,
+                dropped_writes=stats.dropped_writes,
+                reads=health.reads,
+                writes=health.writes,
+                misses=health.misses,
+                errors=health.errors,
+                rejected=health.rejected,
+                last_error=health.last_error,
+            )
+        )
+    return rows
+
+
+def stats_of(snapshot: ServiceSnapshot, cached_tokens: int | None) -> Stats:
+    """Return the statistics; `cached_tokens` is the result of `tokens_in_memory`."""
+    totals, tiers = snapshot.catalog, tiers_of(snapshot)
+    hits = totals.hit_chunks + totals.awaited_chunks
+    asked = hits + totals.missed_chunks
+    stored = totals.resident_bytes + sum(tier.used_bytes or 0 for tier in tiers)
+    return Stats(
+        cache_hits=hits,
+        cache_misses=totals.missed_chunks,
+        hit_rate=hits / asked if asked else None,
+        total_cached_tokens=cached_tokens,
+        storage_used_gb=stored / GB,
+        avg_prefill_time_ms=None,
+        avg_save_time_ms=None,
+        avg_load_time_ms=None,
+        chunks=Chunks(asked, totals.hit_chunks, totals.awaited_chunks, totals.missed_chunks),
+        memory=memory_of(totals),
+        tiers=tiers,
+    )
+
+
+def tokens_in_memory(namespaces: Sequence[NamespaceRow], tails: int) -> int | None:
+    """Return the tokens of full chunks in memory; None if they cannot be known exactly.
+
+    `tails` are incomplete chunks, which the namespaces count as chunks.
+    """
+    sizes = [(row.chunks["memory"], row.chunk_tokens) for row in namespaces if row.chunks["memory"]]
+    known = {size for _, size in sizes}
+    if None in known or (tails and len(known) > 1):
+        return None
+    tokens = sum(chunks * (size or 0) for chunks, size in sizes)
+    return tokens - tails * max((size or 0 for size in known), default=0)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots for observers: totals once a second, and lists page by page."""
+
+import os
+import time
+from collections.abc import Generator, Iterable, Mapping
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from kvhaven import __version__
+from kvhaven.catalog import Catalog
+from kvhaven.catalog.actions import TierName
+from kvhaven.catalog.stats import CatalogTotals, NamespaceStats, TenantStats
+from kvhaven.config import Settings, setting_infos, setting_row
+from kvhaven.errors import KVHavenError
+from kvhaven.protocol import List, Listed
+from kvhaven.service.arena import Arena
+from kvhaven.service.engines import AttachedEngine, AttachedEngines
+from kvhaven.service.status import ChainStatus, tenant_status
+from kvhaven.service.verify import Verifier
+from kvhaven.tiers.base import Tier, TierHealth
+
+_MEMORY: Final = "memory"
+_MOST_FIELD: Final = 256
+"""Most characters of a namespace's field in a row: some fields are long lists of settings."""
+
+
+class ServiceSnapshot(msgspec.Struct, frozen=True):
+    """Totals of a service. Sizes are in bytes; counters start with the service."""
+
+    version: str
+    service: str
+    pid: int
+    started: float
+    """Seconds since 1970."""
+    stopping: bool
+    arena_allocated_bytes: int
+    arena_planned_bytes: int
+    arena_allocating: bool
+    engines: int
+    verified_chunks: int
+    damaged_chunks: int
+    catalog: CatalogTotals
+    tiers: dict[str, TierHealth]
+    chains: ChainStatus
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """An attached engine. Fields of its namespace that are not known are None."""
+
+    id: str
+    model: str | None
+    engine: str | None
+    """Versions of the engine and its libraries, in the format `paged`."""
+    dtype: str | None
+    layout: str | None
+    format: str | None
+    chunk_tokens: int | None
+    world_size: int
+    attached_ranks: int
+    """Ranks with a connection."""
+    scheduler_attached: bool
+    namespace: str
+    """Digest in hex."""
+    since: float
+    """Time of the first attach, in seconds since 1970."""
+
+
+class NamespaceRow(msgspec.Struct, frozen=True):
+    """A namespace: its digest in hex, and its chunks and bytes in memory and in each local tier."""
+
+    id: str
+    model: str | None
+    engine: str | None
+    format: str | None
+    chunk_tokens: int | None
+    chunks: dict[str, int]
+    bytes: dict[str, int]
+
+
+class TenantRow(msgspec.Struct, frozen=True):
+    """A tenant: its chunks and bytes in memory and in each local tier, and its quotas in bytes.
+
+    `id` has 16 hex digits, which stand for the cache salt. A place without a quota is left out.
+    """
+
+    id: str
+    chunks: dict[str, int]
+    bytes: dict[str, int]
+    quotas: dict[str, int]
+
+
+class SettingValue(msgspec.Struct, frozen=True):
+    """A setting of the service. Secrets are masked; `origin` is None if it is not known."""
+
+    name: str
+    value: str | int | float | bool | None
+    text: str
+    origin: str | None
+    changes: str
+
+
+class Observation:
+    """Source of snapshots and lists of a service. `origins` are those of its settings."""
+
+    def __init__(
+        self,
+        service: str,
+        settings: Settings,
+        origins: Mapping[str, str],
+        catalog: Catalog,
+        arena: Arena,
+        verifier: Verifier,
+        engines: AttachedEngines,
+        tiers: Mapping[TierName, Tier],
+    ) -> None:
+        self._service = service
+        self._settings = settings
+        self._origins = origins
+        self._catalog = catalog
+        self._arena = arena
+        self._verifier = verifier
+        self._engines = engines
+        self._tiers = tiers
+        self._started = time.time()
+
+    def snapshot(self, chains: ChainStatus, *, stopping: bool = False) -> bytes:
+        """Return a `ServiceSnapshot` as JSON; the cost does not depend on chunks and tenants."""
+        return msgspec.json.encode(
+            ServiceSnapshot(
+                version=__version__,
+                service=self._service,
+                pid=os.getpid(),
+                started=self._started,
+                stopping=stopping,
+                arena_allocated_bytes=self._arena.usable,
+                arena_planned_bytes=self._arena.size,
+                arena_allocating=self._arena.allocating,
+                engines=len(self._engines),
+                verified_chunks=self._verifier.checked,
+                damaged_chunks=self._verifier.damaged,
+                catalog=self._catalog.totals(),
+                tiers={str(name): tier.health() for name, tier in self._tiers.items()},
+                chains=chains,
+            )
+        )
+
+    def rows(self, message: List) -> Generator[None, None, Listed]:
+        """Collect a page of rows, one row per piece.
+
+        Raises `KVHavenError` if `after` cannot be the id of a row of this kind.
+        """
+        rows: list[bytes] = []
+        last = ""
+        for id_, row in self._rows_after(message):
+            if row is not None:
+                if len(rows) == message.limit:
+                    return Listed(message.id, _joined(rows), last)
+                rows.append(msgspec.json.encode(row))
+                last = id_
+            yield
+        return Listed(message.id, _joined(rows))
+
+    def _rows_after(self, message: List) -> Iterable[tuple[str, msgspec.Struct | None]]:
+        after = message.after
+        if message.kind == "tenants":
+            tenants = self._catalog.tenants_after(_bytes(after))
+            return ((id_.hex(), _tenant_row(id_.hex(), stats)) for id_, stats in tenants)
+        if message.kind == "namespaces":
+            found = self._catalog.namespaces_after(_bytes(after))
+            return ((id_.hex(), _namespace_row(id_.hex(), stats)) for id_, stats in found)
+        if message.kind == "engines":
+            engines = sorted((e for e in self._engines if e.id > after), key=lambda e: e.id)
+            return ((str(e.id), _engine_row(e)) for e in islice(engines, message.limit + 1))
+        infos = sorted((i for i in setting_infos() if i.name > after), key=lambda i: i.name)
+        rows = (setting_row(info, self._settings, self._origins) for info in infos)
+        return (
+            (row.name, SettingValue(row.name, row.value, row.text, row.origin or None, row.changes))
+            for row in rows
+        )
+
+
+def _bytes(cursor: str) -> bytes:
+    try:
+        return bytes.fromhex(cursor)
+    except ValueError as error:
+        raise KVHavenError(f"after: not an id (got {cursor!r}); expected hex digits") from error
+
+
+def _joined(rows: list[bytes]) -> bytes:
+    return b"[" + b",".join(rows) + b"]"
+
+
+def _tenant_row(id_: str, stats: TenantStats) -> TenantRow | None:
+    """Return a row; None for a tenant without chunks, which exists only because it was queried."""
+    if not any(used.bytes for used in (stats.memory, *stats.tiers.values())):
+        return None
+    status = tenant_status(id_, stats)
+    return TenantRow(id_, status.chunks, status.bytes, status.quotas)
+
+
+def _namespace_row(id_: str, stats: NamespaceStats) -> NamespaceRow:
+    usage = {_MEMORY: stats.memory} | {str(name): used for name, used in stats.tiers.items()}
+    return NamespaceRow(
+        id=id_,
+        model=_field(stats.fields, "model"),
+        engine=_field(stats.fields, "engine"),
+        format=_field(stats.fields, "format"),
+        chunk_tokens=_chunk_tokens(stats.fields),
+        chunks={name: used.chunks for name, used in usage.items()},
+        bytes={name: used.bytes for name, used in usage.items()},
+    )
+
+
+def _engine_row(engine: AttachedEngine) -> EngineRow:
+    scheduler, fields = engine.scheduler, engine.fields
+    return EngineRow(
+        id=engine.id,
+        model=_field(fields, "model"),
+        engine=_field(fields, "engine"),
+        dtype=_field(fields, "model.dtype"),
+        layout=_field(fields, "layout"),
+        format=_field(fields, "format"),
+        chunk_tokens=_chunk_tokens(fields),
+        world_size=engine.world_size,
+        attached_ranks=sum(rank.connection is not None for rank in engine.ranks.values()),
+        scheduler_attached=scheduler is not None and scheduler.connection is not None,
+        namespace=engine.digest.hex(),
+        since=engine.since,
+    )
+
+
+def _field(fields: Mapping[str, str], name: str) -> str | None:
+    value = fields.get(name)
+    return None if value is None else value[:_MOST_FIELD]
+
+
+def _chunk_tokens(fields: Mapping[str, str]) -> int | None:
+    size = fields.get("chunk_size", "")
+    return int(size) if size.isascii() and size.isdigit() else None

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP API as a child of the service: killed, stopped, and left behind; engines go on."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import pytest
+
+from kvhaven.client.embedded import EmbeddedService, embedded_address
+from kvhaven.client.handshake import RefusedError
+from kvhaven.config import Settings
+from kvhaven.service.api_process import ApiProcess
+from tests.crash.engine import Engine, prompt
+from tests.crash.node import MIB, NodeProcess, NodeThread, eventually
+from tests.crash.workload import events_of_this_run
+from tests.servers import free_port
+
+pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
+
+from tests.gateway_kit import ask
+
+pytestmark = pytest.mark.crash
+
+KEYS = prompt("p", 8)
+
+
+def state_at(url: str) -> str:
+    """Return the state that an API tells; empty if none answers."""
+    try:
+        status: str = ask(url, "/health").json["status"]
+    except OSError:
+        return ""
+    return status
+
+
+class Loading:
+    """An engine that loads the same chunks over and over, in a thread; `failed` counts misses."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.loads = self.failed = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.001):
+            self.failed += self._engine.load(KEYS) != len(KEYS)
+            self.loads += 1
+
+
+def test_no_acquire_fails_while_the_api_is_killed_and_stopped(short_dir: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with NodeThread(short_dir / "s.sock") as node, Engine(node.address) as engine:
+        engine.save(KEYS)
+        eventually(lambda: engine.load(KEYS) == len(KEYS))
+        settings = Settings(api_listen=f"127.0.0.1:{port}")
+        api = ApiProcess(settings, node.address, silence_s=1.0)
+        api.start()
+        try:
+            with Loading(engine) as loading:
+                for number in range(events_of_this_run(10)):
+                    eventually(lambda: state_at(url) == "ok")
+                    before, started, loads = api.process, api.started, loading.loads
+                    assert before is not None
+                    before.send_signal(signal.SIGSTOP if number % 2 else signal.SIGKILL)
+                    eventually(lambda s=started: api.started > s)  # type: ignore[misc]
+                    eventually(lambda n=loads: loading.loads > n)  # type: ignore[misc]
+                eventually(lambda: state_at(url) == "ok")
+            assert loading.failed == 0
+        finally:
+            api.close()
+        assert api.process is not None
+        assert api.process.poll() is not None
+        assert state_at(url) == ""
+        node.check()
+
+
+def test_an_api_that_cannot_start_is_tried_less_and_less_often(short_dir: Path) -> None:
+    pauses: list[float] = []
+    with NodeThread(short_dir / "s.sock") as node:
+        missing = short_dir / "none" / "api.sock"
+        (short_dir / "none").mkdir()
+        api = ApiProcess(Settings(api_listen=f"unix:{missing}"), node.address)
+        (short_dir / "none").chmod(0o777)  # another user could run a false API there
+        api._stopping.wait = _recording(pauses)  # type: ignore[method-assign]
+        api.start()
+        eventually(lambda: len(pauses) >= 4)
+        api.close()
+    assert pauses[:4] == [0.2, 0.4, 0.8, 1.6]
+
+
+def _recording(pauses: list[float]) -> Callable[..., Any]:
+    """Return a wait that ends at once and records how long it should have been."""
+    return pauses.append
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_api_ends_with_its_service_and_starts_with_the_next(
+    short_dir: Path, number: signal.Signals
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    listen = f"127.0.0.1:{port}"
+    with NodeProcess(short_dir / "s.sock", short_dir / "log", api_listen=listen) as node:
+        eventually(lambda: state_at(url) == "ok")
+        (child,) = children_of(node.process.pid)
+        assert os.getpriority(os.PRIO_PROCESS, child) == min(
+            19, os.getpriority(os.PRIO_PROCESS, node.process.pid) + 10
+        )
+        node.process.send_signal(number)
+        node.process.wait()
+        eventually(lambda: state_at(url) == "")
+        eventually(lambda: not Path(f"/proc/{child}").exists())
+        node.start()
+        eventually(lambda: state_at(url) == "ok")
+        node.stop()
+    assert state_at(url) == ""
+
+
+def test_an_embedded_service_has_one_too_if_it_is_told_to(short_dir: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    settings = Settings(
+        api_listen=f"127.0.0.1:{port}",
+        runtime_dir=str(short_dir / "run"),
+        max_local_cpu_size=4 * MIB,
+        embedded_linger_s=0.1,
+    )
+    address = embedded_address(settings, "e")
+    unsafe = msgspec.structs.replace(settings, api_listen=f"0.0.0.0:{port}")
+    with pytest.raises(RefusedError, match="can be reached by other machines"):
+        EmbeddedService(unsafe, address).ensure()
+    EmbeddedService(settings, address).ensure()
+    with Engine(address):
+        eventually(lambda: state_at(url) == "ok")
+        answer = ask(url, "/config")
+        (row,) = [row for row in answer.json["settings"] if row["name"] == "api_listen"]
+        assert (row["text"], row["origin"]) == (settings.api_listen, None)
+    eventually(lambda: state_at(url) == "")
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process, or a thread of it, has started."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For tests of the HTTP API: a real gateway in a thread, and plain clients of it."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from kvhaven.config import Settings
+from kvhaven.gateway.access import access_of
+from kvhaven.gateway.main import serving
+from kvhaven.gateway.observer import Observer
+
+
+@dataclass
+class Answer:
+    """An answer, with the names of its headers in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """A connection to an API on a unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=30)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(30)
+        self.sock.connect(self._path)
+
+
+def connect(url: str, tls: ssl.SSLContext | None = None) -> http.client.HTTPConnection:
+    """Return a connection to an API at `http://...`, `https://...` or `unix:/...`."""
+    if url.startswith("unix:"):
+        return UnixConnection(url.removeprefix("unix:"))
+    where = urlsplit(url)
+    assert where.hostname is not None
+    if where.scheme == "https":
+        return http.client.HTTPSConnection("127.0.0.1", where.port, timeout=30, context=tls)
+    return http.client.HTTPConnection(where.hostname, where.port, timeout=30)
+
+
+def ask(
+    url: str,
+    path: str,
+    *,
+    method: str = "GET",
+    headers: Mapping[str, str] | None = None,
+    body: str | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> Answer:
+    """Send a request on a connection of its own, and return the answer."""
+    with contextlib.closing(connect(url, tls)) as connection:
+        connection.request(method, path, body, dict(headers or {}))
+        answer = connection.getresponse()
+        named = {name.lower(): value for name, value in answer.getheaders()}
+        return Answer(answer.status, named, answer.read())
+
+
+class GatewayThread:
+    """A gateway for the service at `address`, in a thread; it looks every `interval_s` seconds."""
+
+    def __init__(self, address: str, *, interval_s: float = 0.02, **settings: Any) -> None:
+        self._access = access_of(Settings(**({"api_listen": "127.0.0.1:0"} | settings)))
+        self._address = address
+        self._interval_s = interval_s
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._ready = threading.Event()
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def get(self, path: str, **how: Any) -> Answer:
+        """Return the answer to a request."""
+        return ask(self.url, path, **how)
+
+    def health(self) -> tuple[int, str]:
+        """Return the status of the answer, and the state it tells."""
+        answer = self.get("/health")
+        return answer.status, answer.json["status"]
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with serving(Observer(self._address, self._interval_s), self._access) as url:
+            self.url = url
+            self._ready.set()
+            await self._stop.wait()
+
+
+@contextlib.contextmanager
+def streams(url: str, count: int) -> Iterator[list[socket.socket]]:
+    """Open streams of events that are never read, with the smallest buffers."""
+    where = urlsplit(url)
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.settimeout(30)
+            sock.connect((where.hostname, where.port))
+            with contextlib.suppress(OSError):  # above the limit of connections
+                sock.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            opened.append(sock)
+        yield opened

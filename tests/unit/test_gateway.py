@@ -1,0 +1,692 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP API over real sockets, with a real service: answers, lists, health, streams, limits."""
+
+import contextlib
+import json
+import os
+import select
+import socket
+import ssl
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvhaven.client.control import connect
+from kvhaven.config import Settings
+from kvhaven.errors import ConfigError
+from kvhaven.keys import tenant_id
+from kvhaven.protocol import OBSERVE
+from kvhaven.service.api_process import ApiProcess
+from kvhaven.service.snapshot import ServiceSnapshot
+from kvhaven.types import NO_TENANT, NamespaceDigest
+from tests.commands import kvhaven
+from tests.crash.engine import MODEL, Engine, prompt
+from tests.crash.node import MIB, NodeProcess, NodeThread, eventually, flush, settled
+from tests.servers import free_port
+from tests.unit.catalog_kit import namespace_of
+
+pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
+
+from kvhaven.gateway import app, guard
+from kvhaven.gateway.access import access_of
+from tests.gateway_kit import GatewayThread, ask, streams
+
+ANN, BEN = tenant_id("ann"), tenant_id("ben")
+TOKEN = "0123456789abcdef-token"
+LISTS = ("engines", "namespaces", "tenants", "tiers")
+JSON_PATHS = (
+    *("/health", "/livez", "/readyz", "/stats", "/config", "/inference_info"),
+    *(f"/v1/{name}" for name in LISTS),
+)
+
+
+@pytest.fixture
+def node(short_dir: Path) -> Iterator[NodeThread]:
+    settings = {"local_disk": str(short_dir / "disk"), "remote_url": None}
+    with NodeThread(short_dir / "s.sock", **settings) as node:
+        yield node
+        node.check()
+
+
+@pytest.fixture
+def api(node: NodeThread) -> Iterator[GatewayThread]:
+    with GatewayThread(node.address) as api:
+        eventually(lambda: api.health() == (200, "ok"))
+        yield api
+
+
+@contextlib.contextmanager
+def used(node: NodeThread) -> Iterator[Engine]:
+    """Attach an engine that has saved and loaded chunks of two tenants and of none."""
+    with Engine(node.address, 2) as engine:
+        for number, tenant in enumerate((ANN, BEN, NO_TENANT), 2):
+            keys = prompt(tenant, number)
+            engine.save(keys, tenant=tenant)
+            eventually(lambda k=keys, t=tenant: engine.load(k, t) == len(k))  # type: ignore[misc]
+        flush(node.address)
+        yield engine
+
+
+def rows_of(api: GatewayThread, kind: str, limit: int = 100) -> list[dict[str, Any]]:
+    """Return all rows of a list, page by page."""
+    rows: list[dict[str, Any]] = []
+    cursor: str | None = ""
+    while cursor is not None:
+        page = api.get(f"/v1/{kind}?limit={limit}&cursor={cursor}").json
+        assert len(page["rows"]) <= limit
+        rows += page["rows"]
+        cursor = page["next"]
+    return rows
+
+
+def settled_stats(api: GatewayThread, node: NodeThread) -> dict[str, Any]:
+    """Return the statistics when nothing is under way and a snapshot was taken since."""
+    settled(node.address)
+    before = first_event(api)["id"]
+    eventually(lambda: first_event(api)["id"] != before)
+    stats: dict[str, Any] = api.get("/stats").json
+    return stats
+
+
+def first_event(api: GatewayThread) -> dict[str, str]:
+    """Return the fields of the first event of a stream."""
+    where = urlsplit(api.url)
+    assert where.hostname is not None
+    assert where.port is not None
+    with socket.create_connection((where.hostname, where.port), 30) as sock:
+        sock.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        with sock.makefile("rb") as lines:
+            fields: dict[str, str] = {}
+            while "data" not in fields:
+                name, _, value = lines.readline().decode().rstrip("\n").partition(": ")
+                fields[name] = value
+            return fields
+
+
+# --- answers --------------------------------------------------------------------------------
+
+
+def test_every_answer_is_as_the_description_says(node: NodeThread, api: GatewayThread) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    described = api.get("/openapi.json").json
+    assert described["openapi"] == "3.1.0"
+    validator = jsonschema.Draft202012Validator
+    for schema in described["components"]["schemas"].values():
+        validator.check_schema(schema)
+
+    def check(answer: Any, path: str) -> None:
+        responses = described["paths"][path]["get"]["responses"]
+        schema = responses[str(answer.status)]["content"]["application/json"]["schema"]
+        whole = schema | {"components": described["components"]}
+        validator(whole).validate(answer.json)
+
+    with used(node):
+        for path in JSON_PATHS:
+            answer = api.get(path)
+            assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
+            check(answer, path)
+        for name in LISTS:
+            check(api.get(f"/v1/{name}?limit=0"), f"/v1/{name}")
+            assert rows_of(api, name), name
+    read = {path for path, methods in described["paths"].items() if "get" in methods}
+    assert read == {*JSON_PATHS, "/metrics", "/openapi.json", "/events"}
+    changes = {
+        (method, path): operation["security"]
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+        if method != "get"
+    }
+    assert changes == {
+        ("put", "/v1/tenants/{id}/quota"): [{"token": []}],
+        ("delete", "/v1/chunks"): [{"token": []}],
+    }
+
+
+def test_statistics_count_what_was_done_and_invent_nothing(
+    node: NodeThread, api: GatewayThread
+) -> None:
+    assert api.get("/stats").json["hit_rate"] is None
+    with used(node) as engine:
+        assert engine.load(prompt("unknown", 3)) == 0
+        before = settled_stats(api, node)
+        assert before["cache_hits"] == before["chunks"]["resident"] >= 9
+        assert before["cache_misses"] >= 3
+        asked = before["cache_hits"] + before["cache_misses"]
+        assert before["chunks"]["asked"] == asked
+        assert before["hit_rate"] == before["cache_hits"] / asked
+        assert before["total_cached_tokens"] is None  # these engines tell no size of chunks
+        for name in ("avg_prefill_time_ms", "avg_save_time_ms", "avg_load_time_ms", "tokens"):
+            assert before[name] is None
+        memory = before["memory"]
+        assert sum(memory.values()) == 2 * memory["capacity"]
+        (disk,) = before["tiers"]
+        used_bytes = memory["idle"] + disk["used_bytes"]
+        assert before["storage_used_gb"] == pytest.approx(used_bytes / 1e9)
+        with connect(node.address) as control:
+            control.clear(tier="memory")
+        assert engine.load(prompt(ANN, 2), ANN) == 2
+        after = settled_stats(api, node)
+        # A chunk that was prefetched before it was asked for is one hit, not two.
+        assert after["cache_hits"] - before["cache_hits"] == 2
+        assert after["cache_misses"] == before["cache_misses"]
+
+
+def test_leased_memory_is_counted_apart_also_after_a_clear(
+    node: NodeThread, api: GatewayThread
+) -> None:
+    def memory() -> dict[str, int]:
+        states: dict[str, int] = api.get("/stats").json["memory"]
+        return states
+
+    with used(node) as engine:
+        lease = engine.scheduler.acquire(prompt(BEN, 3), BEN)
+        assert lease is not None
+        eventually(lambda: memory()["leased"])
+        with connect(node.address) as control:
+            control.clear(tier="memory")
+        eventually(lambda: memory()["idle"] == 0)
+        states = memory()
+        assert states["doomed"] == 0
+        assert states["leased"] + states["free"] == states["capacity"]
+        for rank in engine.ranks:
+            rank.load(lease, prompt(BEN, 3))
+        eventually(lambda: memory()["free"] == memory()["capacity"])
+
+
+def test_the_tokens_in_memory_are_exact_or_unknown() -> None:
+    from kvhaven.gateway.views import tokens_in_memory
+    from kvhaven.service.snapshot import NamespaceRow
+
+    def row(chunks: int, tokens: int | None) -> NamespaceRow:
+        return NamespaceRow("00", None, None, None, tokens, {"memory": chunks}, {"memory": 1})
+
+    assert tokens_in_memory([], 0) == 0
+    assert tokens_in_memory([row(3, 256), row(2, 512), row(0, None)], 0) == 3 * 256 + 2 * 512
+    assert tokens_in_memory([row(3, 256), row(2, 256)], 1) == 4 * 256
+    assert tokens_in_memory([row(3, 256), row(2, 512)], 1) is None
+    assert tokens_in_memory([row(3, 256), row(2, None)], 0) is None
+
+
+def test_settings_tell_their_origin_and_no_secrets(short_dir: Path) -> None:
+    port = free_port()
+    with NodeProcess(
+        short_dir / "s.sock",
+        short_dir / "log",
+        api_listen=f"127.0.0.1:{port}",
+        remote_url="redis://user:hush@127.0.0.1:1/0",
+        tenant_memory="my-salt=1MiB",
+    ):
+        url = f"http://127.0.0.1:{port}"
+        answer = eventually(lambda: answered(url, "/config"))
+        rows = {row["name"]: row for row in answer.json["settings"]}
+        assert rows.keys() == set(Settings.__struct_fields__)
+        assert rows["api_listen"]["origin"] == "KVHAVEN_API_LISTEN"
+        assert rows["max_local_cpu_size"]["value"] == 16 * MIB
+        assert (rows["peers"]["origin"], rows["peers"]["changes"]) == ("default", "restart")
+        assert rows["chunk_size"]["changes"] == "next_attach"
+        assert b"hush" not in answer.body
+        assert b"my-salt" not in answer.body
+        tag = answer.headers["etag"]
+        again = ask(url, "/config", headers={"If-None-Match": tag})
+        assert (again.status, again.body, again.headers["etag"]) == (304, b"", tag)
+
+
+def answered(url: str, path: str) -> Any:
+    """Return the answer with status 200; None without one."""
+    try:
+        answer = ask(url, path)
+    except OSError:
+        return None
+    return answer if answer.status == 200 else None
+
+
+def test_metrics_are_what_prometheus_reads(node: NodeThread, api: GatewayThread) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    with used(node) as engine:
+        engine.scheduler.acquire(prompt(ANN, 2), ANN)
+        eventually(lambda: api.get("/stats").json["memory"]["leased"])
+        answer = api.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {f.name: f for f in parser.text_string_to_metric_families(answer.body.decode())}
+    assert all(f.documentation and f.type in {"counter", "gauge"} for f in families.values())
+
+    def values(name: str) -> dict[tuple[str, ...], float]:
+        samples = families[name].samples
+        return {tuple(sample.labels.values()): sample.value for sample in samples}
+
+    states = values("kvhaven_memory_bytes")
+    assert sum(states.values()) == values("kvhaven_memory_capacity_bytes")[()]
+    assert states["leased",] > 0
+    assert values("kvhaven_chunks") == {("memory",): 9, ("disk",): 9}
+    assert values("kvhaven_engines") == {(): 1}
+    assert values("kvhaven_tier_up") == {("disk",): 1}
+    assert values("process_open_fds")[()] > 3
+    ((labels, one),) = values("kvhaven_namespace_info").items()
+    assert (MODEL in labels, one) == (True, 1)
+    assert values("kvhaven_http_requests")["/stats", "200"] >= 1
+
+
+# --- lists ----------------------------------------------------------------------------------
+
+
+def test_pages_have_every_tenant_once_while_others_come_and_go(
+    node: NodeThread, api: GatewayThread
+) -> None:
+    names = {f"t{number}": tenant_id(f"t{number}") for number in range(60)}
+    with Engine(node.address) as engine:
+        for name, tenant in names.items():
+            engine.save(prompt(name, 1), tenant=tenant)
+        eventually(lambda: len(rows_of(api, "tenants")) == 60)
+        ids = sorted(tenant.hex() for tenant in names.values())
+        assert [row["id"] for row in rows_of(api, "tenants", 7)] == ids
+        page = api.get("/v1/tenants?limit=25").json
+        assert [row["id"] for row in page["rows"]] == ids[:25]
+        # The row that the cursor names is cleared, and new ones appear on both sides of it.
+        gone = bytes.fromhex(ids[24])
+        with connect(node.address) as control:
+            control.clear(tenant=next(t for t in names.values() if t == gone))
+        for number in range(8):
+            engine.save(prompt(f"n{number}", 1), tenant=tenant_id(f"n{number}"))
+        eventually(lambda: len(rows_of(api, "tenants")) == 67)
+        rest = []
+        cursor = page["next"]
+        while cursor is not None:
+            page = api.get(f"/v1/tenants?limit=10&cursor={cursor}").json
+            rest += [row["id"] for row in page["rows"]]
+            cursor = page["next"]
+        assert rest == sorted(set(rest))
+        assert set(rest) >= set(ids[25:])
+        assert min(rest) > ids[24]
+
+
+def test_pages_have_every_namespace_once(node: NodeThread, api: GatewayThread) -> None:
+    digests = set()
+    for number in range(230):
+        namespace = namespace_of(f"n{number}")
+        digests.add(NamespaceDigest(namespace.digest).hex())
+        node.call(lambda n=namespace: node.service.catalog.add_namespace(n))  # type: ignore[misc]
+    for limit in (1, 99, 100):
+        found = [row["id"] for row in rows_of(api, "namespaces", limit)]
+        assert found == sorted(digests)
+
+
+def test_engines_are_listed_with_their_processes(node: NodeThread, api: GatewayThread) -> None:
+    with used(node) as engine:
+        (row,) = rows_of(api, "engines")
+        assert (row["model"], row["world_size"], row["attached_ranks"]) == (MODEL, 2, 2)
+        assert row["scheduler_attached"]
+        assert row["namespace"] == engine.ranks[0].attach.namespace.hex()
+        assert row["dtype"] is None
+        assert api.get("/inference_info").json["engines"] == [row]
+    eventually(lambda: not rows_of(api, "engines"))
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["limit=0", "limit=101", "limit=-1", "limit=x", "limit=٣", f"cursor={'a' * 257}", "cursor=zz"],
+)
+def test_a_page_that_cannot_be_is_refused_and_the_next_is_served(
+    node: NodeThread, api: GatewayThread, query: str
+) -> None:
+    from urllib.parse import quote
+
+    answer = api.get(f"/v1/tenants?{quote(query, safe='=')}")
+    assert answer.status == 400
+    assert answer.json["error"].split(":")[0] in {"limit", "cursor", "after"}
+    assert api.get("/v1/tenants").status == 200
+
+
+# --- health ---------------------------------------------------------------------------------
+
+
+def test_a_killed_service_is_unhealthy_and_healthy_when_it_is_back(short_dir: Path) -> None:
+    node = NodeProcess(short_dir / "s.sock", short_dir / "log")
+    with GatewayThread(node.address) as api:
+        assert api.health() == (503, "degraded")  # nobody has answered yet
+        with node:
+            eventually(lambda: api.health() == (200, "ok"))
+            node.kill()
+            eventually(lambda: api.health() == (503, "degraded"))
+            for path in ("/livez", "/readyz", "/stats", "/metrics", "/config", "/v1/tenants"):
+                assert api.get(path).status == 503, path
+            node.start()
+            eventually(lambda: api.health() == (200, "ok"))
+            assert api.get("/v1/tenants").status == 200
+            with node.frozen():
+                eventually(lambda: api.health() == (503, "degraded"))
+            eventually(lambda: api.health() == (200, "ok"))
+
+
+def test_a_stopping_service_says_so(short_dir: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(NodeThread(short_dir / "s.sock"))
+        with GatewayThread(node.address) as api:
+            eventually(lambda: api.health() == (200, "ok"))
+            stack.close()
+            assert api.health() == (503, "stopping")
+            assert api.get("/livez").status == 200
+
+
+def test_a_tier_that_is_off_degrades_but_serves(short_dir: Path) -> None:
+    with (
+        NodeThread(short_dir / "s.sock", local_disk="/proc/none") as node,
+        GatewayThread(node.address) as api,
+    ):
+        eventually(lambda: api.health() == (200, "degraded"))
+        failed = [check for check in api.get("/health").json["checks"] if not check["ok"]]
+        assert [check["name"] for check in failed] == ["tier disk"]
+        assert failed[0]["detail"].startswith("offline")
+
+
+def test_a_service_without_snapshots_is_told_from_one_that_is_gone(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvhaven.service.membership.FEATURES", 0)
+    assert OBSERVE
+    with GatewayThread(node.address) as api:
+        eventually(lambda: "its version has no HTTP API" in api.get("/health").body.decode())
+        assert api.health()[0] == 503
+
+
+# --- streams --------------------------------------------------------------------------------
+
+
+def test_a_stream_has_a_new_snapshot_in_each_event(api: GatewayThread) -> None:
+    import msgspec
+
+    seen = set()
+    for _ in range(3):
+        event = first_event(api)
+        assert event["event"] == "snapshot"
+        assert msgspec.json.decode(event["data"], type=ServiceSnapshot).pid == os.getpid()
+        seen.add(event["id"])
+        eventually(lambda i=event["id"]: first_event(api)["id"] != i)  # type: ignore[misc]
+    assert len(seen) == 3
+
+
+def test_clients_that_do_not_read_are_dropped_and_others_are_served(api: GatewayThread) -> None:
+    with streams(api.url, guard.MOST_CONNECTIONS + 50) as opened:
+        eventually(lambda: served(api))
+        for sock in opened:
+            eventually(lambda s=sock: hung_up(s))  # type: ignore[misc]
+        assert served(api)
+    eventually(lambda: api.health() == (200, "ok"))
+
+
+def served(api: GatewayThread) -> bool:
+    try:
+        return api.health() == (200, "ok")
+    except OSError:  # all connections are taken, for a moment
+        return False
+
+
+def hung_up(sock: socket.socket) -> bool:
+    """Return whether the other side has closed the connection, without reading."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def drained(sock: socket.socket) -> None:
+    """Read until the other side has closed the connection."""
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(1 << 16):
+            pass
+
+
+# --- changes --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    return path
+
+
+def test_quotas_change_with_the_token(node: NodeThread, token_file: Path) -> None:
+    with GatewayThread(node.address, api_token_file=str(token_file)) as api, used(node):
+
+        def put(body: str, authorization: str = f"Bearer {TOKEN}", tenant: str = ANN.hex()) -> Any:
+            headers = {"Authorization": authorization}
+            path = f"/v1/tenants/{tenant}/quota"
+            return api.get(path, method="PUT", headers=headers, body=body)
+
+        def quotas() -> Any:
+            (row,) = [row for row in rows_of(api, "tenants") if row["id"] == ANN.hex()]
+            return row["quotas"]
+
+        assert put('{"memory": 1048576}').json["memory"] == MIB
+        assert put('{"disk": 2097152}').json["memory"] == MIB
+        assert quotas() == {"memory": MIB, "disk": 2 * MIB}
+        assert put('{"memory": null}').json["memory"] is None
+        assert quotas() == {"disk": 2 * MIB}
+        for wrong in ("", "[]", '{"memory": -1}', '{"memory": "1MiB"}', '{"memori": 1}', "{"):
+            assert put(wrong).status == 400
+        assert put("{}", tenant="xyz").status == 400
+        assert put("x" * (app.MOST_BODY + 1)).status == 413
+        for authorization in ("", "Bearer wrong", TOKEN):
+            assert put('{"disk": null}', authorization).status == 401
+        assert quotas() == {"disk": 2 * MIB}
+
+
+def test_chunks_are_counted_first_and_dropped_with_the_token(
+    node: NodeThread, token_file: Path
+) -> None:
+    with GatewayThread(node.address, api_token_file=str(token_file)) as api, used(node) as engine:
+        eventually(lambda: api.health() == (200, "ok"))
+        settled(node.address)
+
+        def delete(query: str, token: str = TOKEN) -> Any:
+            headers = {"Authorization": f"Bearer {token}"}
+            return api.get(f"/v1/chunks?{query}", method="DELETE", headers=headers)
+
+        namespace = engine.ranks[0].attach.namespace.hex()
+        for query, chunks in (
+            ("all=true", 18),
+            (f"namespace={namespace}", 18),
+            (f"namespace={namespace}&tenant={ANN.hex()}", 4),
+            (f"tenant={BEN.hex()}&tier=disk", 3),
+            ("tier=memory", 9),
+        ):
+            counted = delete(f"{query}&dry_run=true").json
+            assert (counted["chunks"], counted["dry_run"]) == (chunks, True), query
+        for wrong in (
+            *("", "dry_run=true", "all=false", f"all=true&tenant={ANN.hex()}", "all=1"),
+            *("tier=tape", "tier=", "tenant=", "tenant=zz", f"namespace={'0' * 64}", "older=1"),
+        ):
+            assert delete(wrong).status == 400, wrong
+        assert delete("all=true", "wrong").status == 401
+        counted = delete(f"tenant={ANN.hex()}&dry_run=true").json
+        dropped = delete(f"tenant={ANN.hex()}").json
+        assert dropped == counted | {"dry_run": False}
+        assert engine.load(prompt(ANN, 2), ANN) == 0
+        assert engine.load(prompt(BEN, 3), BEN) == 3
+        eventually(lambda: len(rows_of(api, "tenants")) == 1)
+
+
+def test_a_unix_socket_is_proof_enough_for_a_change(node: NodeThread, short_dir: Path) -> None:
+    listen = f"unix:{short_dir / 'api.sock'}"
+    with GatewayThread(node.address, api_listen=listen) as api, used(node):
+        eventually(lambda: api.health() == (200, "ok"))
+        assert api.get("/v1/chunks?tier=memory", method="DELETE").json["chunks"] == 9
+
+
+# --- security -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LocalHost:8888", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8888", 200),
+        ("kv.example", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+        ("10.0.0.1", 421),
+        ("", 421),
+        ("[", 421),
+    ],
+)
+def test_only_its_own_names_are_answered(node: NodeThread, host: str, status: int) -> None:
+    with GatewayThread(node.address, api_hosts="kv.example") as api:
+        eventually(lambda: api.health() == (200, "ok"))
+        answer = api.get("/health", headers={"Host": host})
+        assert answer.status == status
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+def test_without_a_token_nothing_can_be_changed(node: NodeThread, api: GatewayThread) -> None:
+    with used(node):
+        before = rows_of(api, "tenants")
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            for path in ("/stats", "/v1/chunks?all=true", f"/v1/tenants/{ANN.hex()}/quota"):
+                assert api.get(path, method=method).status == 403
+        assert api.get("/stats", method="OPTIONS").status == 405
+        assert rows_of(api, "tenants") == before
+    assert api.get("/../etc/passwd").status == 404
+    assert api.get("/config", headers={"Content-Length": str(app.MOST_BODY + 1)}).status == 413
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file with a key and a certificate for localhost."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    try:
+        subprocess.run(
+            [*command, "-keyout", key, "-out", cert, *names], check=True, capture_output=True
+        )
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    both = folder / "both.pem"
+    both.write_bytes(key.read_bytes() + cert.read_bytes())
+    return both
+
+
+def test_beyond_loopback_every_request_needs_the_token(
+    node: NodeThread, tmp_path: Path, certificate: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    files: dict[str, Any] = {"api_token_file": str(token), "api_tls_certificate": str(certificate)}
+    tls = ssl.create_default_context(cafile=certificate)
+
+    with GatewayThread(node.address, api_listen="0.0.0.0:0", **files) as api:
+
+        def status(path: str, authorization: str | None, **more: str) -> int:
+            given = {} if authorization is None else {"Authorization": authorization}
+            return api.get(path, headers=given | more, tls=tls).status
+
+        eventually(lambda: status("/readyz", None) == 200)
+        assert api.get("/readyz", tls=tls).json == {"status": "ok", "checks": []}
+        for path in ("/health", "/metrics", "/events", "/v1/tenants", "/nothing"):
+            for wrong in (None, "", "Bearer ", "Bearer wrong", f"Basic {TOKEN}", TOKEN):
+                assert status(path, wrong) == 401, (path, wrong)
+        assert status("/health", f"Bearer {TOKEN}") == 200
+        assert status("/health", f"bearer  {TOKEN} ") == 200
+        assert status("/health", "Bearer \xff") == 401
+        assert status("/health", f"Bearer {TOKEN}", Host="10.1.2.3") == 200
+        assert status("/health", f"Bearer {TOKEN}", Host="evil.example") == 421
+        with pytest.raises(OSError, match=r".*"):
+            ask(api.url.replace("https", "http").replace("0.0.0.0", "127.0.0.1"), "/health")
+
+
+def test_beyond_loopback_without_token_and_tls_it_does_not_start(
+    tmp_path: Path, short_dir: Path, certificate: Path
+) -> None:
+    token, short = tmp_path / "token", tmp_path / "short"
+    token.write_text(TOKEN)
+    short.write_text("secret")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "api_token_file and api_tls_certificate are not set"),
+        ({"api_token_file": str(token)}, "api_tls_certificate is not set"),
+        ({"api_tls_certificate": str(certificate)}, "api_token_file is not set"),
+        ({"api_token_file": str(short)}, "holds 6 bytes; expected 16 or more"),
+        ({"api_tls_certificate": str(token), "api_token_file": str(token)}, "PEM file"),
+    ]
+    for settings, words in cases:
+        with pytest.raises(ConfigError, match=words) as refused:
+            access_of(Settings(api_listen="0.0.0.0:8888", **settings))
+        assert "secret" not in str(refused.value)
+    for wrong in ("unix:relative", "dns://name:1", "host:port"):
+        with pytest.raises(ConfigError, match="api_listen"):
+            access_of(Settings(api_listen=wrong))
+    for command in (("api",), ("serve",)):
+        option = "--listen" if command == ("api",) else "--api-listen"
+        socket_path = str(short_dir / "s.sock")
+        said = kvhaven(*command, option, "0.0.0.0:8888", "--socket", socket_path, status=2)
+        assert said.startswith("kvhaven: api_listen: 0.0.0.0:8888 can be reached by other machines")
+        assert said.count("\n") == 1
+    assert list(short_dir.iterdir()) == []
+
+
+def test_without_aiohttp_a_service_with_an_api_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvhaven.service.api_process.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvhaven\[api\]'"):
+        ApiProcess(Settings(api_listen="127.0.0.1:8888"), "/unused")
+
+
+def test_a_unix_socket_is_for_its_user_alone(node: NodeThread, short_dir: Path) -> None:
+    path = short_dir / "api.sock"
+    with GatewayThread(node.address, api_listen=f"unix:{path}") as api:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        eventually(lambda: api.health() == (200, "ok"))
+        said = kvhaven(
+            "api", "--listen", f"unix:{path}", "--service-address", node.address, status=2
+        )
+        assert "another process listens" in said
+    assert not path.exists()
+
+
+def test_a_header_that_does_not_come_ends_its_connection(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "HEADER_S", 0.2)
+    with GatewayThread(node.address) as api:
+        eventually(lambda: api.health() == (200, "ok"))
+        where = urlsplit(api.url)
+        for began in (b"", b"GET /health HTTP/1.1\r\nHost: local"):
+            with socket.create_connection((where.hostname or "", where.port or 0), 30) as sock:
+                sock.sendall(began)
+                drained(sock)
+
+
+def test_an_address_in_use_is_said_in_one_line(node: NodeThread) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = kvhaven("api", "--listen", address, "--socket", node.address, status=2)
+    assert said.startswith(f"kvhaven: api_listen: cannot listen at {address}")
+    assert said.count("\n") == 1
+
+
+def test_a_request_that_no_parser_takes_changes_nothing(api: GatewayThread) -> None:
+    where = urlsplit(api.url)
+    for raw in (
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 20_000 + b"\r\n\r\n",
+        b"GET /v1/tenants?cursor=%ff%00\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ):
+        with socket.create_connection((where.hostname or "", where.port or 0), 30) as sock:
+            sock.sendall(raw)
+            with contextlib.suppress(ConnectionError):
+                assert sock.recv(1 << 16).split(b" ")[1:2] == [b"400"]
+    assert api.health() == (200, "ok")
+    json.loads(api.get("/health").body)

@@ -81,8 +81,8 @@ class VllmSide:
     def never_loaded(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
         self.side.never_loaded(VllmRequest(request), blocks, tokens)
 
-    def plan_step(self, output: SchedulerOutput) -> StepPlan:
-        return self.side.plan_step(scheduled_requests(output))
+    def plan_step(self, output: SchedulerOutput, *, cache_in_doubt: bool = False) -> StepPlan:
+        return self.side.plan_step(scheduled_requests(output), cache_in_doubt=cache_in_doubt)
 
     def finished(self, request: Request) -> None:
         self.side.finished(VllmRequest(request))

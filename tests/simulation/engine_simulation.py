@@ -36,9 +36,7 @@ def random_setup(
         tails=tails,
         format=choice.choice(("paged", "portable")),
         budget=choice.choice((16, 48, 100)),
-        # A request that priority scheduling preempts in the very step that scheduled it leaves
-        # blocks in vLLM's prefix cache that were never computed; repeated prompts find them.
-        policy="fcfs" if tails else choice.choice(("fcfs", "priority")),
+        policy=choice.choice(("fcfs", "priority")),
         service_address=node.address,
         second_address=second.address if second is not None and multi else "",
         settings=PATIENT if patient else (),

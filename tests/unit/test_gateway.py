@@ -25,7 +25,7 @@ from kvhaven.service.api_process import ApiProcess
 from kvhaven.service.snapshot import ServiceSnapshot
 from kvhaven.types import NO_TENANT, NamespaceDigest
 from tests.commands import kvhaven
-from tests.crash.engine import MODEL, Engine, prompt
+from tests.crash.engine import CHUNK_SIZE, MODEL, Engine, prompt
 from tests.crash.node import MIB, NodeProcess, NodeThread, eventually, flush, settled
 from tests.servers import free_port
 from tests.unit.catalog_kit import namespace_of
@@ -159,7 +159,7 @@ def test_statistics_count_what_was_done_and_invent_nothing(
         asked = before["cache_hits"] + before["cache_misses"]
         assert before["chunks"]["asked"] == asked
         assert before["hit_rate"] == before["cache_hits"] / asked
-        assert before["total_cached_tokens"] is None  # these engines tell no size of chunks
+        assert before["total_cached_tokens"] == CHUNK_SIZE * before["chunks"]["resident"]
         for name in ("avg_prefill_time_ms", "avg_save_time_ms", "avg_load_time_ms", "tokens"):
             assert before[name] is None
         memory = before["memory"]

@@ -97,6 +97,14 @@ class Epoch:
             )
         return old
 
+    def distrust_cache(self, held: HeldBlocks | None) -> None:
+        """Exclude from saves what later requests find in the engine's prefix cache now.
+
+        Running requests go on; one that is preempted and finds its own blocks counts as later.
+        """
+        if held is not None:
+            self._old_blocks.update(held())
+
     def next_step(self) -> None:
         """Note that the engine starts to plan another step."""
         self._step += 1

@@ -213,10 +213,18 @@ class SchedulerSide:
         self._epoch.load_planned(request.request_id, reported=self._asynchronous)
         self._loads.append(LoadJob(request.request_id, 0, "", (), (), groups, self._asynchronous))
 
-    def plan_step(self, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
-        """Return the workers' plan for the step that was just scheduled."""
+    def plan_step(
+        self, scheduled: Sequence[ScheduledRequest], *, cache_in_doubt: bool = False
+    ) -> StepPlan:
+        """Return the workers' plan for the step that was just scheduled.
+
+        `cache_in_doubt`: the engine's prefix cache may now hold blocks that were never computed.
+        Requests that find any block of it are then not saved, until that block is written anew.
+        """
         self._lookups.new_step()
         self._epoch.next_step()
+        if cache_in_doubt:
+            self._epoch.distrust_cache(self.held_blocks)
         self._follow_weights()
         self._note(scheduled)
         saves: list[SaveJob] = []

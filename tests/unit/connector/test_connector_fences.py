@@ -158,6 +158,23 @@ def test_after_a_reset_nothing_cached_before_is_found(bench: Bench) -> None:
     assert bench.leases() == 0
 
 
+def test_what_is_found_in_a_cache_in_doubt_is_not_saved(bench: Bench) -> None:
+    side, running = bench.side(), make_request(48, "running")
+    run_new(side, running, 20, blocks=range(12))
+    bind(side, Pool(range(16)))
+    # It was scheduled with a new block; another one was preempted in the same step.
+    output = scheduled(cached=[(running, [12], 20, 28)])
+    assert saved_chunks(side.plan_step(output, cache_in_doubt=True)) == 2
+    hitting = make_request(range(100, 164), "hitting")
+    plan = run_new(side, hitting, 32, computed=32, blocks=[*range(4, 12), *range(20, 28)])
+    assert saved_chunks(plan) == 0
+    fresh = make_request(range(300, 332), "fresh")
+    assert saved_chunks(run_new(side, fresh, 32, blocks=range(8))) == 2
+    again = make_request(range(300, 364), "again")
+    plan = run_new(side, again, 32, computed=32, blocks=[*range(8), *range(30, 38)])
+    assert saved_chunks(plan) == 2  # the others are being saved already
+
+
 def test_what_is_computed_from_old_kv_is_not_saved_in_the_new_epoch(bench: Bench) -> None:
     side, running = bench.side(), make_request(48, "running")
     run_new(side, running, 20, blocks=range(12))

@@ -29,6 +29,7 @@ from kvhaven.integrations.vllm.requests import (
     ReportMetadata,
     VllmRequest,
     held_blocks,
+    leaves_uncomputed_blocks,
     scheduled_requests,
 )
 from kvhaven.integrations.vllm.start import start_scheduler, start_worker
@@ -237,7 +238,9 @@ class KVHavenConnector(KVConnectorBase_V1):
         if self._scheduler is None:
             return PlanMetadata(StepPlan())
         try:
-            return PlanMetadata(self._scheduler.plan_step(scheduled_requests(scheduler_output)))
+            doubt = leaves_uncomputed_blocks(self._vllm_config, scheduler_output)
+            scheduled = scheduled_requests(scheduler_output)
+            return PlanMetadata(self._scheduler.plan_step(scheduled, cache_in_doubt=doubt))
         except Exception as error:  # noqa: BLE001 - would end the engine
             report_error(self, "build_connector_meta", error)
             return PlanMetadata(self._scheduler.plan_in_doubt())

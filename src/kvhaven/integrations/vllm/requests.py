@@ -21,6 +21,7 @@ from kvhaven.engine.requests import (
 )
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -178,6 +179,16 @@ def scheduled_requests(output: "SchedulerOutput") -> list[ScheduledRequest]:
             ScheduledRequest(name, blocks, computed, counts.get(name, 0), name in resumed)
         )
     return scheduled
+
+
+def leaves_uncomputed_blocks(config: "VllmConfig", output: "SchedulerOutput") -> bool:
+    """Return whether vLLM's prefix cache may hold blocks since this step that are not computed.
+
+    With priority scheduling, vLLM (0.32) may preempt a request that it has already scheduled in the
+    same step. The blocks of the tokens that it then does not compute stay in the prefix cache.
+    """
+    by_priority = config.scheduler_config.policy == "priority"
+    return by_priority and bool(output.preempted_req_ids)
 
 
 def held_blocks(pool: "BlockPool") -> list[int]:

@@ -171,10 +171,10 @@ def _answer(monkeypatch: pytest.MonkeyPatch, change: Callable[[Lookup, Found], F
     """Let answers of shared tiers be understood otherwise than they are given."""
     answered = SharedTierIndex.answered
 
-    def changed(self: SharedTierIndex, number: int, found: Found | None) -> Lookup:
+    def changed(self: SharedTierIndex, number: int, found: Found | None, tail: int = 0) -> Lookup:
         if found is None:
-            return answered(self, number, found)
-        return answered(self, number, change(self.lookups[number], dict(found)))
+            return answered(self, number, found, tail)
+        return answered(self, number, change(self.lookups[number], dict(found)), tail)
 
     monkeypatch.setattr(SharedTierIndex, "answered", changed)
 
@@ -202,10 +202,10 @@ def _break_failed_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take it that what a tier did not tell of is there."""
     answered = SharedTierIndex.answered
 
-    def trusting(self: SharedTierIndex, number: int, found: Found | None) -> Lookup:
+    def trusting(self: SharedTierIndex, number: int, found: Found | None, tail: int = 0) -> Lookup:
         lookup = self.lookups[number]
         everything = dict.fromkeys(lookup.keys, lookup.namespace.complete)
-        return answered(self, number, everything if found is None else found)
+        return answered(self, number, everything if found is None else found, tail)
 
     monkeypatch.setattr(SharedTierIndex, "answered", trusting)
 

@@ -93,6 +93,12 @@ def settled_stats(api: GatewayThread, node: NodeThread) -> dict[str, Any]:
     return stats
 
 
+def shown(api: GatewayThread) -> list[int]:
+    """Return the numbers of chunks in memory and on disk that the metrics show."""
+    lines = api.get("/metrics").body.decode().splitlines()
+    return [int(float(one.split()[-1])) for one in lines if one.startswith("kvhaven_chunks{")]
+
+
 def first_event(api: GatewayThread) -> dict[str, str]:
     """Return the fields of the first event of a stream."""
     where = urlsplit(api.url)
@@ -248,6 +254,8 @@ def answered(url: str, path: str) -> Any:
 def test_metrics_are_what_prometheus_reads(node: NodeThread, api: GatewayThread) -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     with used(node) as engine:
+        # All is saved and on disk in the snapshot that is shown; then the lease is, too.
+        eventually(lambda: shown(api) == [9, 9])
         engine.scheduler.acquire(prompt(ANN, 2), ANN)
         eventually(lambda: api.get("/stats").json["memory"]["leased"])
         answer = api.get("/metrics")

@@ -59,6 +59,7 @@ TOOLS = [
     }
 ]
 BENCH_REQUESTS = int(os.environ.get("KVHAVEN_EVENTS", "20"))
+ROUNDS = 3
 BENCH = (
     "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
     "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
@@ -337,13 +338,18 @@ def _is_idle(url: str) -> bool:
     return _metric(url, "num_requests_running") == 0
 
 
-def test_vllms_own_benchmark_has_no_failed_request(fleet: Fleet, model: Path, route: str) -> None:
+def test_vllms_own_benchmark_has_no_failed_request(
+    fleet: Fleet, model: Path, route: str, request: pytest.FixtureRequest
+) -> None:
+    urls = {"kvhaven route": route}
     if "KVHAVEN_EVENTS" in os.environ:  # the long form: the ratio as well
-        direct = [_bench(fleet.decode, model, fleet.folder) for _ in range(2)]
-        routed = [_bench(route, model, fleet.folder) for _ in range(2)]
-        print(f"\nrequests/s: decode node {direct}, router {routed}")  # noqa: T201 - seen with -s
-    else:
-        _bench(route, model, fleet.folder)
+        urls["decode node"] = fleet.decode
+        urls["vllm-router"] = request.getfixturevalue("vllm_router")
+    rates: dict[str, list[float]] = {name: [] for name in urls}
+    for _ in range(ROUNDS if len(urls) > 1 else 1):
+        for name, url in urls.items():
+            rates[name].append(_bench(url, model, fleet.folder))
+    print("\nrequests/s:", rates)  # noqa: T201 - pytest shows it with -s
 
 
 def _bench(url: str, model: Path, folder: Path) -> float:

@@ -331,7 +331,10 @@ def test_a_stream_that_the_openai_package_leaves_ends_in_vllm(fleet: Fleet, rout
         stream.close()
     for url in (fleet.prefill, fleet.decode):
         _until(functools.partial(_is_idle, url))
-    assert 3 <= _metric(fleet.decode, "generation_tokens_total") - before < most
+    generated = _metric(fleet.decode, "generation_tokens_total")
+    assert 3 <= generated - before < most
+    time.sleep(0.5)  # for 50 tokens or more, if it went on
+    assert _metric(fleet.decode, "generation_tokens_total") == generated
 
 
 def _is_idle(url: str) -> bool:

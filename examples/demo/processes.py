@@ -263,9 +263,13 @@ def server(
 
 
 def vllm_server(
-    model: Path, port: int, log: Path, options: Mapping[str, object]
+    model: Path, port: int, log: Path, options: Mapping[str, object], cores: str = ""
 ) -> contextlib.AbstractContextManager[Server]:
-    """Start vLLM's HTTP server; `options` are its arguments. It is killed on exit."""
+    """Start vLLM's HTTP server; `options` are its arguments. It is killed on exit.
+
+    It computes on these `cores` (`engine_cores()`, unless given): of engines that compute at the
+    same time on the same cores, each waits for threads of the other.
+    """
     arguments = [
         f"--{name.replace('_', '-')}={value if isinstance(value, str) else json.dumps(value)}"
         for name, value in options.items()
@@ -280,7 +284,7 @@ def vllm_server(
         "HF_HUB_OFFLINE": "1",
     }
     ranks = options.get("tensor_parallel_size", 1)
-    cores = engine_cores()
+    cores = cores or engine_cores()
     environment["VLLM_CPU_OMP_THREADS_BIND"] = cores if ranks == 1 else cores.replace(",", "|")
     # Not `vllm serve`, which asks for the version of a package that CPU builds name otherwise.
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]

@@ -71,6 +71,8 @@ class RunningRequest:
     start: int
     salt: str | None
     weights: int
+    misled: bool = False
+    """Whether it computes from KV that vLLM never computed, so that its own is wrong, too."""
     states: list[int] = field(default_factory=list)
     seen: dict[int, npt.NDArray[np.uint64]] = field(default_factory=dict)
 
@@ -133,6 +135,8 @@ class Runner:
         self.use(tensors)
         self._computations = 0
         self.salts: dict[str, str | None] = {}
+        self.misled: set[str] = set()
+        """Requests that start in this step on blocks that vLLM never computed."""
 
     def use(self, pages: Sequence[Any]) -> None:
         """Compute with these KV tensors from now on."""
@@ -230,9 +234,9 @@ class Runner:
 
     def _begin(self, name: str, tokens: list[int], blocks: Any) -> RunningRequest:
         salt = self.salts.get(name)
-        return RunningRequest(
-            tokens, list(blocks[0]), self._model.start(salt), salt, self._model.weights
-        )
+        misled = name in self.misled
+        start = self._model.start(f"misled {salt}" if misled else salt)
+        return RunningRequest(tokens, list(blocks[0]), start, salt, self._model.weights, misled)
 
     def _forward(
         self,
@@ -290,7 +294,9 @@ class Runner:
         layer: int,
         words_tw: npt.NDArray[np.uint64],
     ) -> None:
-        """Compare what was read of the first `end` tokens."""
+        """Compare what was read of the first `end` tokens, unless vLLM misled the request."""
+        if request.misled:
+            return
         first, second = self._expected(request, 0, end, layer)
         right_t = (words_tw[:, 0] == first) & (words_tw[:, 1] == second)
         right_t &= words_tw[:, 3] == words_tw[:, 2] ^ first

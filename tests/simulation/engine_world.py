@@ -44,6 +44,7 @@ from tests.simulation.accelerator import (
 from tests.simulation.connector_kit import wait_until
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_model import Model, Runner, StepResult
+from tests.simulation.uncomputed import UncomputedBlocks
 from tests.simulators.simulation import Simulation as Simulated
 
 LAYERS = 2
@@ -82,6 +83,8 @@ class Setup:
     budget: int = 48
     sequences: int = 8
     policy: str = "fcfs"
+    long_prefill: int = 0
+    """Tokens of a prompt that a step computes at most, if other requests are there; 0: no limit."""
     stores: tuple[float, ...] = (1.0, 0.2, 0.03)
     loads: tuple[float, ...] = (1.0, 0.2, 0.03)
     service_address: str = ""
@@ -120,6 +123,7 @@ def make_config(folder: Path, setup: Setup, **more: Any) -> VllmConfig:
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             policy=setup.policy,
+            long_prefill_token_threshold=setup.long_prefill,
         ),
         parallel_config=ParallelConfig(tensor_parallel_size=setup.world),
         device_config=DeviceConfig("cpu"),
@@ -217,6 +221,7 @@ class Engine:
             log_stats=True,
         )
         self.connector = self.scheduler.connector
+        self.uncomputed = UncomputedBlocks(self.scheduler, BLOCK)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.world)
         self._depth = 2 if setup.asynchronous_scheduling else 1
         self._queue: deque[tuple[Any, list[StepResult]]] = deque()
@@ -282,7 +287,11 @@ class Engine:
         """Do one round of the engine's loop."""
         launched = False
         if self.scheduler.has_requests() and len(self._queue) < self._depth:
+            self.uncomputed.before()
             output = self.scheduler.schedule()
+            self.uncomputed.after(output)
+            for runner in self.runners:
+                runner.misled = set(self.uncomputed.misled)
             self._queue.appendleft((output, [runner.execute(output) for runner in self.runners]))
             launched = bool(output.total_num_scheduled_tokens)
         if launched and len(self._queue) < self._depth:

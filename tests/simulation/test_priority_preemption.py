@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own scheduler, which leaves blocks in its prefix cache that were never computed."""
 
+import random
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,23 +19,52 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvhaven.engine.epoch import Epoch
 from kvhaven.integrations.vllm.requests import leaves_uncomputed_blocks
-from tests.simulation.engine_world import BLOCK, Setup, make_config, make_kv_cache_config
+from tests.simulation.connector_kit import wait_until
+from tests.simulation.engine_model import Model
+from tests.simulation.engine_world import (
+    BLOCK,
+    PATIENT,
+    Engine,
+    Setup,
+    make_config,
+    make_kv_cache_config,
+)
+from tests.simulation.node import Node, running_node
 
 pytestmark = pytest.mark.slow
+
+TIGHT = Setup(
+    asynchronous_scheduling=False,
+    load_mode="sync",
+    blocks=15,
+    budget=24,
+    policy="priority",
+    long_prefill=8,
+    settings=(*PATIENT, ("step_budget_ms", 1000)),
+)
+"""An engine that preempts a prompt of 50 tokens in the step that scheduled its last 8.
+
+Lookups are answered within their step: the schedule must not depend on the load of the machine."""
+LOW, HIGH = [at * at % 5 for at in range(50)], [4, 4, 4, 0, 4, 4, 1]
+
+
+@pytest.fixture
+def node(short_dir: Path) -> Iterator[Node]:
+    with running_node(short_dir) as started:
+        yield started
 
 
 def test_a_preemption_in_the_step_that_scheduled_a_request_is_noticed(tmp_path: Path) -> None:
     """If this fails because `low` resumes at 40, vLLM has mended it: then drop the distrust."""
-    setup = Setup(asynchronous_scheduling=False, blocks=15, budget=24, policy="priority")
-    config = make_config(tmp_path, setup)
+    config = make_config(tmp_path, TIGHT)
     config.kv_transfer_config = None
-    config.scheduler_config.long_prefill_token_threshold = 8
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
     scheduler = Scheduler(
         config,
-        make_kv_cache_config(setup),
+        make_kv_cache_config(TIGHT),
         StructuredOutputManager(config),
         block_size=BLOCK,
         log_stats=True,
@@ -87,3 +119,75 @@ def test_a_preemption_in_the_step_that_scheduled_a_request_is_noticed(tmp_path: 
     cached = output.scheduled_cached_reqs
     resumed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     assert resumed["low"] == 44  # of these, 4 were never computed
+
+
+def save_after_the_preemption(engine: Engine, who: str) -> None:
+    """Have `low` preempted in the step that scheduled it; it or an equal prompt goes on."""
+    engine.wait_ready()
+    engine.add("low", LOW, 3, priority=1)
+    while engine.requests["low"].num_computed_tokens < 24:
+        engine.step()
+    engine.add("high", HIGH, 3, priority=0)
+    while not engine.requests["low"].num_preemptions:
+        engine.step()
+    assert engine.uncomputed.count, "vLLM's cache is right: the schedule does not show it"
+    if who == "equal":
+        engine.abort("low")
+        engine.add("equal", LOW, 3, priority=1)
+    drain(engine)
+    assert engine.uncomputed.ever_misled == {who}
+
+
+def load_everything_again(engine: Engine, node: Node) -> None:
+    """Have the same prompt served without vLLM's cache; a device compares all KV that it reads."""
+
+    def committed() -> bool:
+        catalog = node.status().catalog
+        return bool(catalog.resident_chunks) and not catalog.reserved_bytes
+
+    wait_until(committed)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("again", LOW, 3)
+    drain(engine)
+    assert engine.outputs["again"] == engine.model.continuation(None, LOW, 3)
+
+
+def drain(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+        engine.tick()
+    for device in engine.devices:
+        device.synchronize()
+
+
+@pytest.mark.parametrize("tails", [False, True], ids=["chunks", "tails"])
+@pytest.mark.parametrize("who", ["low", "equal"])
+def test_kv_that_vllm_never_computed_is_not_saved(
+    who: str, tails: bool, short_dir: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = replace(TIGHT, tails=tails, service_address=node.address)
+    engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
+    try:
+        save_after_the_preemption(engine, who)
+        load_everything_again(engine, node)
+        assert engine.counters["hit_tokens"] > 0  # the chunks that were computed
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("tails", [False, True], ids=["chunks", "tails"])
+@pytest.mark.parametrize("who", ["low", "equal"])
+def test_without_the_distrust_it_would_be_saved_and_served(
+    who: str, tails: bool, short_dir: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Epoch, "distrust_cache", lambda *_: None)
+    setup = replace(TIGHT, tails=tails, service_address=node.address)
+    engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
+    try:
+        save_after_the_preemption(engine, who)
+        with pytest.raises(AssertionError, match="is not that of its prompt"):
+            load_everything_again(engine, node)
+    finally:
+        for device in engine.devices:
+            device.abandon()
+        engine.close()

@@ -282,7 +282,9 @@ def test_nodes_at_work_read_each_other_right_while_nodes_are_killed(short_dir: P
 def test_a_listener_that_others_reach_needs_a_token(token: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no token is set; set peer_token_file"):
         require_secret(parse_address("0.0.0.0:7420", "peer_listen"), secret=False)
-    require_secret(parse_address("0.0.0.0:7420", "peer_listen"), secret=bool(read_token(str(token))))
+    require_secret(
+        parse_address("0.0.0.0:7420", "peer_listen"), secret=bool(read_token(str(token)))
+    )
     for loopback in ("127.0.0.1:1", "[::1]:1", "localhost"):
         require_secret(parse_address(loopback, "peer_listen"), secret=False)
     (tmp_path / "short").write_text("abc\n")

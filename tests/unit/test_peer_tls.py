@@ -208,9 +208,11 @@ async def test_a_node_with_certificates_says_that_the_other_has_none(authority: 
 
 
 def test_the_token_counts_beside_the_certificate(authority: Authority) -> None:
-    with listening(authority.node("b"), TOKEN) as listener:
-        with pytest.raises(PeerError, match="another token"):
-            dial(local(listener.port), "me", b"", authority.node("a"), 5)
+    with (
+        listening(authority.node("b"), TOKEN) as listener,
+        pytest.raises(PeerError, match="another token"),
+    ):
+        dial(local(listener.port), "me", b"", authority.node("a"), 5)
 
 
 def test_a_ticket_is_good_for_one_connection_and_for_chunks_alone(authority: Authority) -> None:

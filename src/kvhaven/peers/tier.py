@@ -287,9 +287,6 @@ class PeerTier:
     async def _look_after(self, peer: Peer) -> None:
         if peer.own:
             return
-        probing = peer.breaker.take_probe()
-        if not (probing or peer.breaker.closed):
-            return
         try:
             node = await peer.ping()
         except Exception as error:  # noqa: BLE001  this peer is away; the others are kept
@@ -306,5 +303,6 @@ class PeerTier:
                 _log.info("%s: connected, node %s", peer.title, node[:8])
             peer.own = node == self.node
             peer.up, peer.error = True, ""
-        if probing:
-            peer.breaker.probed(success=peer.up)
+            # Not before: a pause that grew while it was away would go on when it is back.
+            if peer.breaker.take_probe():
+                peer.breaker.probed(success=True)

@@ -27,6 +27,7 @@ from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
 from kvhaven.peers.wire import Following, Offer, Progress
 from kvhaven.tiers.base import Namespace, StoredShard
+from kvhaven.tiers.executor import be_nice
 from kvhaven.types import (
     Checksum,
     ChunkKey,
@@ -105,6 +106,7 @@ def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) ->
     """Read the same bytes; return GB/s."""
 
     def read(sock: socket.socket, part: Sequence[memoryview]) -> None:
+        be_nice()
         for buffer in part:
             sock.sendall(b"!")
             got, hashed = 0, xxhash.xxh3_128()
@@ -190,6 +192,7 @@ def _serve(orders: Connection) -> None:
     orders.send((listener.port, bare.getsockname()[1]))
 
     def serve(sock: socket.socket) -> None:
+        be_nice()
         at = 0
         while sock.recv(1):
             sock.sendall(held.map[at * _SHARD : (at + 1) * _SHARD])

@@ -42,7 +42,7 @@ from kvhaven.types import (
 _SHARD: Final = 4 << 20
 _SHARDS: Final = 64
 _STREAMS: Final = 2
-_ROUNDS: Final = 7
+_ROUNDS: Final = 15
 _WANTED: Final = 0.85
 _ID: Final = ShardId(0, (0, 1), (0, 1))
 _SPACE: Final = Namespace(NamespaceDigest(b"f" * 32), {}, ShardTable((Shard(_ID, _SHARD),)))

@@ -50,12 +50,11 @@ class Link:
     far: Namespace
 
     def limit(self, rate: str) -> None:
-        """Limit both directions to a rate, such as `200mbit`. Raises `NoLinkError`."""
+        """Limit both directions to a rate, such as `200mbit`; empty: no limit."""
+        kind = f"tbf rate {rate} burst {_BURST} limit {_QUEUE}" if rate else "noqueue"
         for end in (self.near, self.far):
             with end.inside():
-                _run(
-                    f"tc qdisc replace dev bench root tbf rate {rate} burst {_BURST} limit {_QUEUE}"
-                )
+                _run(f"tc qdisc replace dev bench root {kind}")
 
 
 @contextlib.contextmanager

@@ -107,14 +107,16 @@ class _Seen(Node):
         return len(digests) * self._memory.cached(self.asked) // len(self.asked)
 
 
-def measure(say: Callable[[str], None]) -> list[Result]:
-    """Simulate both kinds of fleet with several seeds."""
+def measure(
+    say: Callable[[str], None], seconds: float = _SECONDS, seeds: int = _SEEDS
+) -> list[Result]:
+    """Simulate both kinds of fleet for some seconds of requests, with several seeds."""
     results = []
     for name, prefill, decode in (("", 0, 4), (".apart", 3, 2)):
         found: dict[str, list[float]] = {}
         limits: list[float] = []
-        for seed in range(_SEEDS):
-            prompts = _prompts(random.Random(seed))
+        for seed in range(seeds):
+            prompts = _prompts(random.Random(seed), seconds)
             for policy in (_ROUTER, _INFORMED, _ROUND_ROBIN):
                 fleet = _Fleet(prefill, decode, policy)
                 fleet.run(prompts)
@@ -132,7 +134,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
         results.append(at_least(row, found[_ROUTER], "of tokens", limits, _WANTED, _BEST))
         for suffix, policy in ((".informed", _INFORMED), (".round_robin", _ROUND_ROBIN)):
             value = statistics.median(found[policy])
-            results.append(Result(row + suffix, value, "of tokens", limit, _SEEDS, _BEST))
+            results.append(Result(row + suffix, value, "of tokens", limit, seeds, _BEST))
     return results
 
 
@@ -234,12 +236,12 @@ class _Fleet:
         heapq.heappush(self._events, (time, next(self._numbers), event))
 
 
-def _prompts(chance: random.Random) -> list[_Prompt]:
+def _prompts(chance: random.Random, seconds: float) -> list[_Prompt]:
     """Return the requests of conversations and about documents, by time."""
     systems = [_words(chance, chance.randint(2_000, 16_000)) for _ in range(12)]
     documents = [_words(chance, chance.randint(8_000, 60_000)) for _ in range(60)]
     prompts: list[_Prompt] = []
-    for begin in _times(chance, _CONVERSATIONS_PER_S):
+    for begin in _times(chance, _CONVERSATIONS_PER_S, seconds):
         at, messages = begin, [{"role": "system", "content": chance.choice(systems)}]
         for _ in range(chance.randint(1, 12)):
             question = _words(chance, chance.randint(100, 3_000))
@@ -248,17 +250,17 @@ def _prompts(chance: random.Random) -> list[_Prompt]:
             prompts.append(_Prompt(at, messages, answer))
             messages = [*messages, {"role": "assistant", "content": answer}]
             at += _DECODE_S + chance.expovariate(1 / 20)
-    for at in _times(chance, _QUESTIONS_PER_S):
+    for at in _times(chance, _QUESTIONS_PER_S, seconds):
         rank = min(int(chance.paretovariate(0.6)), len(documents))  # some are asked about often
         question = documents[rank - 1] + _words(chance, 200)
         prompts.append(_Prompt(at, [{"role": "user", "content": question}], _words(chance, 500)))
     return sorted(prompts, key=lambda prompt: prompt.at)
 
 
-def _times(chance: random.Random, rate: float) -> Iterator[float]:
+def _times(chance: random.Random, rate: float, seconds: float) -> Iterator[float]:
     """Yield the times of random events."""
     at = chance.expovariate(rate)
-    while at < _SECONDS:
+    while at < seconds:
         yield at
         at += chance.expovariate(rate)
 

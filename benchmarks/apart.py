@@ -10,19 +10,27 @@ document each. Values are medians of seconds to the first token; outputs must be
   for the same prompt.
 - `peer.ttft`: the decode node alone, with KV in the prefill node's memory, over 10 Gbit. Limit: 1/8
   of cold. `peer.ttft.fs` is the same value; its limit is from a directory in the page cache.
-- `pd.hidden`: part of the transfer at 200 Mbit that the time to the first token does not show:
-  `1 - (pd - prefill) / (peer - memory)`, all over that link.
+- `pd.hidden`: part of the transfer at 200 Mbit that the time to the first token does not show. The
+  benchmark sends both requests itself, as the router would: `1 - (second - memory) / (peer -
+  memory)`, where `second` is the time from the prefill node's answer to the first token, so that
+  the duration of the prefill, which varies, is not in it.
+- `pd.tail`: tokens that the decode node computes of a prompt that the prefill node has computed,
+  for prompts of every length modulo the chunk size. Limit: 1.
 - `pd.dead`: the prefill node, engine and service, is killed in the middle of its prefill. Limit:
   cold and 3 s.
 """
 
 import contextlib
 import itertools
+import json
+import random
 import statistics
+import string
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -45,9 +53,10 @@ from examples.demo.processes import (
 )
 from examples.demo.text import make_document, make_questions
 from examples.fleet.fleet import post, stream
+from kvhaven.router.body import RequestBody
 
 _DOCUMENT_TOKENS: Final = 8100
-_PROMPTS: Final = 3
+_PROMPTS: Final = 5
 _OUTPUT_TOKENS: Final = 8
 _PORT: Final = 7420
 _FAST: Final = "10gbit"
@@ -91,7 +100,7 @@ class _Nodes:
         ports = (free_port(), free_port())
         if ends is not None:
             hosts, ports = (ends.near.address, ends.far.address), (_PORT, _PORT)
-        self._addresses = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
+        self.addresses = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
         token = runtime / "token"
         token.write_text("a token of both nodes, for this benchmark")
         token.chmod(0o600)
@@ -108,7 +117,7 @@ class _Nodes:
         port = free_port()
         line = [sys.executable, "-m", "kvhaven.cli", "route", "--listen", f"127.0.0.1:{port}"]
         line += ["--prefill", self.engines[0].url]
-        line += ["--decode", f"{self.engines[1].url}={self._addresses[1]}"]
+        line += ["--decode", f"{self.engines[1].url}={self.addresses[1]}"]
         router = self._stack.enter_context(server(line, port, BENCH / "apart-router.log"))
         router.wait()
         self.router = router.url
@@ -145,8 +154,8 @@ class _Nodes:
 
     def _shared(self, number: int) -> dict[str, object]:
         return {
-            "peer_listen": self._addresses[number],
-            "peers": " ".join(self._addresses),
+            "peer_listen": self.addresses[number],
+            "peers": " ".join(self.addresses),
             "peer_token_file": self._runtime / "token",
         }
 
@@ -180,14 +189,19 @@ class _Measurement:
         self._nodes, self._ends, self._folder, self._say = nodes, ends, folder, say
         self._texts: dict[str, str] = {}
         self._times: dict[str, list[float]] = {}
+        self._computed = 0.0
+        """Tokens that the decode node computed of a short prompt, on average."""
 
     def run(self) -> list[Result]:
         """Return all results."""
         prompts = _prompts()
+        for engine in self._nodes.engines:  # the first long prompt takes longer
+            stream(engine.url, next(prompts), 1)
         for _ in range(_PROMPTS):
-            self._pass("", _FAST, next(prompts))
+            self._pass(next(prompts))
             if self._ends is not None:
-                self._pass(f".{_SLOW}", _SLOW, next(prompts))
+                self._slow_pass(self._ends, next(prompts))
+        self._tails()
         self._kill(list(islice(prompts, _PROMPTS)))
         self._nodes.decode_alone(self._folder)
         for prompt in islice(prompts, _PROMPTS):
@@ -198,23 +212,63 @@ class _Measurement:
             self._ask("fs", prompt, cached=True)
         return self._results()
 
-    def _pass(self, suffix: str, rate: str, prompt: str) -> None:
-        """Ask one prompt in each way."""
+    def _pass(self, prompt: str) -> None:
+        """Ask a prompt in each way."""
         nodes = self._nodes
-        self._limit(rate)
+        if self._ends is not None:
+            self._ends.limit(_FAST)
         nodes.empty(0, 1)
-        self._ask(f"prefill{suffix}", prompt, nodes.engines[0].url)
+        self._ask("prefill", prompt, nodes.engines[0].url)
         nodes.empty()
-        self._ask(f"peer{suffix}", prompt, cached=True)
+        self._ask("peer", prompt, cached=True)
         nodes.empty()
-        self._ask(f"memory{suffix}", prompt, cached=True)
+        self._ask("memory", prompt, cached=True)
+        if self._ends is not None:
+            self._ends.limit("")
         nodes.empty(0, 1)
-        if not suffix:
-            self._limit("")
-        self._ask(f"pd{suffix}", prompt, nodes.router, cached=True)
-        if not suffix:
-            nodes.empty(0, 1)
-            self._ask("cold", prompt)
+        self._ask("pd", prompt, nodes.router, cached=True)
+        nodes.empty(0, 1)
+        self._ask("cold", prompt)
+
+    def _slow_pass(self, ends: Link, prompt: str) -> None:
+        """Ask a prompt over the slow link."""
+        ends.limit(_SLOW)
+        self._nodes.empty(0, 1)
+        self._ask_apart(prompt)
+        self._nodes.empty(1)
+        self._ask("slow.peer", prompt, cached=True)
+        self._nodes.empty()
+        self._ask("slow.memory", prompt, cached=True)
+        ends.limit("")
+
+    def _ask_apart(self, prompt: str) -> None:
+        """Have the prefill node compute a prompt, then the decode node answer it."""
+        fields = {"model": "demo", "prompt": prompt, "temperature": 0}
+        body = RequestBody("/v1/completions", json.dumps(fields).encode())
+        prefill = body.for_prefill(self._nodes.addresses[1])
+        request = urllib.request.Request(
+            f"{self._nodes.engines[0].url}/v1/completions",
+            prefill,
+            {"Content-Type": "application/json"},
+        )
+        began = time.perf_counter()
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            params = json.load(answer)["kv_transfer_params"]
+        self._note("slow.first", time.perf_counter() - began)
+        self._ask("slow.second", prompt, cached=True, kv_transfer_params=params)
+
+    def _tails(self) -> None:
+        """Ask short prompts of all lengths modulo the chunk size through the router."""
+        self._nodes.empty(0, 1)
+        chance = random.Random(1)
+        before = _tokens_of(self._nodes.engines[1])
+        for length in range(CHUNK + 1, 2 * CHUNK + 1):
+            stream(self._nodes.router, "".join(chance.choices(string.ascii_letters, k=length)), 1)
+        prompts, hits = (
+            now - then for now, then in zip(_tokens_of(self._nodes.engines[1]), before, strict=True)
+        )
+        self._computed = (prompts - hits) / CHUNK
+        self._say(f"tails: {prompts:.0f} tokens, {hits:.0f} were hits")
 
     def _kill(self, prompts: Sequence[str]) -> None:
         """Kill the prefill node in the middle of a prefill, and ask on after that."""
@@ -228,21 +282,22 @@ class _Measurement:
             self._nodes.empty(1)
             self._ask("cold", prompt)
 
-    def _limit(self, rate: str) -> None:
-        if self._ends is not None:
-            self._ends.limit(rate)
-
-    def _ask(self, row: str, prompt: str, url: str = "", *, cached: bool = False) -> None:
+    def _ask(
+        self, row: str, prompt: str, url: str = "", *, cached: bool = False, **more: object
+    ) -> None:
         """Ask a prompt, of the decode node unless at `url`; `cached`: its full chunks are hits."""
         before = self._nodes.hits()
-        ttft, text = stream(url or self._nodes.engines[1].url, prompt, _OUTPUT_TOKENS)
+        ttft, text = stream(url or self._nodes.engines[1].url, prompt, _OUTPUT_TOKENS, **more)
         hits = self._nodes.hits() - before
         if text != self._texts.setdefault(prompt, text):
             raise ProcessError(f"{row}: the output differs: {text!r}")
         if cached != (hits >= _DOCUMENT_TOKENS // CHUNK):
             raise ProcessError(f"{row}: {hits} chunks were hits")
-        self._times.setdefault(row, []).append(ttft)
-        self._say(f"{row}: {ttft:.3f} s")
+        self._note(row, ttft)
+
+    def _note(self, row: str, seconds: float) -> None:
+        self._times.setdefault(row, []).append(seconds)
+        self._say(f"{row}: {seconds:.3f} s")
 
     def _results(self) -> list[Result]:
         median = {row: statistics.median(times) for row, times in self._times.items()}
@@ -257,14 +312,18 @@ class _Measurement:
             at_most("peer.ttft.fs", median["peer"], "s", median["fs"], _PROMPTS, "ttft.fs"),
             at_most("pd.dead", dead, "s", cold + 3, _PROMPTS, "cold and 3 s; the slowest"),
         ]
+        results.append(
+            at_most("pd.tail", self._computed, "tokens", 1, CHUNK, "1 token for every length")
+        )
         if self._ends is not None:
-            names = [f"{name}.{_SLOW}" for name in ("pd", "prefill", "peer", "memory")]
+            names = ("slow.second", "slow.peer", "slow.memory")
             rows = zip(*(self._times[name] for name in names), strict=True)
-            hidden = [1 - (pd - prefill) / (peer - memory) for pd, prefill, peer, memory in rows]
-            transfer = median[names[2]] - median[names[3]]
+            hidden = [1 - (second - memory) / (peer - memory) for second, peer, memory in rows]
+            transfer = median["slow.peer"] - median["slow.memory"]
             results += [
                 at_least("pd.hidden", hidden, "of transfer", [1.0], 0.8, "the whole transfer"),
                 plain("pd.hidden.transfer", transfer, "s", _PROMPTS),
+                plain("pd.hidden.prefill", median["slow.first"], "s", _PROMPTS),
             ]
         return results
 
@@ -276,6 +335,18 @@ def _prompts() -> Iterator[str]:
     """
     for seed in itertools.count(1):
         yield make_questions(make_document(_DOCUMENT_TOKENS, seed), 1)[0].prompt
+
+
+def _tokens_of(engine: Server) -> tuple[float, float]:
+    """Return the tokens of all prompts, and how many of them were hits, by vLLM's counters."""
+    names = ("vllm:prompt_tokens_total{", "vllm:external_prefix_cache_hits_total{")
+    with urllib.request.urlopen(f"{engine.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    prompts, hits = (
+        sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+        for name in names
+    )
+    return prompts, hits
 
 
 def _until(met: Callable[[], object], problem: str) -> None:

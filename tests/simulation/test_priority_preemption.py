@@ -57,7 +57,7 @@ def node(short_dir: Path) -> Iterator[Node]:
 
 
 def starts_of(output: SchedulerOutput) -> dict[str, int]:
-    """Return the computed tokens of each scheduled request; vLLM's V2 runner resumes as it starts."""
+    """Return the computed tokens of each scheduled request; some resume as new ones."""
     cached = output.scheduled_cached_reqs
     starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

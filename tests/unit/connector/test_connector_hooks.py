@@ -423,6 +423,7 @@ def test_risc_v_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 TURNS_REUSE_OFF = {
+    "benchmarks/forward/main.py": "it runs no engine for clients",
     "v1/engine/core.py": "attention that is not causal: refused by the KV's spec",
     "config/vllm.py": "an encoder alone: it has no KV",
     "engine/arg_utils.py": "RISC-V: require_supported_model",

@@ -241,9 +241,9 @@ def test_random_frames_end_their_own_connection_at_most(
                     greet(bad, "bad", TOKEN, END)
                 with contextlib.suppress(KVHavenError):
                     bad.send_bytes(memoryview(b"".join(frames)), END)
-                    bad._socket.shutdown(socket.SHUT_WR)
-                    bad._socket.settimeout(60)
                 with contextlib.suppress(OSError):
+                    bad._socket.settimeout(60)
+                    bad._socket.shutdown(socket.SHUT_WR)
                     while bad._socket.recv(1 << 20):
                         pass
             good.send(Has(SPACE.digest, PIECE.shard.key), END)

@@ -41,7 +41,7 @@ from tests.unit.test_peers import local, reached
 
 _log = logging.getLogger(__name__)
 
-READS = int(os.environ.get("KVHAVEN_EVENTS", "60"))
+READS = int(os.environ.get("KVHAVEN_EVENTS", "40"))
 SEEDS = 20
 FAULTS = msgspec.structs.replace(EVERYTHING, stall=0.003)
 PEER_S = 0.1

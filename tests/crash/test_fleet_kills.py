@@ -181,7 +181,7 @@ async def disturb(
         await asyncio.to_thread(process.process.wait)
         await asyncio.to_thread(process.start)
     else:
-        await asyncio.sleep(dice.random() * 2)
+        await asyncio.sleep(dice.random() * 1.5)
         process.process.send_signal(signal.SIGCONT)
     async with asyncio.timeout(120):
         ends = Counter(await asyncio.gather(*asked))

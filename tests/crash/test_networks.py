@@ -109,7 +109,8 @@ def test_a_link_that_stalls_or_is_cut_ends_every_wait(short_dir: Path) -> None:
         Engine(nodes.a.address) as a,
         Engine(nodes.b.address) as b,
     ):
-        for how in _HOWS * events_of_this_run(1):
+        rounds = events_of_this_run(0)
+        for how in _HOWS * rounds or _HOWS[:3]:
             chain, known = new_prompt(), new_prompt()
             assert a.save(known) == CHUNKS
             fleet = nodes.fleet()

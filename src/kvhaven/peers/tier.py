@@ -8,10 +8,11 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
-from kvhaven.errors import ProtocolError, TierError, TierMissError
-from kvhaven.peers.addresses import Address, resolve
+from kvhaven.errors import ConfigError, ProtocolError, TierError, TierMissError
+from kvhaven.peers.addresses import Address, parse_address, resolve
+from kvhaven.peers.certificates import Certificates
 from kvhaven.peers.peer import AwayError, ChunkName, Peer, PeerStatus
 from kvhaven.peers.wire import (
     PeerError,
@@ -19,7 +20,7 @@ from kvhaven.peers.wire import (
 from kvhaven.tiers.base import Namespace, StoredShard, TierAudit, TierHealth
 from kvhaven.tiers.executor import Lane, TierExecutor
 from kvhaven.tiers.format.codec import DamagedShardError
-from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, TenantId
+from kvhaven.types import NO_TENANT, Checksum, ChunkKey, NamespaceDigest, TenantId
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,18 @@ _PING_S: Final = 1.0
 _RESOLVE_S: Final = 5.0
 _MOST_KNOWN: Final = 100_000
 """Chunks whose peer is remembered."""
+
+
+class Register(Protocol):
+    """A place where nodes find each other. Its methods block, and are called in a thread."""
+
+    title: str
+
+    def members(self) -> list[str]:
+        """Register this node again; return the addresses of all. Raises `TierError`."""
+
+    def leave(self) -> None:
+        """Remove this node."""
 
 
 class PeerTier:
@@ -40,7 +53,9 @@ class PeerTier:
 
     `node` is this service's name, different at each start: an address that leads back here is
     ignored. `deadline_s` is the longest silence of a peer. `streams` is the number of shards that
-    are read concurrently from one peer.
+    are read concurrently from one peer. With `certificates`, connections are encrypted. Without
+    `tenants`, chunks of a tenant are neither looked up nor read. Nodes in `registers` are peers,
+    besides those at `addresses`.
     """
 
     name = "peer"
@@ -53,12 +68,19 @@ class PeerTier:
         token: bytes,
         deadline_s: float = 1.0,
         streams: int = 2,
+        certificates: Certificates | None = None,
+        tenants: bool = True,
+        registers: Sequence[Register] = (),
     ) -> None:
         self.node = uuid.uuid4().hex
         self._addresses = tuple(addresses)
+        self._registers = tuple(registers)
+        self._registered: dict[Register, list[Address]] = {}
         self._token = token
         self._deadline_s = deadline_s
         self._streams = streams
+        self._certificates = certificates
+        self._tenants = tenants
         self._peers: dict[Address, Peer] = {}
         self._where: dict[ChunkName, Peer] = {}
         self._names = TierExecutor(1)
@@ -114,6 +136,10 @@ class PeerTier:
         """Disconnect."""
         if self._keeper is not None:
             self._keeper.cancel()
+        for register in self._registers:
+            with contextlib.suppress(TierError, TimeoutError):  # the entry expires
+                async with asyncio.timeout(deadline_s):
+                    await self._names.run(Lane.READ, register.leave)
         closing = [peer.close(deadline_s) for peer in self._peers.values()]
         await asyncio.gather(self._names.close(deadline_s), *closing)
         if self._keeper is not None:  # its call has ended now, or is abandoned
@@ -135,7 +161,8 @@ class PeerTier:
         """Ask all peers for the chunks of these shards."""
         wanted: dict[tuple[NamespaceDigest, TenantId], dict[ChunkKey, None]] = {}
         for shard in shards:
-            wanted.setdefault((shard.namespace, shard.tenant), {})[shard.key] = None
+            if self._tenants or shard.tenant == NO_TENANT:
+                wanted.setdefault((shard.namespace, shard.tenant), {})[shard.key] = None
         usable = self._usable()
         there: set[ChunkName] = set()
         answered = False
@@ -149,13 +176,15 @@ class PeerTier:
                 peer.found += len(found)
                 for chunk in found:
                     self.located(chunk, peer)
-        if shards and not answered:
+        if wanted and not answered:
             raise TierError(f"no peer answered: {self._last_error}")
         return [(shard.namespace, shard.tenant, shard.key) in there for shard in shards]
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read from the peer that had the chunk, or from any other that has it."""
         best = self._where.get((shard.namespace, shard.tenant, shard.key))
+        if not (self._tenants or shard.tenant == NO_TENANT):
+            raise TierMissError("peer_tenants is off: chunks of tenants stay on their nodes")
         peers = sorted(self._usable(), key=lambda peer: peer is not best)
         if not peers:
             raise TierError(f"no peer can be reached: {self._last_error}")
@@ -263,9 +292,22 @@ class PeerTier:
                 # Its members stay while the name service is away.
                 self._last_error = f"{address} cannot be resolved: {error}"
             found |= dict.fromkeys(self._resolved.get(address, ()))
+        for register in self._registers:
+            try:
+                words = await self._names.run(Lane.READ, register.members)
+            except TierError as error:
+                self._last_error = str(error)
+            else:
+                self._registered[register] = _addresses(words, register.title)
+            found |= dict.fromkeys(self._registered.get(register, ()))
         for address in [one for one in found if one not in self._peers]:
             self._peers[address] = Peer(
-                address, self.node, self._token, self._deadline_s, self._streams
+                address,
+                self.node,
+                self._token,
+                self._deadline_s,
+                self._streams,
+                self._certificates,
             )
         for address in [one for one in self._peers if one not in found]:
             await self._peers.pop(address).close(self._deadline_s)
@@ -294,3 +336,17 @@ class PeerTier:
             peer.up, peer.error = True, ""
         if probing:
             peer.breaker.probed(success=peer.up)
+
+
+def _addresses(words: Sequence[str], title: str) -> list[Address]:
+    """Return the valid ones of registered addresses; anybody may have written the others."""
+    found = []
+    for word in words:
+        try:
+            address = parse_address(word, title)
+        except ConfigError as error:
+            _log.debug("%s", error)
+            continue
+        if word.isprintable() and not address.dynamic:
+            found.append(address)
+    return found

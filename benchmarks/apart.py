@@ -152,7 +152,7 @@ class _Nodes:
     def hits(self) -> int:
         """Return the chunks that the decode node's engine was given."""
         catalog = self.services[1].status()["catalog"]
-        return int(catalog["hit_chunks"]) + int(catalog["promoted_chunks"])
+        return int(catalog["hit_chunks"]) + int(catalog["awaited_chunks"])
 
     def _connected(self) -> bool:
         return all(one.status()["tiers"]["peer"]["online"] for one in self.services)

@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick servers demo demo-fleet test test-quick test-ceph test-wheels test-vllm bench bench-tiers docs lint format clean
+.PHONY: help setup setup-quick servers demo demo-fleet test test-quick test-ceph test-wheels test-vllm bench bench-tiers bench-fleet docs lint format clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -53,6 +53,9 @@ bench: setup servers  ## Measure, and compare with the limits of this machine
 
 bench-tiers: setup servers  ## Measure disk, shared directory, S3 and Redis, and time to first token from each
 	@$(PYTHON) -m benchmarks tiers
+
+bench-fleet: setup  ## Measure several nodes: transfers, the router, tails, prefill and decode apart
+	@$(PYTHON) -m benchmarks fleet route affinity tails apart
 
 docs:  ## Build the documentation site in build/site; a warning or a broken link fails
 	@$(PYTHON3) scripts/setup-venv --venv .venv-docs --docs

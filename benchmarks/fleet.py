@@ -31,7 +31,7 @@ from kvhaven.errors import KVHavenError
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
-from kvhaven.peers.wire import Following, Offer, Progress
+from kvhaven.peers.wire import Following, Offer, Progress, Pull
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.tiers.executor import be_nice
 from kvhaven.types import (
@@ -224,6 +224,11 @@ class _NoChains:
     def offered(self, node: str, offer: Offer) -> Following:
         """Refuse."""
         del node, offer
+        return Following(yes=False)
+
+    def pulled(self, node: str, pull: Pull) -> Following:
+        """Refuse."""
+        del node, pull
         return Following(yes=False)
 
     def progressed(self, node: str, progress: Progress) -> Following:

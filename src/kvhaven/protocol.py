@@ -64,6 +64,8 @@ MOST_QUOTA: Final = 1 << 50
 Quota = Annotated[int, msgspec.Meta(ge=NO_LIMIT, le=MOST_QUOTA)]
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]  # the length of a path
 Fields = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MOST_FIELDS)]
+MOST_NODE_NAME: Final = 64
+NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NODE_NAME)]
 RequestName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 ListKind = Literal["engines", "namespaces", "settings", "tenants"]
 Rows = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
@@ -257,6 +259,18 @@ class EndChain(Message, frozen=True, tag=True):
     """The request of an `OfferChain` has ended: the engine computes no more chunks for it."""
 
     id: RequestName
+
+
+class PullChain(Message, frozen=True, tag=True):
+    """Another node has prefilled the request of the next `Acquire`: ask it for these chunks.
+
+    `source` is that node's name. `tail` is the key of the tail behind all of `keys` (empty: none).
+    """
+
+    source: NodeName
+    keys: Keys
+    tenant: Tenant = b""
+    tail: MaybeKey = b""
 
 
 class RankModel(Message, frozen=True, tag=True):
@@ -463,6 +477,7 @@ ClientMessage = (
     | Release
     | OfferChain
     | EndChain
+    | PullChain
     | Ready
     | Loaded
     | Reserve

@@ -461,3 +461,91 @@ def test_a_tail_that_is_not_saved_is_given_up_before_chunks_that_may_be(short_di
             assert without_chunk.result() == len(other) - 1
             assert without_tail.answered < without_chunk.answered
         nodes.quiet()
+
+
+def name_of(node: NodeProcess) -> str:
+    """Return the name by which other nodes know a node."""
+    return status_of(node.address).service
+
+
+class Pulling(Asking):
+    """An `Asking` that first has another node send what it has of the chain."""
+
+    def __init__(self, engine: Engine, source: str, keys: Sequence[ChunkKey]) -> None:
+        super().__init__(engine, keys, tail=TAIL)
+        self.source = source
+
+    def run(self) -> None:
+        self.engine.scheduler.client.pull_chain(self.source, self.keys, tail=self.tail)
+        super().run()
+
+
+def test_a_chain_is_pulled_from_the_node_that_computed_it_with_its_tail(short_dir: Path) -> None:
+    """Its last chunks may still be on their way when the decode request comes."""
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            assert p.save(KEYS[:8]) == 8
+            late = p.ranks[0].reserve([*KEYS[8:]], KEYS[7], save=99)
+            behind = p.ranks[0].reserve([TAIL], KEYS[-1], save=100, tail=TAIL_TOKENS)
+            asking = Pulling(d, name_of(nodes.p), KEYS)
+            asking.start()
+            asking.pending.wait(60)
+            rank = p.ranks[0]
+            rank.client.commit([rank.write(grant) for grant in late])
+            rank.client.commit([rank.write(grant, tail=TAIL_TOKENS) for grant in behind])
+            assert asking.result() == len(KEYS) + 1
+        nodes.quiet()
+
+
+def test_what_the_other_node_does_not_have_is_not_waited_for(short_dir: Path) -> None:
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            assert p.save(KEYS[:8]) == 8
+            asking = Pulling(d, name_of(nodes.p), KEYS)
+            asking.start()
+            assert asking.result() == 8
+        nodes.quiet()
+
+
+@pytest.mark.parametrize("source", ["nobody", "one that does not know the asker"])
+def test_a_node_that_cannot_be_asked_for_a_chain_is_asked_for_chunks(
+    short_dir: Path, source: str
+) -> None:
+    port = free_port()
+    with (
+        node_of(short_dir, "p", port) as there,
+        node_of(short_dir, "d", free_port(), port) as here,
+    ):
+        with Engine(there.address) as p, Engine(here.address) as d:
+            connected(here)
+            assert p.save(KEYS) == len(KEYS)
+            name = name_of(there) if source != "nobody" else source
+            asking = Pulling(d, name, KEYS)
+            asking.start()
+            assert asking.result() == len(KEYS)
+        for node in (there, here):
+            await_no_chains(node)
+            settled(node.address)
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_a_node_that_dies_while_it_is_asked_for_a_chain_is_not_waited_for(
+    short_dir: Path, end: str
+) -> None:
+    with (
+        fleet(short_dir, pd_stall_ms=500) as nodes,
+        Engine(nodes.p.address) as p,
+        Engine(nodes.d.address) as d,
+    ):
+        assert p.save(KEYS[:8]) == 8
+        late = p.ranks[0].reserve([KEYS[8]], KEYS[7], save=99)
+        assert late
+        asking = Pulling(d, name_of(nodes.p), KEYS)
+        asking.start()
+        asking.pending.wait(60)
+        with nodes.p.frozen() if end == "stop" else contextlib.nullcontext():
+            if end == "kill":
+                nodes.p.kill()
+            assert asking.result() <= 8
+            await_no_chains(nodes.d)
+            settled(nodes.d.address)

@@ -48,6 +48,7 @@ class FakeTiers:
         self._reads: list[tuple[TierRead, Copy]] = []
         self._writes: list[tuple[TierWrite, Copy]] = []
         self._lookups: list[tuple[TierLookup, Found]] = []  # with what was there when asked
+        self._expected: set[tuple[TierName, int]] = set()
         self._scanning = Counter[TierName]()  # scans; one may begin before another has ended
         self._stores: dict[TierName, dict[ChunkKey, Stored]] = {spec.name: {} for spec in TIERS}
 
@@ -111,6 +112,11 @@ class FakeTiers:
         world = self._world
         action, before = pair = world.pick(self._lookups)
         self._lookups.remove(pair)
+        if (action.tier, action.number) in self._expected and world.one_in(4):
+            world.heard.expect(action.tier, action.keys[0])
+            world.counts["withdrawn"] += 1
+            world.catalog.withdrawn(action.tier, action.number)
+            return
         complete = action.namespace.table.complete
         failed = not world.online[action.tier] or world.one_in(8)
         found = before if world.one_in(3) else self._see(action)
@@ -138,6 +144,7 @@ class FakeTiers:
             assert (part.namespace.digest, part.tenant.id) == (digest, tenant), "of somebody else"
             action = TierLookup(tier, number, BY_DIGEST[digest], (key,), tenant)
             self._lookups.append((action, {}))
+            self._expected.add((tier, number))
             world.heard.expect(tier, key)
         world.counts["expected"] += bool(numbers)
         world.counts["tail expected"] += tail in numbers

@@ -490,6 +490,15 @@ def _break_order_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Entry, "order", property(lambda entry: entry.extent.length))
 
 
+def _break_withdrawals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have leases wait for ever for chunks of which the other node cannot tell."""
+
+    def silent(self: Leases, tier: TierName, number: int) -> None:
+        self._tiers.presence(tier).withdraw(number)
+
+    monkeypatch.setattr(Leases, "withdraw", silent)
+
+
 def _break_keeping_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tails that another node will read be evicted first."""
     monkeypatch.setattr(ResidentChunks, "keep", lambda _, __: None)
@@ -597,6 +606,7 @@ BREAKAGES = [
     _break_age_of_tails,
     _break_use_of_tails,
     _break_order_of_tails,
+    _break_withdrawals,
     _break_keeping_of_tails,
     _break_end_of_keeping,
     _break_arrival_of_tails,

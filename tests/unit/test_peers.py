@@ -31,6 +31,7 @@ from kvhaven.peers.wire import (
     Ping,
     Pong,
     Progress,
+    Pull,
     SilentPeerError,
     Stream,
     welcome,
@@ -78,6 +79,9 @@ class NoChains:
     """A receiver that expects nothing."""
 
     def offered(self, node: str, offer: Offer) -> Following:
+        return Following(yes=False, reason="a test")
+
+    def pulled(self, node: str, pull: Pull) -> Following:
         return Following(yes=False, reason="a test")
 
     def progressed(self, node: str, progress: Progress) -> Following:

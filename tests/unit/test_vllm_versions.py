@@ -152,7 +152,6 @@ def test_a_version_with_all_names_passes(tmp_path: Path, surface: Path) -> None:
         ("base", "def delivers", "def serves", "KVConnectorBase_V1 has no delivers"),
         ("base", "def _private", "def news", "news: a hook that the surface lacks"),
         ("scheduler", "connector.start(request)", "pass", "nothing in vLLM calls it"),
-        ("base", "def _private", "def begin(self): self.start()\n    def _p", "begin: a hook that"),
     ],
 )
 def test_a_version_that_differs_is_seen(
@@ -162,6 +161,19 @@ def test_a_version_that_differs_is_seen(
     done = checker("check", folder, "--surface", surface)
     assert done.returncode == 1
     assert said in done.stdout
+
+
+def test_a_hook_that_the_base_class_itself_calls_is_called(tmp_path: Path, surface: Path) -> None:
+    passes_on = "def begin(self): self.start(1)\n" + " " * 12 + "def _private"
+    changed = {"base": ("def _private", passes_on)}
+    unused = {"scheduler": ("connector.start(request)", "pass")}
+    used = {"scheduler": ("connector.start(", "connector.begin(")}
+    said = [
+        checker("check", package(tmp_path / name, changed=changed | more), "--surface", surface)
+        for name, more in (("unused", unused), ("used", used))
+    ]
+    assert ["nothing in vLLM calls it" in one.stdout for one in said] == [True, False]
+    assert all("begin: a hook that the surface lacks" in one.stdout for one in said)
 
 
 def test_an_optional_name_and_one_of_later_versions_may_lack(tmp_path: Path, surface: Path) -> None:

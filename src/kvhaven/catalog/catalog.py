@@ -426,6 +426,14 @@ class Catalog:
         self._leases.prefetch(NO_SESSION, part, keys, tail)
         return numbers
 
+    def withdrawn(self, tier: TierName, number: int) -> None:
+        """End a lookup of `expected` without an answer: the other node cannot tell.
+
+        Leases that wait for it go on as if the chunk had never been expected, and look it up.
+        Raises `KVHavenError` for a lookup that is not pending.
+        """
+        self._leases.withdraw(tier, number)
+
     def arrived(
         self,
         tier: TierName,

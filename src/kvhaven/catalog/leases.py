@@ -162,6 +162,10 @@ class Leases:
         if lookup is not None:
             self._work.start(self._tell(lookup))
 
+    def withdraw(self, tier: TierName, number: int) -> None:
+        """Drop a lookup that nobody will answer; see `Catalog.withdrawn`."""
+        self._work.start(self._tell(self._tiers.presence(tier).withdraw(number)))
+
     def tier_offline(self, tier: TierName) -> None:
         """End the wait of all leases for lookups in a tier."""
         self._work.start(self._tell(*self._lookups.offline(tier)))

@@ -119,10 +119,14 @@ class SharedTierIndex(TierTransfers):
             numbers[key] = lookup.number
         return numbers
 
-    def answered(self, number: int, found: Mapping[ChunkKey, int] | None, tail: int = 0) -> Lookup:
-        """Process an answer (see `Catalog.tier_looked_up`) and return its lookup."""
+    def withdraw(self, number: int) -> Lookup:
+        """Drop a lookup without an answer and return it."""
+        return self._ended(number, ())
+
+    def _ended(self, number: int, found: Iterable[ChunkKey]) -> Lookup:
+        """Drop a pending lookup that names all of `found`, and return it."""
         lookup = self.lookups.get(number)
-        if lookup is None or (found is not None and not found.keys() <= set(lookup.keys)):
+        if lookup is None or not set(found) <= set(lookup.keys):
             raise KVHavenError(
                 f"lookup {number} of tier {self.spec.name} is not pending, or does not name these "
                 "chunks; answer each TierLookup once, for the chunks that it names"
@@ -130,6 +134,12 @@ class SharedTierIndex(TierTransfers):
         del self.lookups[number]
         for key in lookup.keys:
             del self.pending[key]
+        return lookup
+
+    def answered(self, number: int, found: Mapping[ChunkKey, int] | None, tail: int = 0) -> Lookup:
+        """Process an answer (see `Catalog.tier_looked_up`) and return its lookup."""
+        lookup = self._ended(number, found or ())
+        for key in lookup.keys:
             present = found is not None and found.get(key, 0) == lookup.namespace.complete
             self.found += present
             # A chunk written since the lookup began is present, whatever the lookup saw.

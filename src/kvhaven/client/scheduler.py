@@ -26,6 +26,7 @@ from kvhaven.protocol import (
     ModelState,
     OfferChain,
     Prefetch,
+    PullChain,
     RankModel,
     Release,
     ServiceMessage,
@@ -173,6 +174,18 @@ class SchedulerClient:
         if (keys or tail is not None) and self.responsive:
             wanted, behind = b"".join(keys[:MOST_KEYS]), _behind(keys, tail)
             self._link.post(OfferChain(request, to, wanted, tenant, behind))
+
+    def pull_chain(
+        self,
+        source: str,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
+        tail: ChunkKey | None = None,
+    ) -> None:
+        """Have the node `source`, which has prefilled this chain, send it; `ask` follows."""
+        if (keys or tail is not None) and self.responsive:
+            wanted, behind = b"".join(keys[:MOST_KEYS]), _behind(keys, tail)
+            self._link.post(PullChain(source, wanted, tenant, behind))
 
     def end_chain(self, request: str) -> None:
         """Note that a request whose chain was announced has ended."""

@@ -60,7 +60,13 @@ class Lookups:
         if state.lease_id is None:
             if self._clock() < state.ask_after:
                 return Outcome.MISS
-            awaited_s = self._awaited_s if state.request.transfer.awaited else None
+            transfer = state.request.transfer
+            awaited_s = self._awaited_s if transfer.awaited else None
+            if transfer.awaited and transfer.source and not state.pulled:
+                state.pulled = True
+                self._client.pull_chain(
+                    transfer.source, keys[first:], state.chain.tenant, state.tail
+                )
             state.lease_id = self._client.ask(
                 keys[first:], state.chain.tenant, state.tail, awaited_s
             )

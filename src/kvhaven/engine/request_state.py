@@ -65,6 +65,8 @@ class RequestState:
         """Whether its chunks were announced to another node."""
         self.asks_tail = self.saves_tail = False
         """Whether the tail of its prompt is looked up, and saved, too."""
+        self.pulled = False
+        """Whether the node that prefilled it was asked for its chunks."""
         self.planned_tail = False
         """Whether the tail of its prompt has a planned save or needs none."""
         self.tail: ChunkKey | None = None

@@ -282,6 +282,11 @@ class SchedulerSide:
         for request_id in finished_loads:
             self._epoch.load_ended(request_id)
 
+    @property
+    def service(self) -> str:
+        """The name of the node service, by which other nodes know it; empty before the first."""
+        return self._client.service
+
     def finished(self, request: EngineRequest) -> None:
         """Note that a request ended or was aborted; its blocks are fenced, not retained."""
         state = self._states.pop(request.request_id, None)
@@ -342,7 +347,7 @@ class SchedulerSide:
             return None
         state = RequestState(request, self._epoch.root(namespace), self._settings.chunk_size)
         transfer = request.transfer
-        state.saves_tail = self._settings.pd_tail or bool(transfer.to)
+        state.saves_tail = self._settings.pd_tail or bool(transfer.to) or transfer.handed
         state.asks_tail = state.saves_tail or transfer.awaited
         self._states[request.request_id] = state
         with self._keying(state):

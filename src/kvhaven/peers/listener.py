@@ -28,11 +28,13 @@ from kvhaven.peers.wire import (
     NamespaceFields,
     Offer,
     PeerError,
+    PeerMessage,
     Ping,
     Pong,
     Probe,
     Probed,
     Progress,
+    Pull,
     Request,
     Stream,
     Ticket,
@@ -80,14 +82,17 @@ class Lender(Protocol):
         """Return the namespaces of this node's engines, oldest first."""
 
 
-class Receiver(Protocol):
-    """The chains that other nodes offer. Called from the listener's threads."""
+class Chains(Protocol):
+    """The chains that other nodes offer or ask for. Called from the listener's threads."""
 
     def offered(self, node: str, offer: Offer) -> Following:
         """Expect a chain that the node computes."""
 
     def progressed(self, node: str, progress: Progress) -> Following:
         """Read the chunks that have arrived at the node."""
+
+    def pulled(self, node: str, pull: Pull) -> Following:
+        """Tell the node which chunks of a chain are here."""
 
 
 class PeerListener:
@@ -105,7 +110,7 @@ class PeerListener:
         node: str,
         token: bytes,
         lender: Lender,
-        receiver: Receiver,
+        chains: Chains,
         certificates: Certificates | None = None,
         *,
         tenants: bool = True,
@@ -116,7 +121,7 @@ class PeerListener:
         self._tenants = tenants
         self._tickets = Tickets()
         self._lender = lender
-        self._receiver = receiver
+        self._chains = chains
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
         self._unknown: set[Stream] = set()
@@ -217,39 +222,43 @@ class PeerListener:
         data_only = self._certificates is not None and not stream.encrypted
         if data_only and not isinstance(request, Fetch):
             raise ProtocolError(f"{stream.title}: {type(request).__name__} needs TLS")
-        kept = isinstance(request, Has | Fetch | Offer) and not self._may_share(request.tenant)
-        if isinstance(request, Ping):
-            stream.send(Pong(), time.monotonic() + _SEND_S)
-        elif isinstance(request, Has):
-            keys, tenant = KeyList(request.keys), tenant_of(request.tenant)
-            there = self._lender.has(NamespaceDigest(request.namespace), keys, tenant)
-            answer = HasReply(bytes(len(keys)) if kept else bytes(there))
-            stream.send(answer, time.monotonic() + _SEND_S)
-        elif isinstance(request, Offer):
-            refusal = Following(yes=False, reason="peer_tenants is off on this node")
-            expected = refusal if kept else self._receiver.offered(node, request)
-            stream.send(expected, time.monotonic() + _SEND_S)
-        elif isinstance(request, GetTicket):
-            closed = self._certificates is None or self._certificates.encrypt_data
-            ticket = Ticket(b"", b"") if closed else self._tickets.issue()
-            stream.send(ticket, time.monotonic() + _SEND_S)
-        elif kept:
-            stream.send(Absent(), time.monotonic() + _SEND_S)
-        elif isinstance(request, Progress):
-            stream.send(self._receiver.progressed(node, request), time.monotonic() + _SEND_S)
+        if isinstance(request, Fetch):
+            self._send_shard(stream, request)
         elif isinstance(request, Probe):
             _send_zeros(stream, request.size)
-        elif isinstance(request, Describe):
-            stream.send(_described(self._lender.namespaces()), time.monotonic() + _SEND_S)
+        elif isinstance(request, Offer | Pull | Progress):
+            stream.send(self._follow(node, request), time.monotonic() + _SEND_S)
         else:
-            self._send_shard(stream, request)
+            stream.send(self._reply(request), time.monotonic() + _SEND_S)
+
+    def _reply(self, request: Ping | Has | GetTicket | Describe) -> PeerMessage:
+        if isinstance(request, Has):
+            keys, tenant = KeyList(request.keys), tenant_of(request.tenant)
+            if not self._may_share(request.tenant):
+                return HasReply(bytes(len(keys)))
+            there = self._lender.has(NamespaceDigest(request.namespace), keys, tenant)
+            return HasReply(bytes(there))
+        if isinstance(request, GetTicket):
+            closed = self._certificates is None or self._certificates.encrypt_data
+            return Ticket(b"", b"") if closed else self._tickets.issue()
+        return Pong() if isinstance(request, Ping) else _described(self._lender.namespaces())
+
+    def _follow(self, node: str, request: Offer | Pull | Progress) -> Following:
+        if isinstance(request, Progress):
+            return self._chains.progressed(node, request)
+        if not self._may_share(request.tenant):
+            return Following(yes=False, reason="peer_tenants is off on this node")
+        if isinstance(request, Offer):
+            return self._chains.offered(node, request)
+        return self._chains.pulled(node, request)
 
     def _may_share(self, tenant: bytes) -> bool:
         return self._tenants or tenant_of(tenant) == NO_TENANT
 
     def _send_shard(self, stream: Stream, request: Fetch) -> None:
         namespace, tenant = NamespaceDigest(request.namespace), tenant_of(request.tenant)
-        loan = self._lender.lend(namespace, ChunkKey(request.key), tenant)
+        share = self._may_share(request.tenant)
+        loan = self._lender.lend(namespace, ChunkKey(request.key), tenant) if share else None
         deadline = time.monotonic() + _SEND_S
         if loan is None:
             stream.send(Absent(), deadline)

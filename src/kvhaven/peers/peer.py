@@ -31,6 +31,7 @@ from kvhaven.peers.wire import (
     PeerError,
     Ping,
     Progress,
+    Pull,
     SilentPeerError,
     Stream,
     Ticket,
@@ -130,8 +131,11 @@ class Peer:
         ask = functools.partial(self._has, namespace, tenant, keys)
         return await self._control.run(Lane.WRITE, ask)  # behind pings
 
-    async def tell(self, message: Offer | Progress) -> Following:
-        """Tell it of a chain that this node computes. Raises `PeerError` or `TierError`."""
+    async def tell(self, message: Offer | Pull | Progress) -> Following:
+        """Tell it of a chain that this node computes, or wants.
+
+        Raises `PeerError` or `TierError`.
+        """
         return await self._control.run(Lane.WRITE, functools.partial(self._tell, message))
 
     async def fetch(self, shard: StoredShard, into: memoryview) -> Checksum | None:
@@ -179,7 +183,7 @@ class Peer:
 
         return self._with_stream(ask)
 
-    def _tell(self, message: Offer | Progress) -> Following:
+    def _tell(self, message: Offer | Pull | Progress) -> Following:
         self._require()
 
         def tell(stream: Stream) -> Following:

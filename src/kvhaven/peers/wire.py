@@ -162,6 +162,19 @@ class Offer(PeerMessage, frozen=True, tag=True):
     tail: MaybeKey = b""
 
 
+class Pull(PeerMessage, frozen=True, tag=True):
+    """Ask the peer for a chain that its engine has computed; it answers by `Progress` messages.
+
+    `id` names the chain among those of the peer's. The other fields are those of `Offer`.
+    """
+
+    id: Name
+    namespace: Key
+    keys: OfferedKeys
+    tenant: Tenant = b""
+    tail: MaybeKey = b""
+
+
 class Progress(PeerMessage, frozen=True, tag=True):
     """Name the chunks of an offered chain that can be read now, by their index in `Offer.keys`.
 
@@ -176,7 +189,7 @@ class Progress(PeerMessage, frozen=True, tag=True):
 
 
 class Following(PeerMessage, frozen=True, tag=True):
-    """Answer to `Offer` and `Progress`: whether the peer expects the chain, or why it does not."""
+    """Answer to `Offer`, `Pull` and `Progress`: whether the peer does its part, or why not."""
 
     yes: bool
     reason: Name = ""
@@ -220,7 +233,7 @@ class Described(PeerMessage, frozen=True, tag=True):
     namespaces: list[NamespaceFields]
 
 
-Request = Ping | Has | Fetch | Offer | Progress | Probe | GetTicket | Describe
+Request = Ping | Has | Fetch | Offer | Pull | Progress | Probe | GetTicket | Describe
 REQUEST: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 PONG: Final = msgspec.msgpack.Decoder(Pong)
 HAS_REPLY: Final = msgspec.msgpack.Decoder(HasReply)

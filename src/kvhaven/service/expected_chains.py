@@ -2,17 +2,18 @@
 """Expected chains: what other nodes' engines compute now, read from them chunk by chunk."""
 
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Final
 
 from kvhaven.catalog.actions import TierName
-from kvhaven.errors import KVHavenError
+from kvhaven.errors import KVHavenError, ProtocolError, TierError
 from kvhaven.peers.peer import Peer
 from kvhaven.peers.tier import PeerTier
-from kvhaven.peers.wire import Following, Offer, Progress
-from kvhaven.protocol import KeyList, batches, tail_of, tenant_of
+from kvhaven.peers.wire import MOST_OFFERED, Following, Offer, PeerError, Progress, Pull
+from kvhaven.protocol import KeyList, PullChain, batches, tail_of, tenant_of
 from kvhaven.service.driver import Driver
 from kvhaven.service.lending import LoopCalls
 from kvhaven.service.turns import Job
@@ -20,6 +21,7 @@ from kvhaven.tiers.base import Namespace
 from kvhaven.types import KEY_BYTES, ChunkKey, NamespaceDigest
 
 logger = logging.getLogger(__name__)
+_numbers: Final = itertools.count(1)
 
 _TIER: Final = TierName(PeerTier.name)
 _PIECE: Final = 128
@@ -40,7 +42,7 @@ class _Chain:
     the same chunks. If that chain ends without them, this one answers the lookups.
     """
 
-    def __init__(self, peer: Peer, namespace: Namespace, offer: Offer, now: float) -> None:
+    def __init__(self, peer: Peer, namespace: Namespace, offer: Offer | Pull, now: float) -> None:
         self.peer = peer
         self.namespace = namespace
         self.keys = KeyList(offer.keys)
@@ -54,6 +56,8 @@ class _Chain:
         self.heard = self.moved = now
         """Times of its last message, and of its last chunk."""
         self.ended = False
+        self.refused = False
+        """Whether the peer does not say which chunks it has."""
 
     def can_inherit(self, chain: "_Chain", key: ChunkKey) -> bool:
         """Return whether this chain may still bring a chunk that an ended one has not brought."""
@@ -62,11 +66,12 @@ class _Chain:
 
 
 class ExpectedChains:
-    """A `Receiver` of offers, whose chains the catalog expects until each chunk's fate is known.
+    """Chains that other nodes offer, or were asked for, until each chunk's fate is known.
 
     A node that offers a chain and is then silent for `stall_s` seconds has failed: its chain ends,
-    and requests that wait for it continue. `peers` is the tier that reads the chunks. `offered` and
-    `progressed` are called from threads, all else on the event loop.
+    and requests that wait for it continue. `peers` is the tier that reads the chunks. `spawn` runs
+    a coroutine as a task of the service. `offered` and `progressed` are called from threads, all
+    else on the event loop.
     """
 
     def __init__(
@@ -74,11 +79,13 @@ class ExpectedChains:
         driver: Driver,
         peers: PeerTier | None,
         stall_s: float,
+        spawn: Callable[[Coroutine[None, None, None]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
         self._peers = peers
         self._stall_s = stall_s
+        self._spawn = spawn
         self._clock = clock
         self._calls = LoopCalls()
         self._chains: dict[tuple[str, str], _Chain] = {}
@@ -98,6 +105,32 @@ class ExpectedChains:
         """Read the chunks that have arrived; `ended`: expect no others."""
         return self._calls.call(functools.partial(self._advance, node, progress))
 
+    def pull(self, digest: NamespaceDigest, order: PullChain) -> None:
+        """Expect a chain that another node has computed, and ask it for the chunks.
+
+        If it cannot be asked, or does not answer, chunks are looked up at all peers as ever.
+        Raises `ProtocolError` for malformed keys.
+        """
+        whole = len(order.keys) <= MOST_OFFERED * KEY_BYTES
+        keys = order.keys[: MOST_OFFERED * KEY_BYTES]
+        tail = order.tail if whole else b""
+        pull = Pull(f"pull-{next(_numbers)}", digest, keys, order.tenant, tail)
+        peer = self._peers.named(order.source) if self._peers is not None else None
+        if peer is not None and not self._begin(order.source, peer, pull):
+            self._spawn(self._ask(peer, order.source, pull))
+
+    async def _ask(self, peer: Peer, node: str, pull: Pull) -> None:
+        try:
+            answer = await peer.tell(pull)
+        except (PeerError, ProtocolError, TierError) as error:
+            answer = Following(yes=False, reason=str(error))
+        chain = self._chains.get((node, pull.id))
+        if chain is not None and not answer.yes:
+            logger.info("%s sends no chain: %r", peer.title, answer.reason)
+            chain.refused = True
+            with self._driver.event():
+                self._end((node, pull.id))
+
     def end_silent(self) -> Job:
         """End the chains of nodes that have said nothing, or sent no chunk, for too long."""
         now = self._clock()
@@ -115,18 +148,23 @@ class ExpectedChains:
         if peer is None:
             return _refusal("the node that offers is not among this node's peers (setting peers)")
         self._end((node, offer.id))
+        reason = self._begin(node, peer, offer)
+        return Following(yes=not reason, reason=reason)
+
+    def _begin(self, node: str, peer: Peer, offer: Offer | Pull) -> str:
+        """Expect a chain; return why not, or nothing."""
         known = sum(len(chain.keys) for chain in self._chains.values())
         if len(self._chains) >= _MOST_CHAINS or known + len(offer.keys) // KEY_BYTES > _MOST_KEYS:
-            return _refusal("too many chunks are expected already")
+            return "too many chunks are expected already"
         try:
             namespace = self._driver.catalog.namespace(NamespaceDigest(offer.namespace))
         except KVHavenError:
-            return _refusal("no engine of this node has that namespace: see kvhaven peers diff")
+            return "no engine of this node has that namespace: see kvhaven peers diff"
         chain = _Chain(peer, namespace, offer, self._clock())
         self._chains[node, offer.id] = chain
         self.accepted += 1
         self._driver.turns.start(self._expecting(chain))
-        return Following(yes=True)
+        return ""
 
     def _advance(self, node: str, progress: Progress) -> Following:
         chain = self._chains.get((node, progress.id))
@@ -191,10 +229,12 @@ class ExpectedChains:
             for key in part:
                 heirs = self._heirs.get(key, ())
                 heir = next((other for other in heirs if other.can_inherit(chain, key)), None)
-                if heir is None:
-                    self._answer(chain, key, came=False)
-                else:
+                if heir is not None:
                     heir.lookups[key] = chain.lookups.pop(key)
+                elif chain.refused:
+                    self._driver.catalog.withdrawn(_TIER, chain.lookups.pop(key))
+                else:
+                    self._answer(chain, key, came=False)
             yield
         for part in batches(list(chain.others), _PIECE):
             for key in part:

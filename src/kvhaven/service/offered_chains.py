@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -15,9 +16,10 @@ from kvhaven.errors import ConfigError, ProtocolError, TierError
 from kvhaven.peers.addresses import Address, parse_address
 from kvhaven.peers.peer import Peer
 from kvhaven.peers.tier import PeerTier
-from kvhaven.peers.wire import MOST_OFFERED, Offer, PeerError, Progress
+from kvhaven.peers.wire import MOST_OFFERED, Following, Offer, PeerError, Progress, Pull
 from kvhaven.protocol import KeyList, OfferChain, batches, tail_of, tenant_of
 from kvhaven.service.driver import Driver
+from kvhaven.service.lending import LoopCalls
 from kvhaven.service.turns import Job
 from kvhaven.types import KEY_BYTES, ChunkKey, NamespaceDigest
 
@@ -32,8 +34,8 @@ _PIECE: Final = 512
 _QUIET_S: Final = 4 * BEAT_S
 """A chain whose request has ended is over when no chunk was saved for this long.
 
-If only its tail is missing and no rank is writing it, a quarter of this is enough: the tail found
-no space, or its request was aborted."""
+A quarter of this is enough if no rank is writing what is missing, and it is only the tail (it found
+no space, or its request was aborted), or another node asked for the chain after the prefill."""
 _LONGEST_QUIET_S: Final = 120.0
 """Any chain is over when no chunk was saved for this long."""
 _MOST_CHAINS: Final = 1024
@@ -44,14 +46,22 @@ _numbers: Final = itertools.count(1)
 
 
 class _Chain:
-    """A chain that an engine computes. `missing` are the indices of its chunks still to come."""
+    """A chain that an engine computes. `missing` are the indices of its chunks still to come.
+
+    A chain that another node asks for (`Pull`) has no session: its prefill has ended.
+    """
 
     def __init__(
-        self, session: SessionId, digest: NamespaceDigest, order: OfferChain, now: float
+        self,
+        session: SessionId | None,
+        digest: NamespaceDigest,
+        order: OfferChain | Pull,
+        now: float,
+        asked_by: str = "",
     ) -> None:
         self.session = session
-        self.id = order.id
-        self.wire_id = f"{next(_numbers)}"
+        self.name = asked_by if session is None else session, order.id
+        self.wire_id = f"{next(_numbers)}" if session is not None else order.id
         """Its name between nodes: engines choose `id`, and two may choose the same."""
         self.digest = digest
         self.tenant = tenant_of(order.tenant)
@@ -65,8 +75,8 @@ class _Chain:
         self.tail_tokens = 0
         """Stored tokens of the tail, if it has arrived and the peer was not told yet."""
         self.line: _Line | None = None
-        self.offered = False
-        self.computing = True
+        self.offered = session is None
+        self.computing = session is not None
         """Whether the engine's request runs."""
         self.moved = now
         """Time of the last chunk, or of the end of the request."""
@@ -104,7 +114,9 @@ class OfferedChains:
         self._attached = attached
         self._spawn = spawn
         self._clock = clock
-        self._chains: dict[tuple[SessionId, str], _Chain] = {}
+        self._calls = LoopCalls()
+        self._chains: dict[tuple[str, str], _Chain] = {}
+        """By the session of the engine, or the name of the node that asked for it, and the id."""
         self._awaited: dict[ChunkKey, dict[_Chain, None]] = {}
         self._lines: dict[Peer, _Line] = {}
         self._complaints: set[str] = set()
@@ -128,15 +140,41 @@ class OfferedChains:
         except ConfigError as error:
             self._complain("address", str(error))
             return
-        much = len(self._chains) >= _MOST_CHAINS or len(self._awaited) >= _MOST_KEYS
-        if much or (session, order.id) in self._chains:
+        chain = _Chain(session, digest, order, self._clock())
+        if not self._add(chain):
             self.refused += 1
             return
-        chain = _Chain(session, digest, order, self._clock())
-        self._chains[session, order.id] = chain
+        self._spawn(self._offer(self._peers, chain, address))
+
+    def pulled(self, node: str, pull: Pull) -> Following:
+        """Tell a node which chunks of a chain are here. Called from threads."""
+        return self._calls.call(functools.partial(self._pulled, node, pull))
+
+    def _pulled(self, node: str, pull: Pull) -> Following:
+        digest = NamespaceDigest(pull.namespace)
+        peer = self._peers.named(node) if self._peers is not None else None
+        if peer is None:
+            reason = "the node that asks is not among this node's peers (setting peers)"
+            return Following(yes=False, reason=reason)
+        if digest not in {one.digest for one in self._driver.catalog.namespaces()}:
+            reason = "no engine of this node has that namespace: see kvhaven peers diff"
+            return Following(yes=False, reason=reason)
+        chain = _Chain(None, digest, pull, self._clock(), node)
+        if not self._add(chain):
+            return Following(yes=False, reason="too many chains are open already")
+        self.offered += 1
+        self._spawn(self._begin(peer, chain))
+        return Following(yes=True)
+
+    def _add(self, chain: _Chain) -> bool:
+        """Follow what is saved of a chain; return False if there are too many, or it is known."""
+        much = len(self._chains) >= _MOST_CHAINS or len(self._awaited) >= _MOST_KEYS
+        if much or chain.name in self._chains:
+            return False
+        self._chains[chain.name] = chain
         for key in chain.missing:
             self._awaited.setdefault(key, {})[chain] = None
-        self._spawn(self._begin(self._peers, chain, address))
+        return True
 
     def request_ended(self, session: SessionId, request: str) -> None:
         """Note that a request ended; chunks that are still being saved count."""
@@ -150,13 +188,17 @@ class OfferedChains:
         for chain in tuple(self._awaited.get(key, ())):
             self._arrived(chain, key)
 
-    async def _begin(self, peers: PeerTier, chain: _Chain, address: Address) -> None:
+    async def _offer(self, peers: PeerTier, chain: _Chain, address: Address) -> None:
         peer = peers.at(address)
         if peer is None:
             reason = f"kvhaven.to: {address} is not a peer that this node can reach"
             self._complain("stranger", reason)
             self._drop(chain)
             return
+        await self._begin(peer, chain)
+
+    async def _begin(self, peer: Peer, chain: _Chain) -> None:
+        """Find out what is here of a chain, and tell a peer of it from now on."""
         for part in batches(list(chain.missing), _PIECE):
             self._look_for(chain, part)
             await asyncio.sleep(0)
@@ -209,11 +251,18 @@ class OfferedChains:
 
     def _is_over(self, chain: _Chain) -> bool:
         quiet = self._clock() - chain.moved
-        patience = _LONGEST_QUIET_S if chain.computing else _QUIET_S
-        if not chain.computing and chain.tail in chain.missing and len(chain.missing) == 1:
-            saving = self._driver.catalog.is_being_saved(chain.digest, chain.tail, chain.tenant)
-            patience = patience if saving else BEAT_S
-        return not chain.missing or quiet >= patience or not self._attached(chain.session)
+        patience = _LONGEST_QUIET_S
+        if not chain.computing:
+            patience = _QUIET_S if self._may_come(chain) else BEAT_S
+        gone = chain.session is not None and not self._attached(chain.session)
+        return not chain.missing or quiet >= patience or gone
+
+    def _may_come(self, chain: _Chain) -> bool:
+        """Return whether more is likely to be saved of a chain whose request has ended."""
+        if chain.session is not None and [*islice(chain.missing, 2)] != [chain.tail]:
+            return True  # its last chunks may still be on their way from the device
+        saving, some = self._driver.catalog.is_being_saved, islice(chain.missing, _LOOK_AHEAD)
+        return any(saving(chain.digest, key, chain.tenant) for key in some)
 
     def _look_for(self, chain: _Chain, keys: Sequence[ChunkKey]) -> None:
         there = self._driver.catalog.has(chain.digest, keys, chain.tenant)
@@ -236,7 +285,7 @@ class OfferedChains:
             chain.line.news.set()
 
     def _drop(self, chain: _Chain) -> None:
-        del self._chains[chain.session, chain.id]
+        del self._chains[chain.name]
         for key in chain.missing:
             self._forget(chain, key)
         if chain.line is not None:

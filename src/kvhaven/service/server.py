@@ -36,6 +36,7 @@ from kvhaven.protocol import (
     Observe,
     OfferChain,
     Prefetch,
+    PullChain,
     Ready,
     Refused,
     Reliable,
@@ -73,6 +74,15 @@ _DRAIN_POLL_S = 0.005
 _UNKNOWN: Final[Mapping[str, str]] = {}
 
 
+class _Chains:
+    """The chains of a service, as its listener wants them: those of both directions."""
+
+    def __init__(self, expected: ExpectedChains, offered: OfferedChains) -> None:
+        self.offered = expected.offered
+        self.progressed = expected.progressed
+        self.pulled = offered.pulled
+
+
 class Service:
     """The service of one node. It runs on one event loop.
 
@@ -88,7 +98,6 @@ class Service:
         tiers: dict[TierName, Tier],
         origins: Mapping[str, str] = _UNKNOWN,
     ) -> None:
-        self.id = uuid.uuid4().hex
         self.tiers = tiers
         self.sessions = AttachedEngines()
         self.arena = arena
@@ -100,7 +109,9 @@ class Service:
         )
         peers = tiers.get(TierName(PeerTier.name))
         self._peers = peers if isinstance(peers, PeerTier) else None
-        self._expected = ExpectedChains(self.driver, self._peers, settings.pd_stall_ms / 1000)
+        self.id = uuid.uuid4().hex if self._peers is None else self._peers.node
+        stall_s = settings.pd_stall_ms / 1000
+        self._expected = ExpectedChains(self.driver, self._peers, stall_s, self._spawn)
         self._offered = OfferedChains(self.driver, self._peers, self._attached, self._spawn)
         self._loads = Loads(self.driver, self.sessions, self.verifier, self._spawn)
         self._saves = Saves(self.driver, self._offered.saved)
@@ -154,11 +165,11 @@ class Service:
         token = read_token(self._settings.peer_token_file)
         certificates = read_certificates(self._settings)
         require_secret(address, secret=bool(token) or certificates is not None)
-        node = self._peers.node if self._peers is not None else self.id
         lender = ArenaLender(self.driver, self.arena)
         tenants = self._settings.peer_tenants
+        chains = _Chains(self._expected, self._offered)
         listener = PeerListener(
-            address, node, token, lender, self._expected, certificates, tenants=tenants
+            address, self.id, token, lender, chains, certificates, tenants=tenants
         )
         logger.info("peers: listening at %s, port %d", address, listener.port)
         return listener
@@ -245,7 +256,7 @@ class Service:
             self._loads.acquire(member, message)
         elif isinstance(message, Prefetch):
             self._loads.prefetch(member, message)
-        elif isinstance(message, OfferChain | EndChain):
+        elif isinstance(message, OfferChain | EndChain | PullChain):
             self._on_chain(member, message)
         elif isinstance(message, Reserve):
             return self._saves.reserve(connection, member, message)
@@ -255,11 +266,15 @@ class Service:
             raise ProtocolError(f"unexpected message {type(message).__name__} from a member")
         return None
 
-    def _on_chain(self, member: AttachedProcess, message: OfferChain | EndChain) -> None:
+    def _on_chain(
+        self, member: AttachedProcess, message: OfferChain | EndChain | PullChain
+    ) -> None:
         if member.rank is not None:
             raise ProtocolError("a rank announced a chain; only schedulers do")
         if isinstance(message, OfferChain):
             self._offered.offer(member.session.id, member.session.digest, message)
+        elif isinstance(message, PullChain):
+            self._expected.pull(member.session.digest, message)
         else:
             self._offered.request_ended(member.session.id, message.id)
 

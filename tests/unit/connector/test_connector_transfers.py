@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.engine.requests import NO_TRANSFER, Transfer
 from kvhaven.integrations.vllm.requests import VllmRequest
 from tests.crash.node import eventually, status_of
@@ -23,7 +24,10 @@ def refused(bench: Bench) -> int:
     [
         (None, NO_TRANSFER),
         ({}, NO_TRANSFER),
-        ({"do_remote_decode": True}, NO_TRANSFER),
+        ({"do_remote_decode": True}, Transfer(handed=True)),
+        ({"do_remote_prefill": True, "kvhaven.from": "p"}, Transfer(awaited=True, source="p")),
+        ({"do_remote_prefill": True, "kvhaven.from": "p" * 65}, Transfer(awaited=True)),
+        ({"do_remote_prefill": True, "kvhaven.from": ["p"]}, Transfer(awaited=True)),
         ({"do_remote_prefill": True, "remote_block_ids": [1]}, Transfer(awaited=True)),
         ({"do_remote_prefill": "false"}, NO_TRANSFER),
         ({"kvhaven.to": "d:7420"}, Transfer("d:7420")),
@@ -52,14 +56,40 @@ def test_the_part_of_a_request_is_read(params: Any, transfer: Transfer) -> None:
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}])
 def test_other_requests_hand_nothing_over(params: Any) -> None:
-    assert VllmRequest(make_request(40, params=params)).handover is None
+    assert VllmRequest(make_request(40, params=params)).handover("me") is None
 
 
 def test_a_prefill_hands_over_what_two_step_proxies_pass_on() -> None:
-    handover = VllmRequest(make_request(40, params=ANNOUNCED)).handover
+    handover = VllmRequest(make_request(40, params=ANNOUNCED)).handover("me")
     assert handover is not None
     assert (handover["do_remote_prefill"], handover["do_remote_decode"]) == (True, False)
     assert VllmRequest(make_request(40, params=handover)).transfer == Transfer(awaited=True)
+
+
+def test_a_prefill_that_was_not_announced_hands_over_whom_to_ask() -> None:
+    request = make_request(40, params={"do_remote_decode": True})
+    handover = VllmRequest(request).handover("me")
+    decoded = make_request(40, params=handover)
+    assert VllmRequest(decoded).transfer == Transfer(awaited=True, source="me")
+    assert "kvhaven.from" not in (VllmRequest(request).handover("") or {})
+
+
+def test_the_node_that_prefilled_a_request_is_asked_for_its_chunks_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulled: list[tuple[str, int, bool]] = []
+
+    def note(self: SchedulerClient, source: str, keys: Any, _: Any, tail: Any) -> None:
+        pulled.append((source, len(keys), tail is not None))
+
+    monkeypatch.setattr(SchedulerClient, "pull_chain", note)
+    params = {"do_remote_prefill": True, "kvhaven.from": "p"}
+    side, request = bench.side(), make_request(40, params=params)
+    for _ in range(3):
+        ask(side, request)
+    assert pulled == [("p", 2, True)]
+    ask(side, make_request(40, "other", params={"do_remote_prefill": True}))
+    assert len(pulled) == 1
 
 
 def test_a_chain_is_announced_once(bench: Bench) -> None:

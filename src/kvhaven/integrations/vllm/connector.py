@@ -270,9 +270,10 @@ class KVHavenConnector(KVConnectorBase_V1):
         Returns the parameters for the node that decodes a request which this one has prefilled.
         """
         ours = VllmRequest(request)
-        if self._scheduler is not None:
-            self._scheduler.finished(ours)
-        return False, ours.handover
+        if self._scheduler is None:
+            return False, ours.handover("")
+        self._scheduler.finished(ours)
+        return False, ours.handover(self._scheduler.service)
 
     @never_raises(dict)
     def get_external_cache_hit_sources(

@@ -19,6 +19,7 @@ from kvhaven.engine.requests import (
     ScheduledRequest,
     Transfer,
 )
+from kvhaven.protocol import MOST_NODE_NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -117,19 +118,27 @@ class VllmRequest:
             port = port[0] if isinstance(port, list | tuple) and port else port
             to = f"{spec['receiver_host']}:{port}" if port else spec["receiver_host"]
         awaited = _is_on(parameters.get("do_remote_prefill"))
-        return Transfer(to[:_MOST_ADDRESS] if isinstance(to, str) else "", awaited)
+        source = parameters.get("kvhaven.from")
+        return Transfer(
+            to[:_MOST_ADDRESS] if isinstance(to, str) else "",
+            awaited,
+            source if isinstance(source, str) and len(source) <= MOST_NODE_NAME else "",
+            _is_on(parameters.get("do_remote_decode")),
+        )
 
-    @property
-    def handover(self) -> dict[str, Any] | None:
+    def handover(self, service: str) -> dict[str, Any] | None:
         """Parameters for the node that decodes the request; None unless one will.
 
-        Two-step proxies pass them on. The `remote_*` names are those of vLLM's NIXL connector; here
-        no block stays reserved for the other node.
+        `service` is the name of this node's service. The decode node asks it for the chunks, unless
+        they were announced. Two-step proxies pass the parameters on. The `remote_*` names are those
+        of vLLM's NIXL connector; here no block stays reserved for the other node.
         """
         parameters: Mapping[str, Any] = self.raw.kv_transfer_params or {}
         if not _is_on(parameters.get("do_remote_decode")):
             return None
+        announced = bool(self.transfer.to)
         return {
+            **({} if announced or not service else {"kvhaven.from": service}),
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": None,

@@ -17,9 +17,11 @@ from kvhaven.catalog.actions import (
 )
 from kvhaven.catalog.allocation import Allocator, S
 from kvhaven.catalog.entries import Entry, State
+from kvhaven.catalog.ghosts import Ghosts
 from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.loans import Loan
+from kvhaven.catalog.misses import Gap, gap_at
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.reservations import Reservations
@@ -78,7 +80,8 @@ class Catalog:
         self._actions: list[Action] = []
         self._work = Work(pace)
         self._owners = Owners(memory_quotas, disk_quotas)
-        self._space = ResidentChunks(allocator, policy, self._work)
+        self._ghosts = Ghosts()
+        self._space = ResidentChunks(allocator, policy, self._work, self._ghosts)
         self._sessions = Sessions(allocator.usable)
         self._pin_limit_bytes = pin_limit_bytes
         self._write_queue_bytes = write_queue_bytes
@@ -88,6 +91,7 @@ class Catalog:
             self._actions,
             self._space.free_if_idle,
             self._work,
+            self._ghosts,
             fill_faster=fill_faster,
         )
         self._leases = Leases(
@@ -278,6 +282,20 @@ class Catalog:
         known = self._sessions.members.get(member)
         if known is not None:
             self._leases.loaded(session, lease_id, known)
+
+    def gap(
+        self,
+        namespace: NamespaceDigest,
+        keys: Sequence[ChunkKey],
+        at: int,
+        tenant: TenantId = NO_TENANT,
+    ) -> Gap:
+        """Return why a tenant's chain ends before its chunk `at`; changes nothing.
+
+        The cost is that of a few lookups, however long the chain is.
+        """
+        part = self._owners.known_part(namespace, tenant)
+        return gap_at(self._space, self._tiers, self._ghosts, part, keys, at)
 
     def checksums(self, key: ChunkKey, extent: Extent | None = None) -> tuple[Checksum, ...] | None:
         """Return the checksums of a resident chunk's shards, or None if it is not resident.

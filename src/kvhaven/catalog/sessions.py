@@ -51,6 +51,7 @@ class Lease:
         "passed",
         "prefetch",
         "session",
+        "since",
         "slots",
         "sources",
         "tail",
@@ -66,11 +67,13 @@ class Lease:
         *,
         tail: ChunkKey | None = None,
         prefetch: bool = False,
+        since: float = 0.0,
     ) -> None:
         self.session = session  # the id, because the object would form a cycle
         self.lease_id = lease_id
+        self.since = since  # time of the request
         self.slots: list[Entry] = []
-        self.sources = bytearray()  # a `Source` per slot
+        self.sources = bytearray()  # per slot: 0 for memory, else the number of the tier
         self.waiting: dict[ChunkKey, int] = {}
         self.lookups: dict[Lookup, None] = {}
         self.growing = False

@@ -74,6 +74,8 @@ async def _measure_snapshots(say: Callable[[str], None]) -> list[Result]:
         service.verifier,
         service.sessions,
         service.tiers,
+        service.accounts,
+        service.runner,
     )
     try:
         empty = _snapshot_times(observation)

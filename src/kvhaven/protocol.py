@@ -25,7 +25,7 @@ from kvhaven.types import (
 
 T = TypeVar("T")
 
-VERSION: Final = 6
+VERSION: Final = 7
 TENANTS: Final = 1
 """Feature bit of a service that supports tenants."""
 OBSERVE: Final = 2
@@ -64,8 +64,10 @@ MOST_QUOTA: Final = 1 << 50
 Quota = Annotated[int, msgspec.Meta(ge=NO_LIMIT, le=MOST_QUOTA)]
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]  # the length of a path
 Fields = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MOST_FIELDS)]
-RequestName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-ListKind = Literal["engines", "namespaces", "settings", "tenants"]
+MOST_NAME: Final = 128
+RequestName = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+ListKind = Literal["engines", "namespaces", "requests", "settings", "tenants"]
 Rows = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
 
@@ -210,6 +212,9 @@ class Acquire(Message, frozen=True, tag=True):
     """Lease the longest prefix of `keys`; the service waits up to `wait_ms` for promotions.
 
     `tail` is the key of the tail behind all of `keys` (empty: none); it is leased if they are.
+    The first lookup of a request has its `prompt_tokens` and the `computed_tokens` of these that
+    the engine's own cache has; `keys` begin with the chunk that contains the next one. With 0, the
+    lookup does not count in statistics. `request` is the engine's id of the request, for display.
     """
 
     lease_id: int
@@ -217,13 +222,17 @@ class Acquire(Message, frozen=True, tag=True):
     wait_ms: Milliseconds
     tenant: Tenant = b""
     tail: MaybeKey = b""
+    prompt_tokens: Tokens = 0
+    computed_tokens: Tokens = 0
+    request: Annotated[str, msgspec.Meta(max_length=MOST_NAME)] = ""
 
 
 class Acquired(Message, frozen=True, tag=True):
     """State of a lease: `(segment, offset)` of each chunk's extent, and a source byte for each.
 
     With one more chunk than there were keys in the `Acquire`, the last one is the tail.
-    `final=False`: promotions are in progress and another answer follows.
+    A source is 0 for memory, else the number of the tier below, from 1 on. `final=False`:
+    promotions are in progress and another answer follows.
     """
 
     lease_id: int
@@ -444,6 +453,8 @@ class List(Message, frozen=True, tag=True):
 
 class Listed(Message, frozen=True, tag=True):
     """Answer to `List`: rows as a JSON list, in ascending order of their ids.
+
+    Requests are in descending order: the newest first.
 
     `next` continues behind them (empty: there are no more). It is the last row's id, so it stays
     valid when rows come and go.

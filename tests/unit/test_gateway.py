@@ -38,7 +38,7 @@ from tests.gateway_kit import GatewayThread, ask, streams
 
 ANN, BEN = tenant_id("ann"), tenant_id("ben")
 TOKEN = "0123456789abcdef-token"
-LISTS = ("engines", "namespaces", "tenants", "tiers")
+LISTS = ("engines", "namespaces", "requests", "tenants", "tiers")
 JSON_PATHS = (
     *("/health", "/livez", "/readyz", "/stats", "/config", "/inference_info"),
     *(f"/v1/{name}" for name in LISTS),
@@ -166,7 +166,7 @@ def test_statistics_count_what_was_done_and_invent_nothing(
         assert before["chunks"]["asked"] == asked
         assert before["hit_rate"] == before["cache_hits"] / asked
         assert before["total_cached_tokens"] == CHUNK_SIZE * before["chunks"]["resident"]
-        for name in ("avg_prefill_time_ms", "avg_save_time_ms", "avg_load_time_ms", "tokens"):
+        for name in ("avg_prefill_time_ms", "avg_save_time_ms", "avg_load_time_ms"):
             assert before[name] is None
         memory = before["memory"]
         assert sum(memory.values()) == 2 * memory["capacity"]
@@ -261,7 +261,9 @@ def test_metrics_are_what_prometheus_reads(node: NodeThread, api: GatewayThread)
         answer = api.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = {f.name: f for f in parser.text_string_to_metric_families(answer.body.decode())}
-    assert all(f.documentation and f.type in {"counter", "gauge"} for f in families.values())
+    assert all(
+        f.documentation and f.type in {"counter", "gauge", "histogram"} for f in families.values()
+    )
 
     def values(name: str) -> dict[tuple[str, ...], float]:
         samples = families[name].samples

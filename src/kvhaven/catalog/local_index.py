@@ -60,9 +60,7 @@ class LocalTierIndex(TierTransfers):
     Excess is deleted piece by piece, and at each write at least as much as the write takes.
     """
 
-    def __init__(
-        self, spec: TierSpec, actions: list[Action], work: Work, ghosts: Ghosts
-    ) -> None:
+    def __init__(self, spec: TierSpec, actions: list[Action], work: Work, ghosts: Ghosts) -> None:
         super().__init__()
         self.spec = spec
         self.stored = OrderedMap[ChunkKey, Stored]()

@@ -232,7 +232,7 @@ class ResidentChunks(Generic[S]):
             self.tails.used(entry.key)
 
     def observe_reuse(self, entry: Entry) -> None:
-        """Count the age of a chunk's last use, before it is touched; one for each piece of a lease."""
+        """Count the time since a chunk's last use; once for each piece of a lease."""
         self.reuse_age.observe(self._uses.age(entry.stamp, self.now))
 
     def touch(self, entries: Sequence[Entry]) -> None:

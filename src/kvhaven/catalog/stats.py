@@ -84,7 +84,8 @@ class TierStats(msgspec.Struct, frozen=True):
     found: int
     """Chunks of these that the tier reported as complete."""
     dropped: dict[str, int] = {}
-    """`dropped_writes` by reason: overload, evicted, failed, offline, room."""
+    """`dropped_writes` by reason: overload (the queue was full), evicted (before their turn),
+    failed, offline, off (switched off), room (no room within the capacity or a quota)."""
     promoted: int = 0
     """Chunks read into memory since start."""
     failed_promotions: int = 0

@@ -87,6 +87,14 @@ ROUTES: Final = (
         PAGE,
     ),
     Route("/v1/tenants", "tenants", "Tenants.", models.Tenants, (200, 400, 503), PAGE),
+    Route(
+        "/v1/requests",
+        "requests",
+        "The last 1,024 requests, newest first.",
+        models.Requests,
+        (200, 400, 503),
+        PAGE,
+    ),
     Route("/v1/tiers", "tiers", "Tiers.", models.Tiers, (200, 400, 503), PAGE),
     Route(
         "/v1/tenants/{id}/quota",
@@ -271,6 +279,9 @@ class Gateway:
 
     async def _on_tenants(self, request: web.Request) -> web.Response:
         return await self._page(request, "tenants")
+
+    async def _on_requests(self, request: web.Request) -> web.Response:
+        return await self._page(request, "requests")
 
     async def _on_tiers(self, request: web.Request) -> web.Response:
         cursor, limit = _page_of(request)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvhaven.protocol import MOST_QUOTA
+from kvhaven.service.accounts import RequestRow
 from kvhaven.service.snapshot import EngineRow, NamespaceRow, SettingValue, TenantRow
 
 GB = 1_000_000_000
@@ -53,10 +54,27 @@ class Memory(msgspec.Struct, frozen=True):
     idle: int
     """Chunks that no process uses."""
     leased: int
+    pinned: int
+    """Pinned through this API."""
     promoting: int
     reserved: int
+    quarantined: int
+    """Reserved by processes that are lost and may still write."""
     doomed: int
     """Dropped chunks that a process may still access or a tier is still writing."""
+    waste: int
+    """Remainders of slabs, which no chunk can use."""
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Prompt tokens of requests that were looked up, since the service started.
+
+    `by_source` sums to `asked`, and `missed_by_reason` to the source `none`.
+    """
+
+    asked: int
+    by_source: dict[str, int]
+    missed_by_reason: dict[str, int]
 
 
 class TierRow(msgspec.Struct, frozen=True):
@@ -102,7 +120,7 @@ class Stats(msgspec.Struct, frozen=True):
     chunks: Chunks
     memory: Memory
     tiers: list[TierRow]
-    tokens: None = None
+    tokens: Tokens
     reuse: None = None
 
 
@@ -151,6 +169,13 @@ class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     memory: QuotaBytes | msgspec.UnsetType | None = msgspec.UNSET
     disk: QuotaBytes | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Requests(msgspec.Struct, frozen=True):
+    """A page of the last 1,024 requests, newest first. `next` is the cursor of the next page."""
+
+    rows: list[RequestRow]
+    next: str | None
 
 
 class TenantQuota(msgspec.Struct, frozen=True):

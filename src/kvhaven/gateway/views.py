@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers that follow from one snapshot."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kvhaven.catalog.stats import CatalogTotals
-from kvhaven.gateway.models import GB, Check, Chunks, Health, Memory, Stats, TierRow
+from kvhaven.gateway.models import GB, Check, Chunks, Health, Memory, Stats, TierRow, Tokens
 from kvhaven.gateway.observer import SILENT_S, Observer
 from kvhaven.service.snapshot import NamespaceRow, ServiceSnapshot
 
@@ -41,17 +41,33 @@ def _checks(snapshot: ServiceSnapshot) -> Iterator[Check]:
         )
 
 
-def memory_of(totals: CatalogTotals) -> Memory:
+def memory_of(snapshot: ServiceSnapshot) -> Memory:
     """Return the states of host memory."""
+    totals = snapshot.catalog
+    pinned = min(snapshot.pinned_bytes, totals.leased_bytes)
+    quarantined = totals.quarantined_idle_bytes
     return Memory(
         capacity=totals.capacity_bytes,
-        free=totals.capacity_bytes - totals.used_bytes,
+        free=totals.capacity_bytes - totals.used_bytes - totals.waste_bytes,
         idle=totals.idle_bytes,
-        leased=totals.leased_bytes,
+        leased=totals.leased_bytes - pinned,
+        pinned=pinned,
         promoting=totals.promoting_bytes,
         reserved=totals.reserved_bytes,
-        doomed=totals.retired_idle_bytes,
+        quarantined=quarantined,
+        doomed=totals.retired_idle_bytes - quarantined,
+        waste=totals.waste_bytes,
     )
+
+
+def tokens_of(snapshot: ServiceSnapshot) -> Tokens:
+    """Return the tokens of all namespaces."""
+    sources, reasons = Counter[str](), Counter[str]()
+    for counts in snapshot.tokens.values():
+        sources.update(counts.by_source)
+        reasons.update(counts.missed)
+    asked = sum(counts.asked for counts in snapshot.tokens.values())
+    return Tokens(asked, dict(sources), dict(reasons))
 
 
 def tiers_of(snapshot: ServiceSnapshot) -> list[TierRow]:
@@ -99,8 +115,9 @@ def stats_of(snapshot: ServiceSnapshot, cached_tokens: int | None) -> Stats:
         avg_save_time_ms=None,
         avg_load_time_ms=None,
         chunks=Chunks(asked, totals.hit_chunks, totals.awaited_chunks, totals.missed_chunks),
-        memory=memory_of(totals),
+        memory=memory_of(snapshot),
         tiers=tiers,
+        tokens=tokens_of(snapshot),
     )
 
 

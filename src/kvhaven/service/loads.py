@@ -3,10 +3,13 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Final
 
 from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId, Update
+from kvhaven.catalog.ghosts import Reason
+from kvhaven.catalog.misses import Gap
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import (
     Acquire,
@@ -18,10 +21,12 @@ from kvhaven.protocol import (
     tail_of,
     tenant_of,
 )
+from kvhaven.service.accounts import Accounts, Question
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
 from kvhaven.service.turns import Job
 from kvhaven.service.verify import Verifier
+from kvhaven.types import TenantId
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +46,14 @@ class Loads:
         sessions: AttachedEngines,
         verifier: Verifier,
         spawn: Callable[[Coroutine[None, None, None]], object],
+        accounts: Accounts,
     ) -> None:
         self._driver = driver
         self._sessions = sessions
         self._verifier = verifier
         self._spawn = spawn
+        self._accounts = accounts
+        self._questions: dict[tuple[SessionId, LeaseId], Question] = {}
         self._deadlines: dict[tuple[SessionId, LeaseId], asyncio.TimerHandle] = {}
 
     def prefetch(self, member: AttachedProcess, message: Prefetch) -> None:
@@ -64,6 +72,8 @@ class Loads:
         _require_scheduler(member)
         session, lease_id = member.session, LeaseId(message.lease_id)
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
+        if message.prompt_tokens:
+            self._note(member, message, keys, tenant)
         acquisition = self._driver.catalog.acquire(
             session.id, lease_id, session.digest, keys, tenant, tail_of(message.tail)
         )
@@ -74,6 +84,9 @@ class Loads:
         self._deadlines[session.id, lease_id] = asyncio.get_running_loop().call_later(
             message.wait_ms / 1000, self._finalize, session.id, lease_id
         )
+        question = self._questions.get((session.id, lease_id))
+        if question is not None:
+            question.awaited = True
         self._send(member, Acquired(lease_id, False, [], b""))
 
     def updated(self, update: Update) -> None:
@@ -82,12 +95,15 @@ class Loads:
         session = self._sessions.get(update.session)
         if session is not None and session.scheduler is not None:
             self._answer(session.scheduler, update.acquisition)
+        else:
+            self._questions.pop((update.session, update.acquisition.lease_id), None)
 
     def release(self, member: AttachedProcess, message: Release) -> Job:
         """End leases that no rank has received. Raises `ProtocolError` for a rank."""
         _require_scheduler(member)
         for lease_id in message.lease_ids:
             self._cancel_deadline(member.session.id, LeaseId(lease_id))
+            self._count(member.session.id, LeaseId(lease_id), b"", late=True)
             self._driver.catalog.release(member.session.id, LeaseId(lease_id))
             yield
 
@@ -108,23 +124,33 @@ class Loads:
             acquisition = catalog.finalize(session, lease_id)
         known = self._sessions.get(session)
         if known is not None and known.scheduler is not None:
-            self._answer(known.scheduler, acquisition)
+            self._answer(known.scheduler, acquisition, late=True)
+        else:
+            self._questions.pop((session, lease_id), None)
 
     def _cancel_deadline(self, session: SessionId, lease_id: LeaseId) -> None:
         timer = self._deadlines.pop((session, lease_id), None)
         if timer is not None:
             timer.cancel()
 
-    def _answer(self, scheduler: AttachedProcess, acquisition: Acquisition) -> None:
+    def _answer(
+        self, scheduler: AttachedProcess, acquisition: Acquisition, *, late: bool = False
+    ) -> None:
         """Send a final answer, after verifying the shards if `verify_memory` is `always`."""
         if self._verifier.blocks_answers and acquisition.chunks:
-            self._spawn(self._answer_verified(scheduler, acquisition))
+            self._spawn(self._answer_verified(scheduler, acquisition, late=late))
             return
         self._verifier.sample(acquisition, scheduler.session.described)
-        self._driver.turns.start(self._offer(scheduler, acquisition, len(acquisition.chunks)))
+        chunks = acquisition.chunks
+        self._count(scheduler.session.id, acquisition.lease_id, chunks.sources, late=late)
+        self._driver.turns.start(self._offer(scheduler, acquisition, len(chunks)))
 
-    async def _answer_verified(self, scheduler: AttachedProcess, acquisition: Acquisition) -> None:
+    async def _answer_verified(
+        self, scheduler: AttachedProcess, acquisition: Acquisition, *, late: bool
+    ) -> None:
         good = await self._verifier.verify(acquisition, scheduler.session.described)
+        found = acquisition.chunks.sources[:good]
+        self._count(scheduler.session.id, acquisition.lease_id, found, late=late)
         with self._driver.event():
             self._driver.turns.start(self._offer(scheduler, acquisition, good))
 
@@ -139,6 +165,41 @@ class Loads:
             places += [(extent.segment, extent.offset) for extent in extents]
             yield
         self._send(scheduler, Acquired(lease_id, True, places, chunks.sources[:good]))
+
+    def _note(
+        self, member: AttachedProcess, message: Acquire, keys: KeyList, tenant: TenantId
+    ) -> None:
+        """Note a lookup that counts, if the engine names its chunk size."""
+        session = member.session
+        size = session.chunk_tokens
+        if not size:
+            return
+        self._questions[session.id, LeaseId(message.lease_id)] = Question(
+            session.id,
+            session.digest,
+            size,
+            keys,
+            prompt=message.prompt_tokens,
+            computed=message.computed_tokens,
+            tenant=tenant,
+            request=message.request,
+            began=asyncio.get_running_loop().time(),
+            time=time.time(),
+        )
+
+    def _count(self, session: SessionId, lease_id: LeaseId, found: bytes, *, late: bool) -> None:
+        """Count a lookup with the sources of its final answer, and why that ends where it ends."""
+        question = self._questions.pop((session, lease_id), None)
+        if question is None:
+            return
+        gap = None
+        if len(found) < len(question.keys):
+            catalog, keys = self._driver.catalog, question.keys
+            gap = catalog.gap(question.namespace, keys, len(found), question.tenant)
+            if late:
+                gap = Gap(Reason.LATE, gap.chunks)
+        now = asyncio.get_running_loop().time()
+        self._accounts.answered(question, found, gap, now, waited=question.awaited)
 
     @staticmethod
     def _send(scheduler: AttachedProcess, answer: Acquired) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 from kvhaven.catalog.actions import CommitResult
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import Abort, Commit, Granted, KeyList, Reserve, batches, tenant_of
+from kvhaven.service.accounts import Accounts
 from kvhaven.service.connection import Connection
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedProcess
@@ -24,8 +25,11 @@ class Saves:
     `on_saved` is called with each chunk that has become visible.
     """
 
-    def __init__(self, driver: Driver, on_saved: Callable[[ChunkKey], None]) -> None:
+    def __init__(
+        self, driver: Driver, on_saved: Callable[[ChunkKey], None], accounts: Accounts
+    ) -> None:
         self._driver = driver
+        self._accounts = accounts
         self._on_saved = on_saved
 
     def reserve(self, connection: Connection, member: AttachedProcess, message: Reserve) -> Job:
@@ -65,6 +69,7 @@ class Saves:
 
     def commit(self, member: AttachedProcess, message: Commit) -> Job:
         """Record that a rank has written its part of these chunks."""
+        saved = 0
         for part in batches(message.chunks, _PIECE):
             for key, generation, sums in part:
                 member.granted.pop(generation, None)
@@ -74,7 +79,10 @@ class Saves:
                 )
                 if result is CommitResult.RESIDENT:
                     self._on_saved(ChunkKey(key))
+                    saved += 1
             yield
+        if saved and member.session.chunk_tokens:
+            self._accounts.saved(member.session.digest, saved * member.session.chunk_tokens)
 
     def abort(self, member: AttachedProcess, message: Abort) -> Job:
         """Record that a rank has given up these chunks."""

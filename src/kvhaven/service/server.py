@@ -43,6 +43,7 @@ from kvhaven.protocol import (
     Status,
     StatusReply,
 )
+from kvhaven.service.accounts import Accounts
 from kvhaven.service.admin import Admin
 from kvhaven.service.arena import SEGMENT, Arena
 from kvhaven.service.connection import Connection, Listener
@@ -94,16 +95,17 @@ class Service:
         self.driver = Driver(_catalog(settings, arena, tiers))
         self.verifier = Verifier(self.driver, arena, settings.verify_memory)
         self._stop_deadline_s = settings.stop_deadline_s
-        self._runner = TierRunner(
+        self.runner = TierRunner(
             self.driver, tiers, arena.memory, lookup_s=settings.promote_deadline_ms / 1000
         )
         peers = tiers.get(TierName(PeerTier.name))
         self._peers = peers if isinstance(peers, PeerTier) else None
         self._expected = ExpectedChains(self.driver, self._peers, settings.pd_stall_ms / 1000)
         self._offered = OfferedChains(self.driver, self._peers, self._attached, self._spawn)
-        self._loads = Loads(self.driver, self.sessions, self.verifier, self._spawn)
-        self._saves = Saves(self.driver, self._offered.saved)
-        self._admin = Admin(self.driver, tiers, self._runner, self._spawn)
+        self.accounts = Accounts([str(name) for name in tiers])
+        self._loads = Loads(self.driver, self.sessions, self.verifier, self._spawn, self.accounts)
+        self._saves = Saves(self.driver, self._offered.saved, self.accounts)
+        self._admin = Admin(self.driver, tiers, self.runner, self._spawn)
         self._membership = Membership(self.id, self.driver, self.sessions, arena, self._saves)
         self._observation = Observation(
             self.id,
@@ -114,6 +116,8 @@ class Service:
             self.verifier,
             self.sessions,
             tiers,
+            self.accounts,
+            self.runner,
         )
         self._connections: set[Connection] = set()
         self._observers: set[Connection] = set()
@@ -129,9 +133,10 @@ class Service:
         peers = self._listen_to_peers()
         self.arena.grow(self._grown)
         await asyncio.gather(*(tier.start() for tier in self.tiers.values()))
-        self._runner.check_health()
+        self.runner.check_health()
         self._spawn(self._every(_QUARANTINE_POLL_S, self._membership.end_quarantines))
-        self._spawn(self._every(_HEALTH_POLL_S, self._runner.check_health))
+        self._spawn(self._observation.measure_lag())
+        self._spawn(self._every(_HEALTH_POLL_S, self.runner.check_health))
         self._spawn(self._every(_STALL_POLL_S, self._expected.end_silent))
         listener.start(self._accept)
         await stop.wait()
@@ -176,7 +181,7 @@ class Service:
             )
         for task in self._tasks:
             task.cancel()
-        await self._runner.close(max(0.1, end - loop.time()))
+        await self.runner.close(max(0.1, end - loop.time()))
         self.verifier.close()
 
     # --- connections ------------------------------------------------------------------------
@@ -323,7 +328,7 @@ class Service:
         if isinstance(action, Update):
             self._loads.updated(action)
         else:
-            self._runner.run(action)
+            self.runner.run(action)
 
     async def _every(self, seconds: float, look: Callable[[], Job | None]) -> None:
         """Call `look` periodically, and finish the job that it returns; log its failures."""

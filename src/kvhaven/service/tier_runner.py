@@ -9,7 +9,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, Generic, TypeVar
 
+import msgspec
+
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
+from kvhaven.catalog.histograms import SECONDS, Buckets, Histogram
 from kvhaven.errors import KVHavenError, TierError, TierMissError
 from kvhaven.maps import OrderedMap
 from kvhaven.protocol import batches
@@ -19,6 +22,8 @@ from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, TenantId,
 
 T = TypeVar("T")
 A = TypeVar("A", TierRead, TierWrite)
+OP_READ: Final = "read"
+OP_WRITE: Final = "write"
 
 _PATIENCE_S: Final = 0.25
 """Longest time that a write to a shared tier waits for the tier's reads."""
@@ -68,6 +73,32 @@ class _Lane(Generic[A]):
             self.idle.set()
 
 
+class TierTraffic(msgspec.Struct, frozen=True):
+    """Bytes of chunks that were read from a tier into memory, or written to it, and their times.
+
+    Bytes that were read are those in memory, bytes that were written those in the tier.
+    """
+
+    bytes: int
+    seconds: Buckets
+
+
+class _Traffic:
+    """Mutable `TierTraffic`."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._seconds = Histogram(SECONDS)
+
+    def add(self, bytes_: int, began: float) -> None:
+        """Count a chunk whose transfer began at a time of the event loop."""
+        self._bytes += bytes_
+        self._seconds.observe(asyncio.get_running_loop().time() - began)
+
+    def figures(self) -> TierTraffic:
+        return TierTraffic(self._bytes, self._seconds.buckets())
+
+
 class _Deletes:
     """Pending deletes of a tier, and the batch being deleted, by name."""
 
@@ -109,6 +140,14 @@ class TierRunner:
         self._writes = {name: _Lane[TierWrite](self._write, self._spawn) for name in tiers}
         self._deletes = {name: _Deletes() for name in tiers}
         self._clearing = {name: asyncio.Lock() for name in tiers}
+        self._traffic = {name: {OP_READ: _Traffic(), OP_WRITE: _Traffic()} for name in tiers}
+
+    def traffic(self) -> dict[str, dict[str, TierTraffic]]:
+        """Return bytes and times of chunks that were read and written, by tier and operation."""
+        return {
+            str(name): {op: known.figures() for op, known in ops.items()}
+            for name, ops in self._traffic.items()
+        }
 
     def run(self, action: TierLookup | TierRead | TierWrite | TierDelete) -> None:
         """Start an action; its result is reported to the catalog."""
@@ -301,8 +340,10 @@ class TierRunner:
 
     async def _read(self, action: TierRead) -> None:
         checksums: tuple[Checksum, ...] | None = None
+        began = asyncio.get_running_loop().time()
         try:
             checksums = await self._read_shards(action)
+            self._traffic[action.tier][OP_READ].add(action.extent.length, began)
         except TierMissError:
             pass  # counted and logged by the tier
         except TierError:
@@ -338,11 +379,13 @@ class TierRunner:
             await self._let_reads_go_first(action.tier)
             await self._introduce(action.tier, action.namespace)
             parts = self._parts(action)
+            began = asyncio.get_running_loop().time()
             sizes = [
                 await tier.write(shard, part, checksum)
                 for (shard, part), checksum in zip(parts, action.checksums, strict=True)
             ]
             taken = sum(sizes)
+            self._traffic[action.tier][OP_WRITE].add(taken, began)
         except TierError:
             self._introduced.discard((action.tier, action.namespace.digest))
             self.check_health()

@@ -135,3 +135,25 @@ def test_an_identity_without_weights_is_refused() -> None:
 def test_the_toy_engine_is_short() -> None:
     source = Path(__file__).parents[2] / "examples" / "toy_engine" / "engine.py"
     assert len(source.read_text().splitlines()) < LIMIT
+
+
+def test_an_engine_tells_the_service_of_each_request_once(engine: Engine, node: NodeThread) -> None:
+    asked = [*prompts(7), [1, 2, 3]]  # the last one is too short to be looked up
+
+    def tokens() -> dict[str, int]:
+        (counts,) = node.service.accounts.tokens().values()
+        assert sum(counts.missed.values()) == counts.by_source["none"]
+        assert counts.asked == sum(counts.by_source.values())
+        return counts.by_source | {"lookups": sum(counts.lookups.values())}
+
+    run(engine, asked)
+    wait_until_cached(node, 5)
+    cold = node.call(tokens)
+    assert cold["lookups"] == 4
+    assert cold["memory"] + cold["none"] == 3 * 800 + 3
+    run(engine, asked)
+    warm = node.call(tokens)
+    assert warm["lookups"] == 8
+    assert warm["memory"] - cold["memory"] == 3 * 3 * CHUNK
+    (last, *_) = node.call(lambda: node.service.accounts.requests_before(""))
+    assert last.request.startswith("request ")

@@ -67,8 +67,7 @@ async def _measure_snapshots(say: Callable[[str], None]) -> list[Result]:
     service = Service(settings, AddressSpace(), {})  # type: ignore[arg-type]
     observation = Observation(
         service.id,
-        settings,
-        {},
+        service.settings,
         service.catalog,
         service.arena,
         service.verifier,
@@ -76,6 +75,9 @@ async def _measure_snapshots(say: Callable[[str], None]) -> list[Result]:
         service.tiers,
         service.accounts,
         service.runner,
+        service.pins,
+        service.jobs,
+        lambda: False,
     )
     try:
         empty = _snapshot_times(observation)

@@ -30,6 +30,8 @@ TENANTS: Final = 1
 """Feature bit of a service that supports tenants."""
 OBSERVE: Final = 2
 """Feature bit of a service that answers `Observe` and `List`."""
+STEER: Final = 4
+"""Feature bit of a service that answers `Steer`."""
 MOST_ROWS: Final = 100
 """Maximum number of rows in a `Listed`."""
 FRAME_LIMIT: Final = 4 << 20
@@ -67,7 +69,7 @@ Fields = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MOST_FIELDS)]
 MOST_NAME: Final = 128
 RequestName = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
-ListKind = Literal["engines", "namespaces", "requests", "settings", "tenants"]
+ListKind = Literal["engines", "jobs", "namespaces", "pins", "requests", "settings", "tenants"]
 Rows = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
 
@@ -268,6 +270,23 @@ class EndChain(Message, frozen=True, tag=True):
     id: RequestName
 
 
+class EngineSettings(Message, frozen=True, tag=True):
+    """Settings that were changed in the running service, as a JSON object of parsed values.
+
+    They apply to the scheduler's next request, in place of its own. Each message has all of them,
+    and replaces the one before. Sent after `Attached` if there are any, and after each change.
+    """
+
+    generation: int
+    values: bytes
+
+
+class SettingsTaken(Message, frozen=True, tag=True):
+    """The scheduler applies the `EngineSettings` with this generation from now on."""
+
+    generation: int
+
+
 class RankModel(Message, frozen=True, tag=True):
     """Model state of a rank, sent to its scheduler at attach and after each change."""
 
@@ -426,6 +445,21 @@ class Flushed(Message, frozen=True, tag=True):
     outstanding: int
 
 
+class Steer(Message, frozen=True, tag=True):
+    """Requests a change, or what an operator asks; JSON of a `service.steering.Request`."""
+
+    id: int
+    request: Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES * 2)]
+
+
+class Steered(Message, frozen=True, tag=True):
+    """Answer to `Steer`, as JSON, with the status that HTTP clients get."""
+
+    id: int
+    status: int
+    answer: bytes
+
+
 class Observe(Message, frozen=True, tag=True):
     """Requests a `Snapshot`. The connection counts as an observer from now on."""
 
@@ -486,6 +520,8 @@ ClientMessage = (
     | Flush
     | Observe
     | List
+    | Steer
+    | SettingsTaken
 )
 ServiceMessage = (
     Welcome
@@ -494,6 +530,7 @@ ServiceMessage = (
     | Refused
     | Acquired
     | RankModel
+    | EngineSettings
     | Granted
     | Ack
     | StatusReply
@@ -502,6 +539,7 @@ ServiceMessage = (
     | Flushed
     | Snapshot
     | Listed
+    | Steered
 )
 Reliable = Release | Ready | Loaded | Commit | Abort | ModelChanged
 

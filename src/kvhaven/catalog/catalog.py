@@ -28,9 +28,9 @@ from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Sessions
 from kvhaven.catalog.stats import CatalogStats, CatalogTotals, NamespaceStats, TenantStats
-from kvhaven.catalog.tier_spec import MEMORY, TierSpec
+from kvhaven.catalog.tier_spec import MEMORY, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.tiering import Tiers
-from kvhaven.catalog.work import Pace, Work
+from kvhaven.catalog.work import Job, Pace, Work
 from kvhaven.errors import KVHavenError
 from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
@@ -138,6 +138,10 @@ class Catalog:
     def namespace(self, digest: NamespaceDigest) -> Namespace:
         """Return a registered namespace. Raises `KVHavenError` for an unknown one."""
         return self._owners.part(digest, NO_TENANT).namespace
+
+    def extent_bytes(self, digest: NamespaceDigest) -> int:
+        """Return the bytes of a chunk in the arena. Raises `KVHavenError` if it is unknown."""
+        return self._owners.part(digest, NO_TENANT).extent_bytes
 
     def namespaces(self) -> tuple[Namespace, ...]:
         """Return the registered namespaces."""
@@ -296,6 +300,48 @@ class Catalog:
         """
         part = self._owners.known_part(namespace, tenant)
         return gap_at(self._space, self._tiers, self._ghosts, part, keys, at)
+
+    def open_session(self, session: SessionId) -> None:
+        """Add a session of the service itself, without members; it stays.
+
+        It may lease all chunks, and its leases end by `release` alone. Repeated calls are allowed.
+        """
+        self._sessions.add_own(session)
+
+    def place_of(
+        self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
+    ) -> TierName | None:
+        """Return the first place in which a tenant's chunk is known to be; None if there is none.
+
+        Of shared tiers, only cached lookup results count.
+        """
+        part = self._owners.known_part(namespace, tenant)
+        if part is None:
+            return None
+        if self._leases.loans.has(part, key):
+            return MEMORY
+        index = self._tiers.source(key, part)
+        return None if index is None else index.spec.name
+
+    def push(
+        self,
+        namespace: NamespaceDigest,
+        keys: Sequence[ChunkKey],
+        tier: TierName,
+        tenant: TenantId = NO_TENANT,
+    ) -> int:
+        """Queue writes of a tenant's resident chunks to a tier; return how many are resident.
+
+        Raises `KVHavenError` for an unknown tier.
+        """
+        self._tiers.index(tier)
+        part = self._owners.known_part(namespace, tenant)
+        found = [] if part is None else [k for k in keys if self._leases.loans.has(part, k)]
+        for key in found:
+            entry = self._space.entries[key]
+            if not entry.tail:
+                self._tiers.writes[tier].offer(entry)
+        return len(found)
 
     def checksums(self, key: ChunkKey, extent: Extent | None = None) -> tuple[Checksum, ...] | None:
         """Return the checksums of a resident chunk's shards, or None if it is not resident.
@@ -526,6 +572,29 @@ class Catalog:
         if not online:
             self._leases.tier_offline(tier)
 
+    def switch_tier(
+        self, tier: TierName, mode: WriteMode | None = None, store_on: StoreOn | None = None
+    ) -> None:
+        """Set how a tier is written from now on; None: unchanged. `OFF` drops waiting writes.
+
+        Raises `KVHavenError` for an unknown tier.
+        """
+        self._tiers.switch(tier, mode, store_on)
+
+    def fill_faster(self, fill: bool) -> None:
+        """Set whether chunks that are read from a tier are written to those before it."""
+        self._tiers.fill_faster = fill
+
+    def limit_queues(self, bytes_: int) -> None:
+        """Set the limit of the chunks that wait to be written to each tier."""
+        self._write_queue_bytes = bytes_
+        self._tiers.limit_queues(self._queue_limit())
+
+    def believe(self, seconds: float) -> None:
+        """Set how long lookup results of shared tiers are cached."""
+        for presence in self._tiers.shared.values():
+            presence.believe(seconds)
+
     def tier_capacity(self, tier: TierName, capacity_bytes: int) -> None:
         """Set the capacity of a local tier, when its store shrank or has room again."""
         self._tiers.own_index(tier).resize(capacity_bytes)
@@ -604,6 +673,23 @@ class Catalog:
     def limit_disk(self, tenant: TenantId, quota: int | None) -> None:
         """Set the quota of a tenant in each local tier in bytes; see `limit_memory`."""
         self._tiers.quota_changed(self._owners.limit_disk(tenant, quota))
+
+    def set_quotas(self, memory: Quotas | None = None, disk: Quotas | None = None) -> None:
+        """Replace all quotas in the arena, or in each local tier; None: unchanged.
+
+        They apply to tenants piece by piece, and to new tenants immediately.
+        """
+        self._owners.set_quotas(memory, disk)
+        self._work.start(self._apply_quotas(memory is not None, disk is not None))
+
+    def _apply_quotas(self, memory: bool, disk: bool) -> Job:
+        for done, tenant in enumerate(self._owners.settle_quotas(memory, disk), 1):
+            if memory:
+                self._space.quota_changed(tenant)
+            if disk:
+                self._tiers.quota_changed(tenant)
+            if done % self._work.pace.heavy == 0:
+                yield
 
     # Actions, work and statistics
 

@@ -242,7 +242,7 @@ def totals_of(
     in_use = space.leased_bytes + space.promoting_bytes + space.reserved_bytes + retired_idle
     return CatalogTotals(
         tiers={name: _tier(tiers.indexes[name], w) for name, w in tiers.writes.items()},
-        sessions=len(sessions.sessions),
+        sessions=sum(not session.own for session in sessions.sessions.values()),
         members=len(sessions.members),
         lost_members=sum(1 for _ in sessions.lost()),
         capacity_bytes=space.allocator.capacity_bytes,

@@ -24,12 +24,14 @@ from kvhaven.protocol import (
     Attached,
     AttachScheduler,
     EndChain,
+    EngineSettings,
     ModelState,
     OfferChain,
     Prefetch,
     RankModel,
     Release,
     ServiceMessage,
+    SettingsTaken,
     batches,
 )
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
@@ -131,6 +133,8 @@ class SchedulerClient:
         self.namespace = b""
         self.models: Mapping[int, ModelState] = {}
         """The content of each rank's model, by rank; replaced as a whole, never changed."""
+        self.changed: EngineSettings | None = None
+        """Settings that the service has changed since its start; None: none."""
         self.deadlines_missed = 0
         self._link = Link(address, self, ensure_service=ensure_service)
 
@@ -168,6 +172,15 @@ class SchedulerClient:
                     if question.lease is not None
                 }
             )
+
+    def configure(self, lookup_deadline_s: float, promote_deadline_s: float) -> None:
+        """Set the deadlines of lookups from now on."""
+        self._lookup_deadline_s = lookup_deadline_s
+        self._promote_deadline_s = promote_deadline_s
+
+    def settings_taken(self, generation: int) -> None:
+        """Tell the service that its changed settings apply."""
+        self._link.post(SettingsTaken(generation))
 
     def prefetch(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> None:
         """Request the promotion of chunks from the tiers, and mark the chain as used."""
@@ -305,6 +318,7 @@ class SchedulerClient:
         with self._lock:
             self._late.clear()
             self._slow_answers = 0
+            self.changed = None  # what applies now follows
             self.service, self.namespace = service, answer.namespace
             self._offsets = answer.offsets
 
@@ -312,6 +326,9 @@ class SchedulerClient:
         """Enter an answer into the table; the lease of a late answer is already released."""
         if isinstance(message, RankModel):
             self.models = {**self.models, message.rank: message.model}
+            return
+        if isinstance(message, EngineSettings):
+            self.changed = message
             return
         if not isinstance(message, Acquired):
             return

@@ -119,6 +119,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "off, sample or always",
         ),
     ] = "sample"
+    pin_share: Annotated[
+        float,
+        setting(
+            "Largest share of host memory that pins of the HTTP API may hold.",
+            "a number from 0 to 0.5",
+            least=0,
+            most=0.5,
+        ),
+    ] = 0.25
     copy_threads: Annotated[
         int,
         setting(

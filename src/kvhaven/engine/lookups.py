@@ -43,13 +43,17 @@ class Lookups:
         self._asynchronous = asynchronous
         self._shared = shared and asynchronous
         self._spare_tokens = spare_tokens
-        self._budget_s = settings.step_budget_ms / 1000
-        self._patience_s = settings.promote_deadline_ms / 1000
-        self._awaited_s = settings.pd_wait_ms / 1000
+        self.configure(settings)
         self._clock = clock
         self._waited_s = 0.0
         self._loading: dict[ChunkKey, str] = {}
         self._keys_loading: dict[str, list[ChunkKey]] = {}
+
+    def configure(self, settings: Settings) -> None:
+        """Set the deadlines from now on."""
+        self._budget_s = settings.step_budget_ms / 1000
+        self._patience_s = settings.promote_deadline_ms / 1000
+        self._awaited_s = settings.pd_wait_ms / 1000
 
     def new_step(self) -> None:
         """Reset the budget for waiting."""

@@ -131,6 +131,8 @@ def _memory(snapshot: ServiceSnapshot) -> Iterator[str]:
     yield _one("leases", "gauge", "Leases that hold or await chunks.", snapshot.catalog.leases)
     oldest = snapshot.catalog.oldest_lease_s
     yield _one("oldest_lease_seconds", "gauge", "Age of the oldest lease.", oldest)
+    generation = snapshot.config_generation
+    yield _one("config_generation", "gauge", "Grows with each change of settings.", generation)
     yield _one("pins", "gauge", "Pins of this API.", snapshot.pins)
     yield _histogram(
         "loop_lag_seconds", "Lag of the service's event loop.", snapshot.loop_lag_seconds

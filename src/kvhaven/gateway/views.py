@@ -19,7 +19,7 @@ def health_of(observer: Observer) -> tuple[Health, bool]:
         detail = observer.error if seen is None else f"silent for {observer.silent_s:.0f} s"
         return Health("degraded", [Check("service", ok=False, detail=detail)]), False
     checks = [Check("service", ok=True), *_checks(seen.snapshot)]
-    if seen.snapshot.stopping:
+    if seen.snapshot.stopping or seen.snapshot.draining:
         return Health("stopping", checks), True
     return Health("ok" if all(check.ok for check in checks) else "degraded", checks), True
 
@@ -79,7 +79,9 @@ def tiers_of(snapshot: ServiceSnapshot) -> list[TierRow]:
             TierRow(
                 id=name,
                 shared=stats.shared,
-                online=health.online,
+                state=snapshot.switched.get(name, "on"),
+                write_mode=stats.writes,
+                online=health.online and snapshot.switched.get(name) != "off",
                 writable=health.writable,
                 used_bytes=None if stats.shared else stats.used_bytes,
                 capacity_bytes=None if stats.shared else stats.capacity_bytes,

@@ -41,6 +41,8 @@ class AttachedProcess:
         self.granted: dict[int, ChunkKey] = {}
         self.model = ModelState()
         self.connection: Connection | None = None
+        self.settings_taken = 0
+        """Generation of the changed settings that a scheduler applies."""
 
     @property
     def role(self) -> str:

@@ -30,13 +30,17 @@ class Saves:
     ) -> None:
         self._driver = driver
         self._accounts = accounts
+        self.draining = False
+        """Grant nothing."""
         self._on_saved = on_saved
 
     def reserve(self, connection: Connection, member: AttachedProcess, message: Reserve) -> Job:
         """Grant space for chunks that are absent, as far as there is space.
 
-        Without a complete session nothing is granted. Raises `ProtocolError` for a scheduler, a
-        parent key of another length, or tails that the namespace cannot have.
+        Without a complete session, and while draining, nothing is granted.
+
+        Raises `ProtocolError` for a scheduler, a parent key of another length, or tails that the
+        namespace cannot have.
         """
         if member.rank is None:
             raise ProtocolError("a scheduler sent Reserve; only ranks save chunks")
@@ -44,7 +48,7 @@ class Saves:
             raise ProtocolError(f"a parent of {len(message.parent)} bytes is not a key")
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         session = member.session
-        if session.namespace is None:
+        if session.namespace is None or self.draining:
             connection.send(Granted(message.id, [None] * len(keys)))
             return
         _require_tail(session.namespace, message.tail)

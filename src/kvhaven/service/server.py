@@ -39,9 +39,11 @@ from kvhaven.protocol import (
     Refused,
     Reliable,
     Reserve,
+    SettingsTaken,
     Snapshot,
     Status,
     StatusReply,
+    Steer,
 )
 from kvhaven.service.accounts import Accounts
 from kvhaven.service.admin import Admin
@@ -50,13 +52,17 @@ from kvhaven.service.connection import Connection, Listener
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
 from kvhaven.service.expected_chains import ExpectedChains
+from kvhaven.service.jobs import Jobs
 from kvhaven.service.lending import ArenaLender
 from kvhaven.service.loads import Loads
 from kvhaven.service.membership import Membership
 from kvhaven.service.offered_chains import OfferedChains
+from kvhaven.service.pins import OWN_SESSION, Pins
+from kvhaven.service.runtime_settings import RuntimeSettings
 from kvhaven.service.saves import Saves
 from kvhaven.service.snapshot import Observation
 from kvhaven.service.status import ChainStatus, describe
+from kvhaven.service.steering import Steering
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.service.tier_setup import specs_of
 from kvhaven.service.turns import Job
@@ -105,12 +111,30 @@ class Service:
         self.accounts = Accounts([str(name) for name in tiers])
         self._loads = Loads(self.driver, self.sessions, self.verifier, self._spawn, self.accounts)
         self._saves = Saves(self.driver, self._offered.saved, self.accounts)
+        self.settings = RuntimeSettings(
+            settings, origins, self.driver, self.runner, self.verifier, self.sessions
+        )
+        self.pins = Pins(self.driver, self.settings)
+        self.jobs = Jobs(self._spawn)
         self._admin = Admin(self.driver, tiers, self.runner, self._spawn)
-        self._membership = Membership(self.id, self.driver, self.sessions, arena, self._saves)
+        self._membership = Membership(
+            self.id, self.driver, self.sessions, arena, self._saves, self.settings
+        )
+        self._steering = Steering(
+            self.driver,
+            self.settings,
+            self.runner,
+            self.verifier,
+            self._admin,
+            self._membership,
+            self._saves,
+            self.pins,
+            self.jobs,
+            self._spawn,
+        )
         self._observation = Observation(
             self.id,
-            settings,
-            origins,
+            self.settings,
             self.driver.catalog,
             arena,
             self.verifier,
@@ -118,6 +142,9 @@ class Service:
             tiers,
             self.accounts,
             self.runner,
+            self.pins,
+            self.jobs,
+            lambda: self._membership.draining,
         )
         self._connections: set[Connection] = set()
         self._observers: set[Connection] = set()
@@ -227,15 +254,21 @@ class Service:
             self._admin.limit(connection, message)
         elif isinstance(message, Flush):
             self._admin.answer_flush(connection, message)
-        elif isinstance(message, Observe):
-            self._observers.add(connection)
-            connection.send(Snapshot(message.id, self._observation.snapshot(self._chains)))
-        elif isinstance(message, List):
-            return self._list(connection, message)
+        elif isinstance(message, Observe | Steer | List):
+            return self._handle_api(connection, message)
         elif member is None:
             raise ProtocolError(f"the client sent {type(message).__name__} before it attached")
         else:
             return self._on_member_message(connection, member, message)
+        return None
+
+    def _handle_api(self, connection: Connection, message: Observe | Steer | List) -> Job | None:
+        if isinstance(message, Steer):
+            return self._steering.handle(connection, message)
+        if isinstance(message, List):
+            return self._list(connection, message)
+        self._observers.add(connection)
+        connection.send(Snapshot(message.id, self._observation.snapshot(self._chains)))
         return None
 
     def _on_member_message(
@@ -245,6 +278,8 @@ class Service:
             self._loads.acquire(member, message)
         elif isinstance(message, Prefetch):
             self._loads.prefetch(member, message)
+        elif isinstance(message, SettingsTaken):
+            self.settings.taken(member, message.generation)
         elif isinstance(message, OfferChain | EndChain):
             self._on_chain(member, message)
         elif isinstance(message, Reserve):
@@ -325,7 +360,9 @@ class Service:
         self._membership.announce_growth()
 
     def _perform(self, action: Action) -> None:
-        if isinstance(action, Update):
+        if isinstance(action, Update) and action.session == OWN_SESSION:
+            self.pins.updated(action.acquisition)
+        elif isinstance(action, Update):
             self._loads.updated(action)
         else:
             self.runner.run(action)

@@ -4,7 +4,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from itertools import islice
 from typing import Final
 
@@ -15,14 +15,16 @@ from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.histograms import SECONDS, Buckets, Histogram
 from kvhaven.catalog.stats import CatalogTotals, NamespaceStats, TenantStats
-from kvhaven.config import Settings, setting_infos, setting_row
 from kvhaven.errors import KVHavenError
-from kvhaven.protocol import List, Listed
+from kvhaven.protocol import List, Listed, ListKind
 from kvhaven.service.accounts import Accounts, LookupHistograms, TokenCounts
 from kvhaven.service.arena import Arena
 from kvhaven.service.engines import AttachedEngine, AttachedEngines, chunk_tokens_of
+from kvhaven.service.jobs import Jobs
+from kvhaven.service.pins import Pins
+from kvhaven.service.runtime_settings import RuntimeSettings
 from kvhaven.service.status import ChainStatus, tenant_status
-from kvhaven.service.tier_runner import TierRunner, TierTraffic
+from kvhaven.service.tier_runner import TierRunner, TierSwitch, TierTraffic
 from kvhaven.service.verify import Verifier
 from kvhaven.tiers.base import Tier, TierHealth
 
@@ -50,6 +52,10 @@ class ServiceSnapshot(msgspec.Struct, frozen=True):
     pinned_bytes: int
     """Of `catalog.leased_bytes`, pinned through the API."""
     pins: int
+    draining: bool
+    config_generation: int
+    switched: dict[str, TierSwitch]
+    """Tiers that an operator has switched."""
     catalog: CatalogTotals
     tiers: dict[str, TierHealth]
     chains: ChainStatus
@@ -107,24 +113,13 @@ class TenantRow(msgspec.Struct, frozen=True):
     quotas: dict[str, int]
 
 
-class SettingValue(msgspec.Struct, frozen=True):
-    """A setting of the service. Secrets are masked; `origin` is None if it is not known."""
-
-    name: str
-    value: str | int | float | bool | None
-    text: str
-    origin: str | None
-    changes: str
-
-
 class Observation:
-    """Source of snapshots and lists of a service. `origins` are those of its settings."""
+    """Source of snapshots and lists of a service."""
 
     def __init__(
         self,
         service: str,
-        settings: Settings,
-        origins: Mapping[str, str],
+        settings: RuntimeSettings,
         catalog: Catalog,
         arena: Arena,
         verifier: Verifier,
@@ -132,10 +127,12 @@ class Observation:
         tiers: Mapping[TierName, Tier],
         accounts: Accounts,
         runner: TierRunner,
+        pins: Pins,
+        jobs: Jobs,
+        draining: Callable[[], bool],
     ) -> None:
         self._service = service
         self._settings = settings
-        self._origins = origins
         self._catalog = catalog
         self._arena = arena
         self._verifier = verifier
@@ -143,6 +140,9 @@ class Observation:
         self._tiers = tiers
         self._accounts = accounts
         self._runner = runner
+        self._pins = pins
+        self._jobs = jobs
+        self._draining = draining
         self._lag = Histogram(SECONDS)
         self._started = time.time()
 
@@ -161,8 +161,11 @@ class Observation:
                 engines=len(self._engines),
                 verified_chunks=self._verifier.checked,
                 damaged_chunks=self._verifier.damaged,
-                pinned_bytes=0,
-                pins=0,
+                pinned_bytes=self._pins.bytes,
+                pins=len(self._pins),
+                draining=self._draining(),
+                config_generation=self._settings.generation,
+                switched={str(name): state for name, state in self._runner.states.items()},
                 catalog=self._catalog.totals(),
                 tiers={str(name): tier.health() for name, tier in self._tiers.items()},
                 chains=chains,
@@ -210,12 +213,14 @@ class Observation:
         if message.kind == "engines":
             engines = sorted((e for e in self._engines if e.id > after), key=lambda e: e.id)
             return ((str(e.id), _engine_row(e)) for e in islice(engines, message.limit + 1))
-        infos = sorted((i for i in setting_infos() if i.name > after), key=lambda i: i.name)
-        rows = (setting_row(info, self._settings, self._origins) for info in infos)
-        return (
-            (row.name, SettingValue(row.name, row.value, row.text, row.origin or None, row.changes))
-            for row in rows
-        )
+        return self._few_after(message.kind, after)
+
+    def _few_after(self, kind: ListKind, after: str) -> Iterable[tuple[str, msgspec.Struct | None]]:
+        if kind == "pins":
+            return ((pin.id, pin) for pin in self._pins.rows() if pin.id > after)
+        if kind == "jobs":
+            return ((job.id, job) for job in self._jobs.rows() if job.id > after)
+        return ((row.name, row) for row in self._settings.rows() if row.name > after)
 
 
 def _bytes(cursor: str) -> bytes:

@@ -7,14 +7,16 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.catalog.histograms import SECONDS, Buckets, Histogram
+from kvhaven.catalog.tier_spec import WriteMode
 from kvhaven.errors import KVHavenError, TierError, TierMissError
 from kvhaven.maps import OrderedMap
+from kvhaven.peers.tier import PeerTier
 from kvhaven.protocol import batches
 from kvhaven.service.driver import Driver
 from kvhaven.tiers.base import Namespace, StoredShard, Tier
@@ -73,6 +75,9 @@ class _Lane(Generic[A]):
             self.idle.set()
 
 
+TierSwitch = Literal["on", "off", "read_only"]
+
+
 class TierTraffic(msgspec.Struct, frozen=True):
     """Bytes of chunks that were read from a tier into memory, or written to it, and their times.
 
@@ -129,8 +134,10 @@ class TierRunner:
         lookup_s: float,
     ) -> None:
         self._driver = driver
-        self._tiers = tiers
+        self.tiers = tiers
         self._memory_of = memory_of
+        self.states: dict[TierName, TierSwitch] = {}
+        """Tiers that an operator switched: off, or read only."""
         self._introduced: set[tuple[TierName, NamespaceDigest]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._scanned: dict[TierName, int] = {}
@@ -149,6 +156,28 @@ class TierRunner:
             for name, ops in self._traffic.items()
         }
 
+    def state_of(self, name: TierName) -> TierSwitch:
+        """Return how an operator has switched a tier."""
+        return self.states.get(name, "on")
+
+    def mode_of(self, name: TierName, configured: WriteMode) -> WriteMode:
+        """Return how a tier is written now, if the settings say `configured`."""
+        if isinstance(self.tiers[name], PeerTier) or self.state_of(name) == "read_only":
+            return WriteMode.OFF
+        return configured
+
+    async def ask(
+        self, name: TierName, namespace: Namespace, tenant: TenantId, keys: Sequence[ChunkKey]
+    ) -> list[bool]:
+        """Return which chunks a shared tier has now; nothing if it does not answer in time."""
+        action = TierLookup(name, 0, namespace, tuple(keys), tenant)
+        shards = [shard for key in keys for shard in self._shards(action, key)]
+        there = await self._in_time(name, shards) if keys else None
+        if there is None:
+            return [False] * len(keys)
+        bits = len(namespace.table.shards)
+        return [all(there[at * bits : (at + 1) * bits]) for at in range(len(keys))]
+
     def run(self, action: TierLookup | TierRead | TierWrite | TierDelete) -> None:
         """Start an action; its result is reported to the catalog."""
         if isinstance(action, TierLookup):
@@ -166,7 +195,7 @@ class TierRunner:
     def check_health(self) -> None:
         """Report to the catalog which tiers are online; scan local tiers that were opened."""
         with self._driver.event() as catalog:
-            for name, tier in self._tiers.items():
+            for name, tier in self.tiers.items():
                 health = tier.health()
                 if not health.online:
                     self._late.pop(name, None)  # the tier itself detects its recovery
@@ -177,7 +206,7 @@ class TierRunner:
                         self._scanned[name] = health.epoch
                         catalog.tier_scanned(name, ended=False)
                         self._spawn(self._scan(name, tier, health.epoch))
-                catalog.tier_online(name, health.online)
+                catalog.tier_online(name, health.online and self.states.get(name) != "off")
 
     async def clear(
         self, name: TierName, namespace: NamespaceDigest | None, tenant: TenantId | None
@@ -188,7 +217,7 @@ class TierRunner:
         number of chunks found and their bytes. Raises `TierError` if the store fails; the deletes
         until then are permanent.
         """
-        tier = self._tiers[name]
+        tier = self.tiers[name]
         chunks = bytes_ = 0
         async with self._clearing[name]:
             async for found, shards in tier.scan(tenant):
@@ -202,12 +231,12 @@ class TierRunner:
 
     async def close(self, deadline_s: float) -> None:
         """Wait up to `deadline_s` seconds for running tasks, then close the tiers."""
-        for name in self._tiers:  # queued actions are dropped
+        for name in self.tiers:  # queued actions are dropped
             self._reads[name].waiting.clear()
             self._writes[name].waiting.clear()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=deadline_s)
-        await asyncio.gather(*(tier.close(deadline_s) for tier in self._tiers.values()))
+        await asyncio.gather(*(tier.close(deadline_s) for tier in self.tiers.values()))
 
     async def _scan(self, name: TierName, tier: Tier, epoch: int) -> None:
         """Report the shards that a tier holds from before it was opened, in the background.
@@ -320,7 +349,7 @@ class TierRunner:
         self, name: TierName, shards: Sequence[StoredShard]
     ) -> Sequence[bool] | None:
         try:
-            there = await self._tiers[name].contains(shards)
+            there = await self.tiers[name].contains(shards)
         except TierError:
             return None  # counted and logged by the tier
         except Exception:  # a bug of a tier is a miss: the waiting request needs an answer
@@ -333,7 +362,7 @@ class TierRunner:
 
         The disk tier gives reads priority in its threads instead.
         """
-        if self._tiers[name].shared:
+        if self.tiers[name].shared:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PATIENCE_S):
                     await self._reads[name].idle.wait()
@@ -355,7 +384,7 @@ class TierRunner:
 
     async def _read_shards(self, action: TierRead) -> tuple[Checksum, ...]:
         """Read all shards of a chunk concurrently; return or raise after *every* read has ended."""
-        tier = self._tiers[action.tier]
+        tier = self.tiers[action.tier]
         parts = self._parts(action)
         if len(parts) == 1:
             return (await tier.read(*parts[0]),)
@@ -372,7 +401,7 @@ class TierRunner:
             del results, failures
 
     async def _write(self, action: TierWrite) -> None:
-        tier = self._tiers[action.tier]
+        tier = self.tiers[action.tier]
         taken: int | None = None
         try:
             await self._delete_before(action)
@@ -422,7 +451,7 @@ class TierRunner:
     async def _delete(self, name: TierName, actions: Sequence[TierDelete]) -> None:
         shards = [shard for action in actions for shard in self._shards(action, action.key)]
         try:
-            await self._tiers[name].delete(shards)
+            await self.tiers[name].delete(shards)
         except TierError:
             self.check_health()
         except Exception:  # the next scan finds a remaining file; no caller waits for deletes
@@ -431,7 +460,7 @@ class TierRunner:
     async def _introduce(self, name: TierName, namespace: Namespace) -> None:
         """Register a namespace with a tier, which is required before the first write."""
         if (name, namespace.digest) not in self._introduced:
-            await self._tiers[name].add_namespace(namespace)
+            await self.tiers[name].add_namespace(namespace)
             self._introduced.add((name, namespace.digest))
 
 

@@ -170,7 +170,9 @@ class NodeProcess:
         self.log = log
         self._environment = os.environ | {
             f"KVHAVEN_{name.upper()}": str(value)
-            for name, value in ({"max_local_cpu_size": "16MiB"} | settings).items()
+            for name, value in (
+                {"max_local_cpu_size": "16MiB", "api_listen": "off"} | settings
+            ).items()
         }
         self.process: subprocess.Popen[bytes]
 

@@ -155,5 +155,5 @@ def test_an_engine_tells_the_service_of_each_request_once(engine: Engine, node: 
     warm = node.call(tokens)
     assert warm["lookups"] == 8
     assert warm["memory"] - cold["memory"] == 3 * 3 * CHUNK
-    (last, *_) = node.call(lambda: node.service.accounts.requests_before(""))
+    (last, *_) = node.call(lambda: node.service.accounts.requests_before("", 0.0))
     assert last.request.startswith("request ")

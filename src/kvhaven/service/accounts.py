@@ -8,13 +8,14 @@ tokens asked for, its reasons to the tokens found nowhere, and its results to it
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from kvhaven.catalog.ghosts import Reason
 from kvhaven.catalog.histograms import RATIOS, SECONDS, Buckets, Histogram
 from kvhaven.catalog.misses import Gap
+from kvhaven.service.engines import AttachedEngine
 from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
 
 MOST_REQUESTS: Final = 1024
@@ -24,54 +25,37 @@ MOST_NAMESPACES: Final = 32
 OTHERS: Final = "other"
 _REASONS: Final = len(Reason)
 _RESULTS: Final = ("hit", "partial", "miss")
+_NOTHING: Final = [0] * _REASONS
 _LABELS: Final = tuple(reason.label for reason in Reason)
 
 
 class Question:
-    """One lookup that counts, from its arrival to its final answer.
+    """One lookup that counts, from its arrival at `began` (of the event loop) to its final answer.
 
     `keys` are the full chunks that it asks for, from the one that contains token `computed` on.
+    `awaited` says that its first answer was not final.
     """
 
-    __slots__ = (
-        "awaited",
-        "began",
-        "chunk_tokens",
-        "computed",
-        "engine",
-        "keys",
-        "namespace",
-        "prompt",
-        "request",
-        "tenant",
-        "time",
-    )
+    __slots__ = ("awaited", "began", "computed", "engine", "keys", "prompt", "request", "tenant")
 
     def __init__(
         self,
-        engine: str,
-        namespace: NamespaceDigest,
-        chunk_tokens: int,
+        engine: AttachedEngine,
         keys: Sequence[ChunkKey],
-        *,
         prompt: int,
         computed: int,
         tenant: TenantId,
         request: str,
         began: float,
-        time: float,
     ) -> None:
         self.engine = engine
-        self.namespace = namespace
-        self.chunk_tokens = chunk_tokens
         self.keys = keys
         self.prompt = prompt
-        self.computed = min(computed, prompt)
+        self.computed = min(prompt, computed)
         self.tenant = tenant
         self.request = request
-        self.began = began  # of the event loop
-        self.time = time  # since 1970
-        self.awaited = False  # its first answer was not final
+        self.began = began
+        self.awaited = False
 
 
 class TokenCounts(msgspec.Struct, frozen=True):
@@ -138,64 +122,104 @@ class _Counts:
         self.saved = 0
 
 
+class _Answered(NamedTuple):
+    """A lookup with its final answer. Names are kept, because the engine may be gone by then."""
+
+    number: int
+    request: str
+    engine: str
+    namespace: NamespaceDigest
+    tenant: TenantId
+    began: float
+    seconds: float
+    prompt: int
+    sources: list[int]
+    gap: Gap | None
+    missed: list[int]
+
+
 class Accounts:
     """Counters by namespace, histograms, and the last requests. `tiers` are in their order."""
 
     def __init__(self, tiers: Sequence[str]) -> None:
         self._names = ("engine", "memory", *tiers, "none")
         self._counts: dict[str, _Counts] = {}
-        self._requests: deque[tuple[Question, int, float, list[int], Gap | None, list[int]]] = (
-            deque(maxlen=MOST_REQUESTS)
-        )
+        self._by_digest: dict[NamespaceDigest, _Counts] = {}
+        self._requests: deque[_Answered] = deque(maxlen=MOST_REQUESTS)
         self._number = 0
         self._lookup = Histogram(SECONDS)
         self._wait = Histogram(SECONDS)
         self._ratio = Histogram(RATIOS)
 
-    def answered(
-        self, question: Question, found: bytes, gap: Gap | None, now: float, *, waited: bool
-    ) -> None:
+    def answered(self, question: Question, found: bytes, gap: Gap | None, now: float) -> None:
         """Count a lookup with its final answer.
 
         `found` has a byte for each chunk of the answer: 0 for memory, else the number of the tier.
         One more byte than there are keys is the tail. `gap` is why the answer ends before the last
         full chunk; None if it does not.
         """
-        size, computed, prompt = question.chunk_tokens, question.computed, question.prompt
-        sources = [0] * len(self._names)
-        sources[0] = computed
-        left = prompt - computed
-        tail = prompt % size if len(found) > len(question.keys) else 0
-        overlap = computed % size  # tokens of the first chunk that the engine has
-        for number in range(len(sources) - 2):
-            chunks = found.count(number)
-            if not chunks:
-                continue
-            tokens = chunks * size
-            if number == found[-1] and tail:
-                tokens -= size - tail
-            if number == found[0]:
-                tokens -= overlap
-            tokens = min(max(tokens, 0), left)
-            sources[number + 1] = tokens
-            left -= tokens
-        sources[-1] = left
-        missed = self._reasons(question, len(found), left, gap, has_tail=bool(tail))
-        counts = self._of(question.namespace)
+        engine, prompt = question.engine, question.prompt
+        sources = self._sources(question, found)
+        none = sources[-1]
+        missed = _NOTHING
+        counts = self._by_digest.get(engine.digest) or self._of(engine.digest)
+        totals = counts.sources
         for at, tokens in enumerate(sources):
-            counts.sources[at] += tokens
-        for reason, tokens in enumerate(missed):
-            counts.missed[reason] += tokens
-        absent = left - missed[Reason.PARTIAL_CHUNK]
-        counts.lookups[0 if not absent else 1 if left < prompt else 2] += 1
+            totals[at] += tokens
+        result = 0
+        if none:
+            missed = _reasons(question, len(found), none, gap)
+            for reason, tokens in enumerate(missed):
+                counts.missed[reason] += tokens
+            if none > missed[Reason.PARTIAL_CHUNK]:
+                result = 1 if none < prompt else 2
+        counts.lookups[result] += 1
         seconds = now - question.began
         self._lookup.observe(seconds)
-        if waited:
+        if question.awaited:
             self._wait.observe(seconds)
-        self._ratio.observe((prompt - left) / prompt if prompt else 0.0)
+        self._ratio.observe(1 - none / prompt if prompt else 0.0)
         self._number += 1
-        question.keys = ()
-        self._requests.append((question, self._number, seconds, sources, gap, missed))
+        self._requests.append(
+            _Answered(
+                self._number,
+                question.request,
+                engine.id,
+                engine.digest,
+                question.tenant,
+                question.began,
+                seconds,
+                prompt,
+                sources,
+                gap,
+                missed,
+            )
+        )
+
+    def _sources(self, question: Question, found: bytes) -> list[int]:
+        """Return the tokens by source, in the order of the names."""
+        size, computed = question.engine.chunk_tokens, question.computed
+        sources = [0] * len(self._names)
+        sources[0] = computed
+        left = question.prompt - computed
+        if found:
+            tail = question.prompt % size if len(found) > len(question.keys) else size
+            for number in range(len(sources) - 2):
+                chunks = found.count(number)
+                if not chunks:
+                    continue
+                tokens = chunks * size
+                if number == found[-1]:
+                    tokens -= size - tail
+                if number == found[0]:
+                    tokens -= computed % size  # of the first chunk, which the engine has
+                tokens = min(max(tokens, 0), left)
+                sources[number + 1] = tokens
+                left -= tokens
+                if chunks == len(found):
+                    break
+        sources[-1] = left
+        return sources
 
     def saved(self, namespace: NamespaceDigest, tokens: int) -> None:
         """Count tokens that became resident."""
@@ -218,68 +242,58 @@ class Accounts:
         """Return the distributions."""
         return LookupHistograms(self._lookup.buckets(), self._wait.buckets(), self._ratio.buckets())
 
-    def requests_before(self, last: str) -> "list[RequestRow]":
-        """Return the last requests with an id below `last` (empty: all), newest first."""
+    def requests_before(self, last: str, clock: float) -> list[RequestRow]:
+        """Return the last requests with an id below `last` (empty: all), newest first.
+
+        `clock` is what has to be added to a time of the event loop.
+        """
         return [
-            self._row(*found)
+            self._row(found, clock)
             for found in reversed(self._requests)
-            if not last or f"{found[1]:016d}" < last
+            if not last or f"{found.number:016d}" < last
         ]
 
-    def _reasons(
-        self, question: Question, found: int, none: int, gap: Gap | None, *, has_tail: bool
-    ) -> list[int]:
-        """Return the tokens that were found nowhere, by reason."""
-        missed = [0] * _REASONS
-        if not none:
-            return missed
-        size = question.chunk_tokens
-        overlap = question.computed % size
-        partial = 0 if has_tail else min(question.prompt % size, none)
-        missed[Reason.PARTIAL_CHUNK] = partial
-        rest = none - partial
-        if rest and gap is not None:
-            stored = gap.chunks * size - (0 if found else overlap)
-            stored = min(max(stored, 0), rest)
-            missed[gap.reason] += stored
-            rest -= stored
-        missed[Reason.COLD] += rest
-        return missed
-
-    def _row(
-        self,
-        question: Question,
-        number: int,
-        seconds: float,
-        sources: list[int],
-        gap: Gap | None,
-        missed: list[int],
-    ) -> RequestRow:
-        none = sources[-1]
+    def _row(self, found: _Answered, clock: float) -> RequestRow:
+        none, gap, missed = found.sources[-1], found.gap, found.missed
         reasons = {label: tokens for label, tokens in zip(_LABELS, missed, strict=True) if tokens}
         first = gap.reason.label if gap is not None and missed[gap.reason] else None
         return RequestRow(
-            id=f"{number:016d}",
-            request=question.request,
-            engine=question.engine,
-            namespace=question.namespace.hex(),
-            tenant=question.tenant.hex(),
-            time=question.time,
-            wait_ms=seconds * 1e3,
-            prompt_tokens=question.prompt,
-            by_source={n: t for n, t in zip(self._names, sources, strict=True) if t},
-            first_gap=question.prompt - none if none else None,
+            id=f"{found.number:016d}",
+            request=found.request,
+            engine=found.engine,
+            namespace=found.namespace.hex(),
+            tenant=found.tenant.hex(),
+            time=found.began + clock,
+            wait_ms=found.seconds * 1e3,
+            prompt_tokens=found.prompt,
+            by_source={n: t for n, t in zip(self._names, found.sources, strict=True) if t},
+            first_gap=found.prompt - none if none else None,
             reason=first or next(iter(reasons), None),
             missed=reasons,
         )
 
     def _of(self, namespace: NamespaceDigest) -> _Counts:
-        name = namespace.hex()[:16]
-        counts = self._counts.get(name)
+        counts = self._by_digest.get(namespace)
         if counts is None:
-            if len(self._counts) >= MOST_NAMESPACES:
-                name = OTHERS
-                counts = self._counts.get(name)
+            name = namespace.hex()[:16] if len(self._counts) < MOST_NAMESPACES else OTHERS
+            counts = self._counts.get(name)
             if counts is None:
                 counts = self._counts[name] = _Counts(len(self._names))
+            self._by_digest[namespace] = counts
         return counts
+
+
+def _reasons(question: Question, found: int, none: int, gap: Gap | None) -> list[int]:
+    """Return the tokens that were found nowhere, by reason."""
+    missed = [0] * _REASONS
+    size = question.engine.chunk_tokens
+    partial = 0 if found > len(question.keys) else min(question.prompt % size, none)
+    missed[Reason.PARTIAL_CHUNK] = partial
+    rest = none - partial
+    if rest and gap is not None:
+        stored = gap.chunks * size - (0 if found else question.computed % size)
+        stored = min(max(stored, 0), rest)
+        missed[gap.reason] += stored
+        rest -= stored
+    missed[Reason.COLD] += rest
+    return missed

@@ -3,7 +3,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from typing import Final
 
@@ -26,7 +25,6 @@ from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
 from kvhaven.service.turns import Job
 from kvhaven.service.verify import Verifier
-from kvhaven.types import TenantId
 
 logger = logging.getLogger(__name__)
 
@@ -72,38 +70,42 @@ class Loads:
         _require_scheduler(member)
         session, lease_id = member.session, LeaseId(message.lease_id)
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
-        if message.prompt_tokens:
-            self._note(member, message, keys, tenant)
+        question = None
+        if message.prompt_tokens and session.chunk_tokens:
+            began = asyncio.get_running_loop().time()
+            tokens = message.prompt_tokens, message.computed_tokens
+            question = Question(session, keys, *tokens, tenant, message.request, began)
         acquisition = self._driver.catalog.acquire(
             session.id, lease_id, session.digest, keys, tenant, tail_of(message.tail)
         )
         if not acquisition.promoting:
-            self._answer(member, acquisition)
+            self._answer(member, acquisition, question)
             return
         self._cancel_deadline(session.id, lease_id)
         self._deadlines[session.id, lease_id] = asyncio.get_running_loop().call_later(
             message.wait_ms / 1000, self._finalize, session.id, lease_id
         )
-        question = self._questions.get((session.id, lease_id))
         if question is not None:
             question.awaited = True
+            self._questions[session.id, lease_id] = question
         self._send(member, Acquired(lease_id, False, [], b""))
 
     def updated(self, update: Update) -> None:
         """Send the final answer of a lease that waited for promotions."""
         self._cancel_deadline(update.session, update.acquisition.lease_id)
         session = self._sessions.get(update.session)
+        question = self._questions.pop((update.session, update.acquisition.lease_id), None)
         if session is not None and session.scheduler is not None:
-            self._answer(session.scheduler, update.acquisition)
-        else:
-            self._questions.pop((update.session, update.acquisition.lease_id), None)
+            self._answer(session.scheduler, update.acquisition, question)
 
     def release(self, member: AttachedProcess, message: Release) -> Job:
         """End leases that no rank has received. Raises `ProtocolError` for a rank."""
         _require_scheduler(member)
         for lease_id in message.lease_ids:
             self._cancel_deadline(member.session.id, LeaseId(lease_id))
-            self._count(member.session.id, LeaseId(lease_id), b"", late=True)
+            self._count(
+                self._questions.pop((member.session.id, LeaseId(lease_id)), None), b"", late=True
+            )
             self._driver.catalog.release(member.session.id, LeaseId(lease_id))
             yield
 
@@ -123,10 +125,9 @@ class Loads:
         with self._driver.event() as catalog:
             acquisition = catalog.finalize(session, lease_id)
         known = self._sessions.get(session)
+        question = self._questions.pop((session, lease_id), None)
         if known is not None and known.scheduler is not None:
-            self._answer(known.scheduler, acquisition, late=True)
-        else:
-            self._questions.pop((session, lease_id), None)
+            self._answer(known.scheduler, acquisition, question, late=True)
 
     def _cancel_deadline(self, session: SessionId, lease_id: LeaseId) -> None:
         timer = self._deadlines.pop((session, lease_id), None)
@@ -134,23 +135,32 @@ class Loads:
             timer.cancel()
 
     def _answer(
-        self, scheduler: AttachedProcess, acquisition: Acquisition, *, late: bool = False
+        self,
+        scheduler: AttachedProcess,
+        acquisition: Acquisition,
+        question: Question | None,
+        *,
+        late: bool = False,
     ) -> None:
         """Send a final answer, after verifying the shards if `verify_memory` is `always`."""
         if self._verifier.blocks_answers and acquisition.chunks:
-            self._spawn(self._answer_verified(scheduler, acquisition, late=late))
+            self._spawn(self._answer_verified(scheduler, acquisition, question, late=late))
             return
         self._verifier.sample(acquisition, scheduler.session.described)
         chunks = acquisition.chunks
-        self._count(scheduler.session.id, acquisition.lease_id, chunks.sources, late=late)
+        self._count(question, chunks.sources, late=late)
         self._driver.turns.start(self._offer(scheduler, acquisition, len(chunks)))
 
     async def _answer_verified(
-        self, scheduler: AttachedProcess, acquisition: Acquisition, *, late: bool
+        self,
+        scheduler: AttachedProcess,
+        acquisition: Acquisition,
+        question: Question | None,
+        *,
+        late: bool,
     ) -> None:
         good = await self._verifier.verify(acquisition, scheduler.session.described)
-        found = acquisition.chunks.sources[:good]
-        self._count(scheduler.session.id, acquisition.lease_id, found, late=late)
+        self._count(question, acquisition.chunks.sources[:good], late=late)
         with self._driver.event():
             self._driver.turns.start(self._offer(scheduler, acquisition, good))
 
@@ -166,40 +176,17 @@ class Loads:
             yield
         self._send(scheduler, Acquired(lease_id, True, places, chunks.sources[:good]))
 
-    def _note(
-        self, member: AttachedProcess, message: Acquire, keys: KeyList, tenant: TenantId
-    ) -> None:
-        """Note a lookup that counts, if the engine names its chunk size."""
-        session = member.session
-        size = session.chunk_tokens
-        if not size:
-            return
-        self._questions[session.id, LeaseId(message.lease_id)] = Question(
-            session.id,
-            session.digest,
-            size,
-            keys,
-            prompt=message.prompt_tokens,
-            computed=message.computed_tokens,
-            tenant=tenant,
-            request=message.request,
-            began=asyncio.get_running_loop().time(),
-            time=time.time(),
-        )
-
-    def _count(self, session: SessionId, lease_id: LeaseId, found: bytes, *, late: bool) -> None:
+    def _count(self, question: Question | None, found: bytes, *, late: bool) -> None:
         """Count a lookup with the sources of its final answer, and why that ends where it ends."""
-        question = self._questions.pop((session, lease_id), None)
         if question is None:
             return
         gap = None
         if len(found) < len(question.keys):
-            catalog, keys = self._driver.catalog, question.keys
-            gap = catalog.gap(question.namespace, keys, len(found), question.tenant)
+            catalog, engine = self._driver.catalog, question.engine
+            gap = catalog.gap(engine.digest, question.keys, len(found), question.tenant)
             if late:
                 gap = Gap(Reason.LATE, gap.chunks)
-        now = asyncio.get_running_loop().time()
-        self._accounts.answered(question, found, gap, now, waited=question.awaited)
+        self._accounts.answered(question, found, gap, asyncio.get_running_loop().time())
 
     @staticmethod
     def _send(scheduler: AttachedProcess, answer: Acquired) -> None:

@@ -110,7 +110,7 @@ class Service:
         self._expected = ExpectedChains(self.driver, self._peers, settings.pd_stall_ms / 1000)
         self._offered = OfferedChains(self.driver, self._peers, self._attached, self._spawn)
         self.accounts = Accounts([str(name) for name in tiers])
-        self._loads = Loads(self.driver, self.sessions, self.verifier, self._spawn, self.accounts)
+        self.loads = Loads(self.driver, self.sessions, self.verifier, self._spawn, self.accounts)
         self._saves = Saves(self.driver, self._offered.saved, self.accounts)
         self.settings = RuntimeSettings(
             settings, origins, self.driver, self.runner, self.verifier, self.sessions
@@ -280,9 +280,9 @@ class Service:
         self, connection: Connection, member: AttachedProcess, message: ClientMessage
     ) -> Job | None:
         if isinstance(message, Acquire):
-            self._loads.acquire(member, message)
+            self.loads.acquire(member, message)
         elif isinstance(message, Prefetch):
-            self._loads.prefetch(member, message)
+            self.loads.prefetch(member, message)
         elif isinstance(message, SettingsTaken):
             self.settings.taken(member, message.generation)
         elif isinstance(message, OfferChain | EndChain):
@@ -317,13 +317,13 @@ class Service:
             elif isinstance(message, Abort):
                 yield from self._saves.abort(member, message)
             elif isinstance(message, Loaded):
-                yield from self._loads.loaded(member, message)
+                yield from self.loads.loaded(member, message)
             elif isinstance(message, Ready):
                 self._membership.ready(member, message)
             elif isinstance(message, ModelChanged):
                 self._membership.model_changed(member, message.model)
             else:
-                yield from self._loads.release(member, message)
+                yield from self.loads.release(member, message)
             member.handled = message.seq
         member.unacknowledged = True
 
@@ -368,7 +368,7 @@ class Service:
         if isinstance(action, Update) and action.session == OWN_SESSION:
             self.pins.updated(action.acquisition)
         elif isinstance(action, Update):
-            self._loads.updated(action)
+            self.loads.updated(action)
         else:
             self.runner.run(action)
 

@@ -203,7 +203,8 @@ class Observation:
     def _rows_after(self, message: List) -> Iterable[tuple[str, msgspec.Struct | None]]:
         after = message.after
         if message.kind == "requests":
-            return ((row.id, row) for row in self._accounts.requests_before(after))
+            clock = time.time() - asyncio.get_running_loop().time()
+            return ((row.id, row) for row in self._accounts.requests_before(after, clock))
         if message.kind == "tenants":
             tenants = self._catalog.tenants_after(_bytes(after))
             return ((id_.hex(), _tenant_row(id_.hex(), stats)) for id_, stats in tenants)

@@ -133,8 +133,9 @@ class NodeThread:
         self.call(close_all)
 
     def check(self) -> None:
-        """Audit every invariant of the catalog."""
+        """Audit every invariant of the catalog, and of the accounts of its lookups."""
         self.call(self.service.catalog.check)
+        self.call(self.service.accounts.check)
 
     def status(self) -> ServiceStatus:
         """Return its status."""

@@ -2,9 +2,10 @@
 """The engine-neutral interface, by the toy engine of `docs/integrating.md`."""
 
 import itertools
+import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,28 @@ def test_an_engine_tells_the_service_of_each_request_once(engine: Engine, node: 
     assert warm["memory"] - cold["memory"] == 3 * 3 * CHUNK
     (last, *_) = node.call(lambda: node.service.accounts.requests_before("", 0.0))
     assert last.request.startswith("request ")
+
+
+def test_settings_that_the_service_changes_apply_to_the_next_request(
+    engine: Engine, node: NodeThread
+) -> None:
+    def change(**values: object) -> None:
+        node.call(lambda: node.service.settings.change(values, dry_run=False, generation=None))
+        end = time.monotonic() + 30
+        while not _changed(engine, values):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    change(force_skip_save=True, step_budget_ms=500.0)
+    run(engine, prompts(8))
+    assert node.status().catalog.commits == 0
+    change(force_skip_save=False)
+    run(engine, prompts(8))
+    wait_until_cached(node, 5)
+    (row,) = [r for r in node.call(node.service.settings.rows) if r.name == "force_skip_save"]
+    assert list(row.by_engine.values()) == [False]
+
+
+def _changed(engine: Engine, values: Mapping[str, object]) -> bool:
+    changed = engine.scheduler._client.changed
+    return changed is not None and values.items() <= json.loads(changed.values).items()

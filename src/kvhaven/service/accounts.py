@@ -113,9 +113,10 @@ class LookupHistograms(msgspec.Struct, frozen=True):
 class _Counts:
     """Mutable counters of one namespace; sources are engine, memory, tiers, none."""
 
-    __slots__ = ("lookups", "missed", "saved", "sources")
+    __slots__ = ("asked", "lookups", "missed", "saved", "sources")
 
     def __init__(self, sources: int) -> None:
+        self.asked = 0
         self.sources = [0] * sources
         self.missed = [0] * _REASONS
         self.lookups = [0] * len(_RESULTS)
@@ -163,6 +164,7 @@ class Accounts:
         none = sources[-1]
         missed = _NOTHING
         counts = self._by_digest.get(engine.digest) or self._of(engine.digest)
+        counts.asked += prompt
         totals = counts.sources
         for at, tokens in enumerate(sources):
             totals[at] += tokens
@@ -229,7 +231,7 @@ class Accounts:
         """Return the counters by namespace, named by the first 16 hex digits of its digest."""
         return {
             name: TokenCounts(
-                asked=sum(counts.sources),
+                asked=counts.asked,
                 by_source=dict(zip(self._names, counts.sources, strict=True)),
                 missed=dict(zip(_LABELS, counts.missed, strict=True)),
                 lookups=dict(zip(_RESULTS, counts.lookups, strict=True)),
@@ -237,6 +239,19 @@ class Accounts:
             )
             for name, counts in self._counts.items()
         }
+
+    def check(self) -> None:
+        """Audit the equations. Raises `AssertionError` that names the violated one."""
+        for name, counts in self._counts.items():
+            none, missed = counts.sources[-1], sum(counts.missed)
+            assert none == missed, f"namespace {name}: {none} tokens of none, {missed} by reason"
+            asked = sum(counts.sources)
+            assert asked == counts.asked, (
+                f"namespace {name}: {asked} by source, {counts.asked} asked"
+            )
+            assert min(counts.sources) >= 0, f"namespace {name}: a source is negative"
+        lookups = sum(sum(counts.lookups) for counts in self._counts.values())
+        assert lookups == self._number, f"{lookups} lookups by result, {self._number} in all"
 
     def histograms(self) -> LookupHistograms:
         """Return the distributions."""

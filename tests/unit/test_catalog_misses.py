@@ -46,6 +46,7 @@ def test_evicted_chunks_are_told_from_those_behind_them_that_never_were(evicted:
     assert gap(node, [*old, *keys_of("x", 5)], left) == Gap(Reason.EVICTED, evicted)
     node.save(old[left:], old[left - 1] if left else None)
     assert gap(node, old, 0).reason is Reason.PIN_LIMIT, "they are back"
+    assert {node.catalog._ghosts.reason(key) for key in old[left:]} == {None}
 
 
 def test_an_evicted_chunk_whose_write_was_dropped_says_so() -> None:

@@ -12,6 +12,7 @@ import pytest
 from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.config import NEXT_REQUEST, NOW, Settings, setting_infos
+from kvhaven.errors import KVHavenError
 from kvhaven.keys import Extras, KeyChain, tenant_id
 from kvhaven.types import ChunkKey
 from tests.crash.engine import CHUNK_SIZE, EXTENT_BYTES, Engine
@@ -362,8 +363,13 @@ def test_pinned_chunks_stay_until_their_time(short_dir: Path) -> None:
             engine.save(keys_of(engine, tokens_of(number, room // 2)))
         assert engine.load(keys) == 6, "nothing evicts them"
         again = post(api, "/v1/pins", prompt_of(engine, tokens[:20], ttl_s=600))
-        eventually(lambda: samples_of(api.get("/metrics").body.decode())["kvhaven_pins"])
+        others = keys_of(engine, tokens_of(8, 4))
+        engine.save(others)
+        lease = engine.scheduler.acquire(others)
+        assert lease is not None
+        eventually(lambda: state("leased") == 4 * EXTENT_BYTES)
         assert state("pinned") == 6 * EXTENT_BYTES, "two pins of a chunk take its space once"
+        engine.scheduler.client.release([lease.lease_id])
         rows = api.get("/v1/pins").json["rows"]
         assert [row["chunks"] for row in rows] == [6, 2]
         many = tokens_of(9, room // 4 + 1)
@@ -421,6 +427,8 @@ def test_flush_and_drain(api: GatewayThread, engine: Engine, node: NodeThread) -
     assert answer.json["draining"] is True
     assert done(api, answer) == {"outstanding_writes": 0}
     eventually(lambda: api.get("/readyz").status == 503)
+    with pytest.raises(KVHavenError, match="draining"), Engine(node.address, engine="new"):
+        pass
     assert api.get("/livez").status == 200
     assert engine.save(keys_of(engine, tokens_of(2, 2))) == 0
     assert engine.load(keys_of(engine, tokens_of(1, 4))) == 4, "what is there is served"

@@ -160,6 +160,21 @@ def test_an_engine_tells_the_service_of_each_request_once(engine: Engine, node: 
     assert last.request.startswith("request ")
 
 
+def test_a_request_that_is_looked_up_again_counts_once(engine: Engine, node: NodeThread) -> None:
+    asked = prompts(9, 1)
+    run(engine, asked)
+    wait_until_cached(node, 3)
+    request = engine.add("again", asked[0], 1)
+    for computed in (CHUNK, 0):  # a lease that begins behind the first chunk cannot serve it
+        end = time.monotonic() + 30
+        while engine.scheduler.matched_tokens(request, computed)[0] is None:
+            assert time.monotonic() < end
+    engine.run()
+    (counts,) = node.call(node.service.accounts.tokens).values()
+    assert sum(counts.lookups.values()) == 2
+    assert counts.asked == 2 * len(asked[0])
+
+
 def test_settings_that_the_service_changes_apply_to_the_next_request(
     engine: Engine, node: NodeThread
 ) -> None:

@@ -34,6 +34,9 @@ _SUBJECTS = {
     "tiers": "tiers",
     "fleet": "fleet",
     "route": "route",
+    "affinity": "affinity",
+    "apart": "apart",
+    "tails": "tails",
     "operate": "operate",
 }
 """Module of each subject, whose `measure(say)` returns its results; quick ones first."""
@@ -43,6 +46,9 @@ _OF_THEIR_OWN = {
     "identity": "bench.json",
     "fleet": "bench-fleet.json",
     "route": "bench-fleet.json",
+    "affinity": "bench-fleet.json",
+    "apart": "bench-fleet.json",
+    "tails": "bench-fleet.json",
     "operate": "bench-operate.json",
 }
 """Subjects that are measured only if they are named, and the files of their results."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -435,3 +436,36 @@ def test_flush_and_drain(api: GatewayThread, engine: Engine, node: NodeThread) -
     assert post(api, "/v1/drain", {"on": False}).json == {"draining": False, "job": None}
     assert engine.save(keys_of(engine, tokens_of(2, 2))) == 2
     eventually(lambda: api.get("/readyz").status == 200)
+
+
+# --- clients that are wrong -----------------------------------------------------------------
+
+
+def test_no_body_makes_the_api_fail(api: GatewayThread, engine: Engine) -> None:
+    prompt = json.dumps(prompt_of(engine, tokens_of(1, 1), ttl_s=1, to="disk"))
+    bodies = [
+        *("", "{", "null", "[]", "1", '""', "true", "{}", "\x00", '{"a": {"b": {}}}'),
+        *('{"state": 1}', '{"wait_s": -1}', '{"wait_s": 1e999}', '{"on": 3}', '{"memory": -1}'),
+        *('{"tenant_memory": {"*": "1XB"}}', '{"tenant_memory": {"\\ud800": 1}}'),
+        *('{"\\ud800": 1}', '{"log_level": "\\u0000"}', '{"lmcache.kvhaven.": 1}'),
+        *(prompt, prompt.replace("token_ids", "tokens"), prompt[:-1], "[" * 5000),
+        '{"namespace": "' + "0" * 64 + '", "token_ids": [4294967296], "ttl_s": 1}',
+        '{"engine": "\\ud800", "token_ids": [1], "cache_salt": "\\ud800"}',
+        '{"engine": "engine#1", "token_ids": [1], "cache_salt": "\\ud800"}',
+    ]
+    described = api.get("/openapi.json").json["paths"]
+    for path, methods in described.items():
+        for method in methods.keys() - {"get"}:
+            for id_ in ("0" * 16, "%00", "%ff", "x" * 200, "1e3", "-1", "²"):
+                name = quote(id_, safe="%")
+                real = path.replace("{id}", name).replace("{name}", name)
+                for body in bodies if id_ == "0" * 16 else bodies[7:8]:
+                    if path == "/v1/chunks":
+                        continue
+                    headers = {"Authorization": f"Bearer {TOKEN}"}
+                    answer = api.get(real, method=method.upper(), headers=headers, body=body)
+                    assert answer.status < 500, (method, real, body, answer.body)
+                    known = methods[method]["responses"]
+                    assert str(answer.status) in known, (method, real, body, answer.body)
+    post(api, "/v1/drain", {"on": False})
+    eventually(lambda: api.health() == (200, "ok"))

@@ -12,7 +12,7 @@ import msgspec
 
 from kvhaven.catalog.actions import LeaseId, TierName
 from kvhaven.catalog.tier_spec import MEMORY, WriteMode
-from kvhaven.errors import KVHavenError, ProtocolError
+from kvhaven.errors import KVHavenError
 from kvhaven.protocol import MOST_KEYS, KeyList, Steer, Steered, tenant_of
 from kvhaven.service.admin import Admin, Spawn
 from kvhaven.service.connection import Connection
@@ -204,11 +204,12 @@ class Steering:
         self._spawn = spawn
 
     def handle(self, connection: Connection, message: Steer) -> Job | None:
-        """Answer a request now, or by a job or task. Raises `ProtocolError` if it is malformed."""
+        """Answer a request now, or by a job or task."""
         try:
             request = _decoder.decode(message.request)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise ProtocolError(f"malformed request of an operator: {error}") from error
+            _send(connection, message.id, 400, Refusal(f"request: not valid ({error})"))
+            return None
         if isinstance(request, LookUp):
             return self._look_up(connection, message.id, request)
         if isinstance(request, PinChain):

@@ -185,10 +185,6 @@ class RuntimeSettings:
             [Changed(n, v, was[n], rows[n].changes) for n, v in later.items()],
         )
 
-    def for_next_attach(self) -> dict[str, Scalar]:
-        """Return the settings that an engine takes when it attaches next."""
-        return self._pending | self._for_engines
-
     def attached(self, scheduler: AttachedProcess) -> None:
         """Send the changed settings to a scheduler that has just attached."""
         if self._for_engines and scheduler.connection is not None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a chain ends where it ends: each reason, and how far it reaches."""
 
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -47,6 +48,16 @@ def test_evicted_chunks_are_told_from_those_behind_them_that_never_were(evicted:
     node.save(old[left:], old[left - 1] if left else None)
     assert gap(node, old, 0).reason is Reason.PIN_LIMIT, "they are back"
     assert {node.catalog._ghosts.reason(key) for key in old[left:]} == {None}
+
+
+def test_what_a_tenant_had_is_remembered_when_it_has_nothing_left() -> None:
+    node = Node(pages=8)
+    old = keys_of("old", 8)
+    node.save(old, tenant=ANN)
+    node.save(keys_of("new", 8))
+    assert node.resident(old) == 0
+    gc.collect()
+    assert gap(node, old, 0, ANN) == Gap(Reason.EVICTED, 8)
 
 
 def test_an_evicted_chunk_whose_write_was_dropped_says_so() -> None:

@@ -298,7 +298,9 @@ class Catalog:
 
         The cost is that of a few lookups, however long the chain is.
         """
-        part = self._owners.known_part(namespace, tenant)
+        # A tenant without chunks has no part any more, but its chunks are still remembered.
+        known = self._owners.known_part(namespace, NO_TENANT) is not None
+        part = self._owners.part(namespace, tenant) if known else None
         return gap_at(self._space, self._tiers, self._ghosts, part, keys, at)
 
     def open_session(self, session: SessionId) -> None:

@@ -2,7 +2,8 @@
 """Who may read from a node's listener, and what a node believes of those it reads from.
 
 Random frames are made by hypothesis: as first bytes, as requests of a node that is let in, and as
-answers. Whatever comes, a connection ends or is answered, no chunk stays lent, and others go on.
+answers; `KVHAVEN_EVENTS` says how many. Whatever comes, a connection ends or is answered, no chunk
+stays lent, and others go on.
 """
 
 import contextlib
@@ -54,6 +55,7 @@ from kvhaven.peers.wire import (
 )
 from kvhaven.testing.tiers import make_namespace, make_piece
 from kvhaven.types import NO_TENANT, ChunkKey, NamespaceDigest, ShardId, TenantId, align_up
+from tests.crash.workload import events_of_this_run
 from tests.unit.test_peer_tls import wire_to
 from tests.unit.test_peers import PIECE, SPACE, Held, NoChains, frame, local, reached, rogue
 
@@ -455,7 +457,7 @@ def test_random_frames_end_their_connection_only(
     lender = Private()
     with listening(lender) as there, caplog.at_level(logging.WARNING):
 
-        @hypothesis.settings(max_examples=150, deadline=None)
+        @hypothesis.settings(max_examples=events_of_this_run(150), deadline=None)
         @given(st.lists(_frames, max_size=4))
         def play(parts: list[bytes]) -> None:
             _send_all(there.port, parts, TOKEN if inside else None)
@@ -492,7 +494,7 @@ def test_random_answers_end_their_connection_only() -> None:
     ]
     with rogue(serve) as port:
 
-        @hypothesis.settings(max_examples=150, deadline=None)
+        @hypothesis.settings(max_examples=events_of_this_run(150), deadline=None)
         @given(st.sampled_from(decoders), st.lists(_frames, max_size=3))
         def play(expected: "msgspec.msgpack.Decoder[Any]", parts: list[bytes]) -> None:
             answer[:] = parts

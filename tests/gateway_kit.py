@@ -17,6 +17,7 @@ from kvhaven.config import Settings
 from kvhaven.gateway.access import access_of
 from kvhaven.gateway.main import serving
 from kvhaven.gateway.observer import Observer
+from tests.metrics_kit import check_metrics
 
 
 @dataclass
@@ -70,7 +71,10 @@ def ask(
         connection.request(method, path, body, dict(headers or {}))
         answer = connection.getresponse()
         named = {name.lower(): value for name, value in answer.getheaders()}
-        return Answer(answer.status, named, answer.read())
+        found = Answer(answer.status, named, answer.read())
+    if path == "/metrics" and found.status == 200:
+        check_metrics(found.body.decode())
+    return found
 
 
 class GatewayThread:

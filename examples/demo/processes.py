@@ -157,7 +157,8 @@ class NodeService:
         self.socket = socket
         self._log = log
         environment = clean_environment() | {
-            f"KVHAVEN_{name.upper()}": str(value) for name, value in settings.items()
+            f"KVHAVEN_{name.upper()}": str(value)
+            for name, value in ({"api_listen": "off"} | dict(settings)).items()
         }
         command = [sys.executable, "-m", "kvhaven.cli", "serve", "--socket", str(socket)]
         self._process = _start(command, log, environment)

@@ -25,11 +25,13 @@ from kvhaven.types import (
 
 T = TypeVar("T")
 
-VERSION: Final = 6
+VERSION: Final = 7
 TENANTS: Final = 1
 """Feature bit of a service that supports tenants."""
 OBSERVE: Final = 2
 """Feature bit of a service that answers `Observe` and `List`."""
+STEER: Final = 4
+"""Feature bit of a service that answers `Steer`."""
 MOST_ROWS: Final = 100
 """Maximum number of rows in a `Listed`."""
 FRAME_LIMIT: Final = 4 << 20
@@ -66,8 +68,10 @@ _Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]  # the length of a path
 Fields = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MOST_FIELDS)]
 MOST_NODE_NAME: Final = 64
 NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NODE_NAME)]
-RequestName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-ListKind = Literal["engines", "namespaces", "settings", "tenants"]
+MOST_NAME: Final = 128
+RequestName = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+ListKind = Literal["engines", "jobs", "namespaces", "pins", "requests", "settings", "tenants"]
 Rows = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
 
@@ -212,6 +216,9 @@ class Acquire(Message, frozen=True, tag=True):
     """Lease the longest prefix of `keys`; the service waits up to `wait_ms` for promotions.
 
     `tail` is the key of the tail behind all of `keys` (empty: none); it is leased if they are.
+    The first lookup of a request has its `prompt_tokens` and the `computed_tokens` of these that
+    the engine's own cache has; `keys` begin with the chunk that contains the next one. With 0, the
+    lookup does not count in statistics. `request` is the engine's id of the request, for display.
     """
 
     lease_id: int
@@ -219,13 +226,17 @@ class Acquire(Message, frozen=True, tag=True):
     wait_ms: Milliseconds
     tenant: Tenant = b""
     tail: MaybeKey = b""
+    prompt_tokens: Tokens = 0
+    computed_tokens: Tokens = 0
+    request: Annotated[str, msgspec.Meta(max_length=MOST_NAME)] = ""
 
 
 class Acquired(Message, frozen=True, tag=True):
     """State of a lease: `(segment, offset)` of each chunk's extent, and a source byte for each.
 
     With one more chunk than there were keys in the `Acquire`, the last one is the tail.
-    `final=False`: promotions are in progress and another answer follows.
+    A source is 0 for memory, else the number of the tier below, from 1 on. `final=False`:
+    promotions are in progress and another answer follows.
     """
 
     lease_id: int
@@ -271,6 +282,23 @@ class PullChain(Message, frozen=True, tag=True):
     keys: Keys
     tenant: Tenant = b""
     tail: MaybeKey = b""
+
+
+class EngineSettings(Message, frozen=True, tag=True):
+    """Settings that were changed in the running service, as a JSON object of parsed values.
+
+    They apply to the scheduler's next request, in place of its own. Each message has all of them,
+    and replaces the one before. Sent after `Attached` if there are any, and after each change.
+    """
+
+    generation: int
+    values: bytes
+
+
+class SettingsTaken(Message, frozen=True, tag=True):
+    """The scheduler applies the `EngineSettings` with this generation from now on."""
+
+    generation: int
 
 
 class RankModel(Message, frozen=True, tag=True):
@@ -431,6 +459,21 @@ class Flushed(Message, frozen=True, tag=True):
     outstanding: int
 
 
+class Steer(Message, frozen=True, tag=True):
+    """Requests a change, or what an operator asks; JSON of a `service.steering.Request`."""
+
+    id: int
+    request: Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES * 2)]
+
+
+class Steered(Message, frozen=True, tag=True):
+    """Answer to `Steer`, as JSON, with the status that HTTP clients get."""
+
+    id: int
+    status: int
+    answer: bytes
+
+
 class Observe(Message, frozen=True, tag=True):
     """Requests a `Snapshot`. The connection counts as an observer from now on."""
 
@@ -458,6 +501,8 @@ class List(Message, frozen=True, tag=True):
 
 class Listed(Message, frozen=True, tag=True):
     """Answer to `List`: rows as a JSON list, in ascending order of their ids.
+
+    Requests are in descending order: the newest first.
 
     `next` continues behind them (empty: there are no more). It is the last row's id, so it stays
     valid when rows come and go.
@@ -490,6 +535,8 @@ ClientMessage = (
     | Flush
     | Observe
     | List
+    | Steer
+    | SettingsTaken
 )
 ServiceMessage = (
     Welcome
@@ -498,6 +545,7 @@ ServiceMessage = (
     | Refused
     | Acquired
     | RankModel
+    | EngineSettings
     | Granted
     | Ack
     | StatusReply
@@ -506,6 +554,7 @@ ServiceMessage = (
     | Flushed
     | Snapshot
     | Listed
+    | Steered
 )
 Reliable = Release | Ready | Loaded | Commit | Abort | ModelChanged
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 import xxhash
 
 from kvhaven.client.rank import RankClient, RankGrant
-from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
+from kvhaven.client.scheduler import Asking, LeasedChunks, Outcome, SchedulerClient
 from kvhaven.keys import namespace_digest
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey, Shard, ShardId, TenantId, align_up
@@ -222,10 +222,15 @@ class Scheduler:
         return self
 
     def acquire(
-        self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT
+        self,
+        keys: Sequence[ChunkKey],
+        tenant: TenantId = NO_TENANT,
+        about: Asking | None = None,
+        tail: ChunkKey | None = None,
     ) -> LeasedChunks | None:
-        """Ask, and wait for the final answer."""
-        lease_id = self.client.ask(keys, tenant)
+        """Ask, and wait for the final answer; by default as a request of just these chunks."""
+        about = about or Asking(CHUNK_SIZE * len(keys), 0, "request")
+        lease_id = self.client.ask(keys, tenant, tail, None, about)
         if lease_id is None:
             return None
         while True:

@@ -133,8 +133,9 @@ class NodeThread:
         self.call(close_all)
 
     def check(self) -> None:
-        """Audit every invariant of the catalog."""
+        """Audit every invariant of the catalog, and of the accounts of its lookups."""
         self.call(self.service.catalog.check)
+        self.call(self.service.accounts.check)
 
     def status(self) -> ServiceStatus:
         """Return its status."""
@@ -170,7 +171,9 @@ class NodeProcess:
         self.log = log
         self._environment = os.environ | {
             f"KVHAVEN_{name.upper()}": str(value)
-            for name, value in ({"max_local_cpu_size": "16MiB"} | settings).items()
+            for name, value in (
+                {"max_local_cpu_size": "16MiB", "api_listen": "off"} | settings
+            ).items()
         }
         self.process: subprocess.Popen[bytes]
 

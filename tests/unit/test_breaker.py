@@ -42,6 +42,12 @@ def test_it_opens_after_failures_in_a_row_only(breaker: Breaker) -> None:
     assert not breaker.failed()  # it tells of the opening once
 
 
+def test_a_failure_that_is_enough_opens_it_at_once(breaker: Breaker) -> None:
+    assert breaker.failed(enough=True)
+    assert breaker.state is BreakerState.OPEN
+    assert not breaker.failed(enough=True)
+
+
 def test_one_probe_is_let_through_after_the_pause(breaker: Breaker, clock: Clock) -> None:
     assert not breaker.take_probe()
     opened(breaker)

@@ -2,9 +2,10 @@
 """The engine-neutral interface, by the toy engine of `docs/integrating.md`."""
 
 import itertools
+import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,65 @@ def test_an_identity_without_weights_is_refused() -> None:
 def test_the_toy_engine_is_short() -> None:
     source = Path(__file__).parents[2] / "examples" / "toy_engine" / "engine.py"
     assert len(source.read_text().splitlines()) < LIMIT
+
+
+def test_an_engine_tells_the_service_of_each_request_once(engine: Engine, node: NodeThread) -> None:
+    asked = [*prompts(7), [1, 2, 3]]  # the last one is too short to be looked up
+
+    def tokens() -> dict[str, int]:
+        (counts,) = node.service.accounts.tokens().values()
+        assert sum(counts.missed.values()) == counts.by_source["none"]
+        assert counts.asked == sum(counts.by_source.values())
+        return counts.by_source | {"lookups": sum(counts.lookups.values())}
+
+    run(engine, asked)
+    wait_until_cached(node, 5)
+    cold = node.call(tokens)
+    assert cold["lookups"] == 4
+    assert cold["memory"] + cold["none"] == 3 * 800 + 3
+    run(engine, asked)
+    warm = node.call(tokens)
+    assert warm["lookups"] == 8
+    assert warm["memory"] - cold["memory"] == 3 * 3 * CHUNK
+    (last, *_) = node.call(lambda: node.service.accounts.requests_before("", 0.0))
+    assert last.request.startswith("request ")
+
+
+def test_a_request_that_is_looked_up_again_counts_once(engine: Engine, node: NodeThread) -> None:
+    asked = prompts(9, 1)
+    run(engine, asked)
+    wait_until_cached(node, 3)
+    request = engine.add("again", asked[0], 1)
+    for computed in (CHUNK, 0):  # a lease that begins behind the first chunk cannot serve it
+        end = time.monotonic() + 30
+        while engine.scheduler.matched_tokens(request, computed)[0] is None:
+            assert time.monotonic() < end
+    engine.run()
+    (counts,) = node.call(node.service.accounts.tokens).values()
+    assert sum(counts.lookups.values()) == 2
+    assert counts.asked == 2 * len(asked[0])
+
+
+def test_settings_that_the_service_changes_apply_to_the_next_request(
+    engine: Engine, node: NodeThread
+) -> None:
+    def change(**values: object) -> None:
+        node.call(lambda: node.service.settings.change(values, dry_run=False, generation=None))
+        end = time.monotonic() + 30
+        while not _changed(engine, values):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    change(force_skip_save=True, step_budget_ms=500.0)
+    run(engine, prompts(8))
+    assert node.status().catalog.commits == 0
+    change(force_skip_save=False)
+    run(engine, prompts(8))
+    wait_until_cached(node, 5)
+    (row,) = [r for r in node.call(node.service.settings.rows) if r.name == "force_skip_save"]
+    assert list(row.by_engine.values()) == [False]
+
+
+def _changed(engine: Engine, values: Mapping[str, object]) -> bool:
+    changed = engine.scheduler._client.changed
+    return changed is not None and values.items() <= json.loads(changed.values).items()

@@ -73,6 +73,8 @@ class SlabAllocator:
         self._classes: dict[int, SizeClass] = {}
         self._generation = 0
         self._used_bytes = 0
+        self.waste_bytes = 0
+        """Bytes behind the last extent of each slab, which no extent can use."""
 
     def grow(self, segment: int, usable_bytes: int) -> None:
         """Allow allocation in the first `usable_bytes` of a segment.
@@ -195,7 +197,7 @@ class SlabAllocator:
         return AllocatorStats(
             capacity_bytes=self.capacity_bytes,
             used_bytes=self._used_bytes,
-            waste_bytes=sum(c.waste_bytes for c in classes),
+            waste_bytes=self.waste_bytes,
             unassigned_bytes=sum(s.free_units * s.unit_bytes for s in segments),
             largest_free_bytes=max((s.longest_run() * s.unit_bytes for s in segments), default=0),
             classes=classes,
@@ -218,6 +220,8 @@ class SlabAllocator:
         for size, slab_class in self._classes.items():
             slab_class.check()
             assert counted.get(size) == slab_class.slabs, f"slabs of class {size} are miscounted"
+        waste = sum(c.stats().waste_bytes for c in self._classes.values())
+        assert waste == self.waste_bytes, f"{waste} bytes are waste, {self.waste_bytes} are counted"
         extents = sum(c.stats().extents for c in self._classes.values())
         assert used == self._used_bytes, f"{used} bytes are used, {self._used_bytes} are counted"
         assert len(generations) == extents, "two extents have the same generation"
@@ -242,11 +246,13 @@ class SlabAllocator:
                 if slab_class is None:
                     slab_class = self._classes[size] = SizeClass(size)
                 slab_class.add(new)
+                self.waste_bytes += new.waste
                 return new
         return None
 
     def _release(self, slab: Slab, slab_class: SizeClass) -> None:
         slab_class.remove(slab)
+        self.waste_bytes -= slab.waste
         if not slab_class.slabs:
             del self._classes[slab.size]
         self._segments[slab.id.segment].release(slab)

@@ -50,7 +50,7 @@ class _Pinned(Protocol):
 class Prefix(Sequence[Leased]):
     """First chunks of a lease; there may be thousands, so each is built when it is accessed.
 
-    `sources` has one byte per chunk, a `Source`.
+    `sources` has one byte per chunk: 0 for memory, else the number of the tier, from 1 on.
     """
 
     __slots__ = ("_entries", "sources")
@@ -91,7 +91,8 @@ class Prefix(Sequence[Leased]):
 
 
 def _leased(entry: _Pinned, source: int) -> Leased:
-    return Leased(entry.key, entry.extent, Source(source), entry.tail)
+    place = Source.TIER if source else Source.MEMORY
+    return Leased(entry.key, entry.extent, place, entry.tail)
 
 
 class Acquisition(msgspec.Struct, frozen=True):

@@ -43,6 +43,10 @@ class Allocator(Protocol[S]):
     def used_bytes(self) -> int:
         """Bytes of all allocated extents."""
 
+    @property
+    def waste_bytes(self) -> int:
+        """Bytes that no extent can use: those behind the last extent of each slab."""
+
     def fits(self, length: int) -> bool:
         """Return whether an empty arena could hold an extent of `length` bytes."""
 

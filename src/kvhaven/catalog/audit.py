@@ -66,8 +66,9 @@ def check(
     filling = sum(i.reading_bytes for i in tiers.indexes.values())
     assert filling == space.promoting_bytes, f"tiers fill {filling} bytes"
     writes = Counter(e.extent.generation for w in tiers.writes.values() for e in w.writing.values())
-    for through in (w for w in tiers.writes.values() if w.pins):
-        writes.update(e.extent.generation for e, _ in (*through.queue, *through.dropping))
+    for waiting in tiers.writes.values():
+        pinned = [e for e, _, pins in (*waiting.queue, *waiting.dropping) if pins]
+        writes.update(e.extent.generation for e in pinned)
     for entry in space.held:
         wanted = writes.get(entry.extent.generation, 0)
         assert entry.writes == wanted, f"{_name(entry)} counts {entry.writes} writes, not {wanted}"
@@ -247,8 +248,10 @@ def _check_quotas(owners: Owners, space: ResidentChunks[S], *, at_rest: bool) ->
     for tenant in owners.tenants():
         name, quota = f"tenant {tenant.id.hex()}", tenant.memory_quota
         assert held[tenant] == tenant.memory_bytes, f"{name} has {held[tenant]} bytes of memory"
-        assert quota == owners.memory.of(tenant.id), f"{name} has a wrong quota of memory"
-        assert tenant.disk_quota == owners.disk.of(tenant.id), f"{name} has a wrong quota of disk"
+        same = quota == owners.memory.of(tenant.id) or not at_rest
+        assert same, f"{name} has a wrong quota of memory"
+        same = tenant.disk_quota == owners.disk.of(tenant.id) or not at_rest
+        assert same, f"{name} has a wrong quota of disk"
         assert quota is None or tenant.orders is not None, (
             f"{name} has a quota but no eviction order"
         )
@@ -287,7 +290,8 @@ def _check_writers(
         owner = entry.owner[0] if entry.owner is not None else None
         known_owner = owner in sessions.sessions or not at_rest
         assert known_owner, f"{_name(entry)} belongs to a removed session"
-    assert all(s.members for s in sessions.sessions.values()), "a session has no members"
+    empty = [s for s in sessions.sessions.values() if not (s.members or s.own)]
+    assert not empty, "a session has no members"
     assert not (at_rest and reservations.leaving), "members have not left"
 
 
@@ -400,13 +404,12 @@ def _check_share(index: LocalTierIndex, tenant: Tenant, *, at_rest: bool) -> Non
 
 def _check_writes(writes: WriteBehind, space: ResidentChunks[S], *, at_rest: bool) -> None:
     name = writes.index.spec.name
-    queued = sum(e.extent.length for e, _ in writes.queue)
+    queued = sum(e.extent.length for e, *_ in writes.queue)
     assert queued == writes.queued_bytes, f"tier {name}: queued bytes are miscounted, {queued} wait"
-    assert queued <= writes.limit_bytes, f"tier {name}: the write queue exceeds its limit"
-    off = writes.index.spec.write is WriteMode.OFF
-    assert not (off and (writes.queue or writes.writing)), (
-        f"tier {name} has writes although they are off"
-    )
+    fits = queued <= writes.limit_bytes or not at_rest
+    assert fits, f"tier {name}: the write queue exceeds its limit"
+    off = writes.mode is WriteMode.OFF
+    assert not (off and writes.queue), f"tier {name} has writes although they are off"
     outstanding = [e.extent.length for e in writes.writing.values()]
     assert sum(outstanding) == writes.outstanding_bytes, f"tier {name}: writes are miscounted"
     within = len(outstanding) <= OUTSTANDING_CHUNKS or sum(outstanding) <= OUTSTANDING_BYTES

@@ -17,18 +17,20 @@ from kvhaven.catalog.actions import (
 )
 from kvhaven.catalog.allocation import Allocator, S
 from kvhaven.catalog.entries import Entry, State
+from kvhaven.catalog.ghosts import Ghosts
 from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.loans import Loan
+from kvhaven.catalog.misses import Gap, gap_at
 from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Sessions
 from kvhaven.catalog.stats import CatalogStats, CatalogTotals, NamespaceStats, TenantStats
-from kvhaven.catalog.tier_spec import MEMORY, TierSpec
+from kvhaven.catalog.tier_spec import MEMORY, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.tiering import Tiers
-from kvhaven.catalog.work import Pace, Work
+from kvhaven.catalog.work import Job, Pace, Work
 from kvhaven.errors import KVHavenError
 from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
@@ -78,7 +80,8 @@ class Catalog:
         self._actions: list[Action] = []
         self._work = Work(pace)
         self._owners = Owners(memory_quotas, disk_quotas)
-        self._space = ResidentChunks(allocator, policy, self._work)
+        self._ghosts = Ghosts()
+        self._space = ResidentChunks(allocator, policy, self._work, self._ghosts)
         self._sessions = Sessions(allocator.usable)
         self._pin_limit_bytes = pin_limit_bytes
         self._write_queue_bytes = write_queue_bytes
@@ -88,6 +91,7 @@ class Catalog:
             self._actions,
             self._space.free_if_idle,
             self._work,
+            self._ghosts,
             fill_faster=fill_faster,
         )
         self._leases = Leases(
@@ -134,6 +138,10 @@ class Catalog:
     def namespace(self, digest: NamespaceDigest) -> Namespace:
         """Return a registered namespace. Raises `KVHavenError` for an unknown one."""
         return self._owners.part(digest, NO_TENANT).namespace
+
+    def extent_bytes(self, digest: NamespaceDigest) -> int:
+        """Return the bytes of a chunk in the arena. Raises `KVHavenError` if it is unknown."""
+        return self._owners.part(digest, NO_TENANT).extent_bytes
 
     def namespaces(self) -> tuple[Namespace, ...]:
         """Return the registered namespaces."""
@@ -278,6 +286,64 @@ class Catalog:
         known = self._sessions.members.get(member)
         if known is not None:
             self._leases.loaded(session, lease_id, known)
+
+    def gap(
+        self,
+        namespace: NamespaceDigest,
+        keys: Sequence[ChunkKey],
+        at: int,
+        tenant: TenantId = NO_TENANT,
+    ) -> Gap:
+        """Return why a tenant's chain ends before its chunk `at`; changes nothing.
+
+        The cost is that of a few lookups, however long the chain is.
+        """
+        # A tenant without chunks has no part any more, but its chunks are still remembered.
+        known = self._owners.known_part(namespace, NO_TENANT) is not None
+        part = self._owners.part(namespace, tenant) if known else None
+        return gap_at(self._space, self._tiers, self._ghosts, part, keys, at)
+
+    def open_session(self, session: SessionId) -> None:
+        """Add a session of the service itself, without members; it stays.
+
+        It may lease all chunks, and its leases end by `release` alone. Repeated calls are allowed.
+        """
+        self._sessions.add_own(session)
+
+    def place_of(
+        self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
+    ) -> TierName | None:
+        """Return the first place in which a tenant's chunk is known to be; None if there is none.
+
+        Of shared tiers, only cached lookup results count.
+        """
+        part = self._owners.known_part(namespace, tenant)
+        if part is None:
+            return None
+        if self._leases.loans.has(part, key):
+            return MEMORY
+        index = self._tiers.source(key, part)
+        return None if index is None else index.spec.name
+
+    def push(
+        self,
+        namespace: NamespaceDigest,
+        keys: Sequence[ChunkKey],
+        tier: TierName,
+        tenant: TenantId = NO_TENANT,
+    ) -> int:
+        """Queue writes of a tenant's resident chunks to a tier; return how many are resident.
+
+        Raises `KVHavenError` for an unknown tier.
+        """
+        self._tiers.index(tier)
+        part = self._owners.known_part(namespace, tenant)
+        found = [] if part is None else [k for k in keys if self._leases.loans.has(part, k)]
+        for key in found:
+            entry = self._space.entries[key]
+            if not entry.tail:
+                self._tiers.writes[tier].offer(entry)
+        return len(found)
 
     def checksums(self, key: ChunkKey, extent: Extent | None = None) -> tuple[Checksum, ...] | None:
         """Return the checksums of a resident chunk's shards, or None if it is not resident.
@@ -516,6 +582,29 @@ class Catalog:
         if not online:
             self._leases.tier_offline(tier)
 
+    def switch_tier(
+        self, tier: TierName, mode: WriteMode | None = None, store_on: StoreOn | None = None
+    ) -> None:
+        """Set how a tier is written from now on; None: unchanged. `OFF` drops waiting writes.
+
+        Raises `KVHavenError` for an unknown tier.
+        """
+        self._tiers.switch(tier, mode, store_on)
+
+    def fill_faster(self, fill: bool) -> None:
+        """Set whether chunks that are read from a tier are written to those before it."""
+        self._tiers.fill_faster = fill
+
+    def limit_queues(self, bytes_: int) -> None:
+        """Set the limit of the chunks that wait to be written to each tier."""
+        self._write_queue_bytes = bytes_
+        self._tiers.limit_queues(self._queue_limit())
+
+    def believe(self, seconds: float) -> None:
+        """Set how long lookup results of shared tiers are cached."""
+        for presence in self._tiers.shared.values():
+            presence.believe(seconds)
+
     def tier_capacity(self, tier: TierName, capacity_bytes: int) -> None:
         """Set the capacity of a local tier, when its store shrank or has room again."""
         self._tiers.own_index(tier).resize(capacity_bytes)
@@ -594,6 +683,23 @@ class Catalog:
     def limit_disk(self, tenant: TenantId, quota: int | None) -> None:
         """Set the quota of a tenant in each local tier in bytes; see `limit_memory`."""
         self._tiers.quota_changed(self._owners.limit_disk(tenant, quota))
+
+    def set_quotas(self, memory: Quotas | None = None, disk: Quotas | None = None) -> None:
+        """Replace all quotas in the arena, or in each local tier; None: unchanged.
+
+        They apply to tenants piece by piece, and to new tenants immediately.
+        """
+        self._owners.set_quotas(memory, disk)
+        self._work.start(self._apply_quotas(memory is not None, disk is not None))
+
+    def _apply_quotas(self, memory: bool, disk: bool) -> Job:
+        for done, tenant in enumerate(self._owners.settle_quotas(memory, disk), 1):
+            if memory:
+                self._space.quota_changed(tenant)
+            if disk:
+                self._tiers.quota_changed(tenant)
+            if done % self._work.pace.heavy == 0:
+                yield
 
     # Actions, work and statistics
 

@@ -4,7 +4,7 @@
 import enum
 from typing import Any, Generic
 
-from kvhaven.catalog.actions import MemberId, SessionId, Source
+from kvhaven.catalog.actions import MemberId, SessionId
 from kvhaven.catalog.allocation import S
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.tiers.base import Namespace
@@ -149,6 +149,7 @@ class Entry:
         "leases",
         "listed",
         "namespace",
+        "origin",
         "owner",
         "parent",
         "reading",
@@ -188,6 +189,7 @@ class Entry:
         self.reading = False  # a tier read fills it
         self.reused = False  # used again since it was computed, or read from a tier
         self.fresh = False  # promoted and not leased since: its first lease counts as a tier hit
+        self.origin = 0  # number of the tier that it was read from, from 1 on; 0: computed here
         self.writers: dict[MemberId, int] | None = None  # shards by member that may write
         self.owner: SaveId | None = None  # save that reserved it
         self.awaited = 0  # bitmap of the owner's ranks that have not committed
@@ -196,12 +198,15 @@ class Entry:
         self.stamp = 0  # number of the event that last used it
         self.corrupt = False  # its bytes failed verification while it was leased
 
-    def take_source(self) -> Source:
-        """Return where a resident chunk was when it was requested; a tier is reported only once."""
+    def take_source(self) -> int:
+        """Return the number of the tier that a resident chunk was in when it was requested.
+
+        0 is memory. A tier is reported only once.
+        """
         if self.fresh:
             self.fresh = False
-            return Source.TIER
-        return Source.MEMORY
+            return self.origin
+        return 0
 
     @property
     def order(self) -> int:

@@ -10,12 +10,12 @@ from kvhaven.catalog.actions import (
     LeaseId,
     Prefix,
     SessionId,
-    Source,
     TierName,
     Update,
 )
 from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.entries import Entry, NamespaceState, State
+from kvhaven.catalog.ghosts import Reason
 from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.loans import Loans
 from kvhaven.catalog.lookups import TierLookups
@@ -121,7 +121,7 @@ class Leases:
         home = self._sessions.session(session)
         lease = home.leases.get(lease_id)
         if lease is None:
-            lease = Lease(session, lease_id, namespace, keys, tail=tail)
+            lease = Lease(session, lease_id, namespace, keys, tail=tail, since=self._space.now)
             if len(home.leases) < MOST_LEASES:
                 self._grow(lease)
             if lease.slots or not lease.final:
@@ -227,7 +227,9 @@ class Leases:
             checksums = None
         if checksums is None:
             self.failed_promotions += 1
+            index.failed += 1
             index.forget(key)
+            space.ghosts.left(key, Reason.EVICTED if index.spec.shared else Reason.DAMAGED)
         index.read_ended(key, extent.length)
         if entry.holding.cleared and entry.state is not State.RETIRED:
             space.retire(entry)
@@ -238,6 +240,7 @@ class Leases:
             self._work.start(self._tell(entry))
             return None
         self.promoted += 1
+        index.promoted += 1
         entry.checksums = list(checksums)
         entry.bitmap = entry.namespace.complete
         space.read_ended(entry)
@@ -355,6 +358,7 @@ class Leases:
         sources = bytearray(len(found))
         for at in fresh:
             sources[at] = found[at].take_source()
+        space.observe_reuse(found[-1])
         space.touch(found)
         self._arrange(lease, len(lease.slots))
         lease.slots += found
@@ -427,7 +431,7 @@ class Leases:
         """Add a chunk that is being promoted to a lease."""
         lease.waiting[entry.key] = len(lease.slots)
         self.waiters.setdefault(entry, {})[lease] = None
-        lease.sources.append(Source.TIER)
+        lease.sources.append(entry.origin)
         lease.slots.append(entry)
 
     def _promote(self, lease: Lease, first: int, keys: Sequence[ChunkKey]) -> End:

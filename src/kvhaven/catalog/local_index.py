@@ -8,6 +8,7 @@ import msgspec
 
 from kvhaven.catalog.actions import Action, TierDelete
 from kvhaven.catalog.entries import Holding, NamespaceState, Tenant
+from kvhaven.catalog.ghosts import Ghosts, Reason
 from kvhaven.catalog.holdings import Place, Scope, scopes_over
 from kvhaven.catalog.tier_spec import TierFigures, TierSpec, TierTransfers
 from kvhaven.catalog.work import Job, Work
@@ -59,7 +60,7 @@ class LocalTierIndex(TierTransfers):
     Excess is deleted piece by piece, and at each write at least as much as the write takes.
     """
 
-    def __init__(self, spec: TierSpec, actions: list[Action], work: Work) -> None:
+    def __init__(self, spec: TierSpec, actions: list[Action], work: Work, ghosts: Ghosts) -> None:
         super().__init__()
         self.spec = spec
         self.stored = OrderedMap[ChunkKey, Stored]()
@@ -73,6 +74,7 @@ class LocalTierIndex(TierTransfers):
         self._delete_later: dict[ChunkKey, NamespaceState] = {}
         self._actions = actions
         self._work = work
+        self._ghosts = ghosts
         self._trimming = False
         self._sweeping = False
         self._scans = 0  # under way: one may begin before an older one has ended
@@ -329,7 +331,7 @@ class LocalTierIndex(TierTransfers):
     def _keep_to_quota(self, tenant: Tenant, share: Share) -> Job:
         evicted = self._work.pace.heavy
         while evicted == self._work.pace.heavy:
-            evicted = self._evict(share.order, self._excess(tenant, share))
+            evicted = self._evict(share.order, self._excess(tenant, share), Reason.QUOTA)
             self.quota_evictions += evicted
             if evicted == self._work.pace.heavy and self._excess(tenant, share) > 0:
                 yield
@@ -340,7 +342,9 @@ class LocalTierIndex(TierTransfers):
         quota = tenant.disk_quota
         return 0 if quota is None else share.bytes + self.writing[tenant] - quota
 
-    def _evict(self, order: Iterable[ChunkKey], excess: int) -> int:
+    def _evict(
+        self, order: Iterable[ChunkKey], excess: int, reason: Reason = Reason.EVICTED
+    ) -> int:
         """Delete a piece of the first chunks of an order that are not being read; count them."""
         victims: list[ChunkKey] = []
         for key in order:
@@ -351,6 +355,7 @@ class LocalTierIndex(TierTransfers):
                 excess -= self.stored[key].bytes
         self.evictions += len(victims)
         for key in victims:
+            self._ghosts.left(key, reason)
             self.delete(key, self.stored[key].namespace)
         return len(victims)
 

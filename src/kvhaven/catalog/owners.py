@@ -108,6 +108,31 @@ class Owners:
         known.disk_quota = quota
         return known
 
+    def set_quotas(self, memory: Quotas | None, disk: Quotas | None) -> None:
+        """Replace all quotas of the arena, or of local tiers; None: unchanged.
+
+        Tenants that exist get theirs by `settle_quotas`.
+        """
+        if memory is not None:
+            self.memory = Limits(memory)
+        if disk is not None:
+            self.disk = Limits(disk)
+
+    def settle_quotas(self, memory: bool, disk: bool) -> Iterator[Tenant]:
+        """Set the quotas of existing tenants, and yield those whose quota changed."""
+        for stripe in self._tenants:
+            for reference in stripe.valuerefs():
+                tenant = reference()
+                if tenant is None:
+                    continue
+                before = tenant.memory_quota, tenant.disk_quota
+                if memory:
+                    tenant.memory_quota = self.memory.of(tenant.id)
+                if disk:
+                    tenant.disk_quota = self.disk.of(tenant.id)
+                if before != (tenant.memory_quota, tenant.disk_quota):
+                    yield tenant
+
     def tenants(self) -> Iterator[Tenant]:
         """Yield the tenants that exist; others may come and go meanwhile."""
         for stripe in self._tenants:

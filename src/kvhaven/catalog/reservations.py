@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from kvhaven.catalog.actions import CommitResult, Grant, MemberId, SessionId
 from kvhaven.catalog.allocation import S, within
 from kvhaven.catalog.entries import Entry, NamespaceState, SaveId, State
+from kvhaven.catalog.ghosts import Reason
 from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Member, Sessions
 from kvhaven.catalog.work import Job, Work, consume
@@ -237,6 +238,9 @@ class Reservations:
             space.adopt(parent)
         wanted = min(len(missing), _room(member))
         extents = space.allocate(namespace, wanted, self._sessions.reach(member.session))
+        if len(extents) < wanted and namespace.tenant.memory_quota is not None:
+            for key in list(missing)[len(extents) : wanted]:
+                space.ghosts.left(key, Reason.QUOTA)
         for (key, index), extent in zip(missing.items(), extents, strict=False):
             # Tails are evicted before all full chunks, so they need not keep their parents.
             above = None if tail else chain[index]

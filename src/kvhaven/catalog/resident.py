@@ -8,6 +8,8 @@ from typing import Generic
 from kvhaven.catalog.allocation import Allocator, Reach, S
 from kvhaven.catalog.entries import Entry, NamespaceState, SlabUse, State, Tenant
 from kvhaven.catalog.eviction_queues import EvictionQueues
+from kvhaven.catalog.ghosts import Ghosts, Reason
+from kvhaven.catalog.histograms import AGES, Histogram, Marks
 from kvhaven.catalog.holdings import Place, Scope
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.slabs import Slabs
@@ -33,7 +35,9 @@ class ResidentChunks(Generic[S]):
     there are too many, the allocation fails this time.
     """
 
-    def __init__(self, allocator: Allocator[S], policy: EvictionPolicy, work: Work) -> None:
+    def __init__(
+        self, allocator: Allocator[S], policy: EvictionPolicy, work: Work, ghosts: Ghosts
+    ) -> None:
         self.allocator = allocator
         self.entries = StripedDict[ChunkKey, Entry]()  # all but retired ones
         self.orphans = StripedDict[ChunkKey, int]()  # entry counts by absent parent
@@ -49,6 +53,12 @@ class ResidentChunks(Generic[S]):
         self.corrupt = 0  # damaged chunks that are still in use
         self.evictions = 0
         self.quota_evictions = 0  # evictions for a tenant's quota
+        self.expired = 0  # tails dropped for their age
+        self.cleared = 0  # chunks that were cleared
+        self.ghosts = ghosts
+        self.now = 0.0  # in seconds
+        self.residence = {reason: Histogram(AGES) for reason in ("space", "quota")}
+        self.reuse_age = Histogram(AGES)
         self.quota_refusals = 0  # chunks that a tenant's quota had no room for
         self.orders = EvictionQueues(policy)
         self.tails = TailAges()
@@ -57,6 +67,9 @@ class ResidentChunks(Generic[S]):
         self._patience = 0  # chunks that searches of this event may still pass over
         self._clock = 0
         self._sweeping = False
+        self._births = Marks()  # of generations
+        self._uses = Marks()  # of events
+        self._why = Reason.EVICTED  # of the eviction under way
 
     @property
     def held(self) -> Iterator[Entry]:
@@ -76,6 +89,7 @@ class ResidentChunks(Generic[S]):
         """Return the visible chunk with this key; a cleared or expired one is retired first."""
         entry = self.entries.stripes[key[0]].get(key)
         if entry is not None and (entry.holding.cleared or self._is_over(entry)):
+            self.expired += not entry.holding.cleared
             self.retire(entry)
             return None
         return entry
@@ -83,6 +97,9 @@ class ResidentChunks(Generic[S]):
     def tick(self, now: float) -> None:
         """Set the time in seconds, and retire some of the tails that have expired."""
         self.tails.tick(now)
+        self.now = max(self.now, now)
+        self._births.mark(self.last_generation, self.now)
+        self._uses.mark(self._clock, self.now)
         for _ in range(self._work.pace.heavy):
             key = self.tails.oldest_expired()
             if key is None:
@@ -91,6 +108,7 @@ class ResidentChunks(Generic[S]):
             if entry.pinned:
                 self.tails.used(key)
             else:
+                self.expired += 1
                 self.retire(entry)
 
     def allocate(
@@ -195,6 +213,7 @@ class ResidentChunks(Generic[S]):
             self.reserved_bytes -= entry.extent.length
             self.settle(entry)
         entry.state = State.RESIDENT
+        self.ghosts.back(entry.key)
         entry.owner = None
         entry.writers = None
         entry.checksums = tuple(c for c in entry.checksums if c is not None)
@@ -212,6 +231,10 @@ class ResidentChunks(Generic[S]):
             self.orders.added(entry)
         if entry.tail:
             self.tails.used(entry.key)
+
+    def observe_reuse(self, entry: Entry) -> None:
+        """Count the time since a chunk's last use; once for each piece of a lease."""
+        self.reuse_age.observe(self._uses.age(entry.stamp, self.now))
 
     def touch(self, entries: Sequence[Entry]) -> None:
         """Record a use of resident full chunks of one namespace, given from head to tail."""
@@ -292,6 +315,7 @@ class ResidentChunks(Generic[S]):
         """Retire a damaged chunk; its leases are offered nothing from this chunk on."""
         entry.corrupt = True
         self.corrupt += 1
+        self.ghosts.left(entry.key, Reason.DAMAGED)
         self.retire(entry)
 
     def free_if_idle(self, entry: Entry) -> None:
@@ -318,6 +342,7 @@ class ResidentChunks(Generic[S]):
         They are retired piece by piece.
         """
         cleared = self.place.clear(scope, parts)
+        self.cleared += cleared[0]
         if not self._sweeping:
             self._sweeping = True
             self._work.start_if_small(self._sweep(), self.place.leftover)
@@ -422,7 +447,9 @@ class ResidentChunks(Generic[S]):
             wanted = -(-excess // victim.extent.length)
             count = 1 if len(orders) > 1 else min(most_chunks, wanted)
             before = self.evictions
+            self._why = Reason.QUOTA
             evicted = self._evict_some(orders[victim.order], count)
+            self._why = Reason.EVICTED
             self.quota_evictions += self.evictions - before  # without reservations
             if not evicted:
                 return
@@ -491,6 +518,11 @@ class ResidentChunks(Generic[S]):
     def _count_victim(self, entry: Entry) -> None:
         if entry.state is State.RESIDENT:
             self.evictions += 1
+            quota = self._why is Reason.QUOTA
+            age = self._births.age(entry.extent.generation, self.now)
+            self.residence["quota" if quota else "space"].observe(age)
+            if not entry.tail:
+                self.ghosts.left(entry.key, self._why)
         self._hide(entry)
 
     def _can_go(self, entry: Entry) -> bool:

@@ -51,6 +51,7 @@ class Lease:
         "passed",
         "prefetch",
         "session",
+        "since",
         "slots",
         "sources",
         "tail",
@@ -66,11 +67,13 @@ class Lease:
         *,
         tail: ChunkKey | None = None,
         prefetch: bool = False,
+        since: float = 0.0,
     ) -> None:
         self.session = session  # the id, because the object would form a cycle
         self.lease_id = lease_id
+        self.since = since  # time of the request
         self.slots: list[Entry] = []
-        self.sources = bytearray()  # a `Source` per slot
+        self.sources = bytearray()  # per slot: 0 for memory, else the number of the tier
         self.waiting: dict[ChunkKey, int] = {}
         self.lookups: dict[Lookup, None] = {}
         self.growing = False
@@ -148,18 +151,22 @@ class Session:
     `reach` is the part of the arena that all its ranks can copy to and from; None is all of it.
     """
 
-    __slots__ = ("gone_ranks", "id", "leases", "members", "reach", "world_size")
+    __slots__ = ("gone_ranks", "id", "leases", "members", "own", "reach", "world_size")
 
     def __init__(self, session: SessionId, world_size: int) -> None:
         self.id = session
         self.world_size = world_size
         self.members: dict[MemberId, Member] = {}
         self.leases: dict[LeaseId, Lease] = {}
+        self.own = False  # of the service itself, without members
         self.gone_ranks = 0  # bitmap of former ranks that are proven gone
         self.reach: Reach | None = {}
 
     def measure(self, usable: Reach) -> None:
         """Compute the part of the usable arena that all ranks can reach."""
+        if self.own:
+            self.reach = None
+            return
         ranks = [member for member in self.members.values() if member.rank is not None]
         if len({member.rank for member in ranks}) < self.world_size:
             self.reach = {}
@@ -233,6 +240,13 @@ class Sessions:
         self.members[member] = home.members[member] = newcomer
         if rank is not None:
             home.gone_ranks &= ~(1 << rank)
+            home.measure(self._usable)
+
+    def add_own(self, session: SessionId) -> None:
+        """Add a session of the service itself; it is never removed."""
+        if session not in self.sessions:
+            home = self.sessions[session] = Session(session, 1)
+            home.own = True
             home.measure(self._usable)
 
     def ready(self, member: Member, segment: int, usable_bytes: int) -> None:

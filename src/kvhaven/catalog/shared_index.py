@@ -4,6 +4,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
+import msgspec
+
 from kvhaven.catalog.actions import Action, TierDelete, TierLookup
 from kvhaven.catalog.entries import NamespaceState
 from kvhaven.catalog.holdings import Scope
@@ -62,6 +64,13 @@ class SharedTierIndex(TierTransfers):
         self._numbers = 0
 
     # Cached results
+
+    def believe(self, seconds: float) -> None:
+        """Set how long results are cached; a shorter time drops those that are cached."""
+        if seconds < self.spec.lookup_ttl_s:
+            old, self.known = self.known, OrderedMap()
+            self._work.start(_forget(old))
+        self.spec = msgspec.structs.replace(self.spec, lookup_ttl_s=seconds)
 
     def holds(self, key: ChunkKey, namespace: NamespaceState) -> bool:
         """Return whether an unexpired result says that every shard is present."""

@@ -6,9 +6,10 @@ from heapq import heappush, heappushpop
 
 import msgspec
 
-from kvhaven.catalog.actions import MemberId, TierName
+from kvhaven.catalog.actions import MemberId, SessionId, TierName
 from kvhaven.catalog.allocation import S
 from kvhaven.catalog.entries import NamespaceState, Tenant
+from kvhaven.catalog.histograms import Buckets
 from kvhaven.catalog.holdings import Place, Scope
 from kvhaven.catalog.leases import Leases
 from kvhaven.catalog.owners import Owners
@@ -82,6 +83,14 @@ class TierStats(msgspec.Struct, frozen=True):
     """Chunks looked up in a shared tier since start."""
     found: int
     """Chunks of these that the tier reported as complete."""
+    dropped: dict[str, int] = {}
+    """`dropped_writes` by reason: overload (the queue was full), evicted (before their turn),
+    failed, offline, off (switched off), room (no room within the capacity or a quota)."""
+    promoted: int = 0
+    """Chunks read into memory since start."""
+    failed_promotions: int = 0
+    writes: str = "behind"
+    """Treatment of writes now: behind, through or off."""
     scanned: bool = True
     """Whether the content from before the start is known. A shared tier needs no scan."""
 
@@ -141,6 +150,20 @@ class CatalogTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Of `evictions`, those that made room within the tenant's quota."""
     quota_refusals: int = 0
     """Chunks not saved or promoted because the tenant's quota had no room."""
+    expired_tails: int = 0
+    """Incomplete chunks that were dropped for their age."""
+    cleared_chunks: int = 0
+    """Chunks cleared from memory."""
+    quarantined_idle_bytes: int = 0
+    """Of `retired_idle_bytes`, reserved by processes that are lost and not proven gone."""
+    waste_bytes: int = 0
+    """Memory that no chunk can use, behind the last extent of each slab."""
+    oldest_lease_s: float = 0.0
+    """Age of the oldest lease; 0 without leases."""
+    residence: dict[str, Buckets] = {}
+    """Seconds in memory of evicted chunks, by reason."""
+    reuse_age: Buckets | None = None
+    """Seconds since the last use of leased chunks, one chunk for each piece of a lease."""
     tails: int = 0
     """Incomplete chunks at the ends of prompts, among the resident chunks."""
 
@@ -219,7 +242,7 @@ def totals_of(
     in_use = space.leased_bytes + space.promoting_bytes + space.reserved_bytes + retired_idle
     return CatalogTotals(
         tiers={name: _tier(tiers.indexes[name], w) for name, w in tiers.writes.items()},
-        sessions=len(sessions.sessions),
+        sessions=sum(not session.own for session in sessions.sessions.values()),
         members=len(sessions.members),
         lost_members=sum(1 for _ in sessions.lost()),
         capacity_bytes=space.allocator.capacity_bytes,
@@ -239,7 +262,7 @@ def totals_of(
         commits=reservations.commits,
         refused_commits=reservations.refused,
         queued_writes=sum(len(w.queue) for w in tiers.writes.values()),
-        dropped_writes=sum(w.dropped for w in tiers.writes.values()),
+        dropped_writes=sum(w.dropped.total() for w in tiers.writes.values()),
         hit_chunks=leases.hits,
         awaited_chunks=leases.awaited,
         missed_chunks=leases.misses,
@@ -249,7 +272,30 @@ def totals_of(
         unready=leases.unready,
         quota_evictions=space.quota_evictions,
         quota_refusals=space.quota_refusals,
+        expired_tails=space.expired,
+        cleared_chunks=space.cleared,
+        quarantined_idle_bytes=min(retired_idle, _quarantined_idle(sessions)),
+        waste_bytes=space.allocator.waste_bytes,
+        oldest_lease_s=_oldest_lease(sessions, space.now),
+        residence={reason: ages.buckets() for reason, ages in space.residence.items()},
+        reuse_age=space.reuse_age.buckets(),
     )
+
+
+def _quarantined_idle(sessions: Sessions) -> int:
+    """Return the bytes of reservations of lost members; ranks of a session share theirs."""
+    most: dict[SessionId, int] = {}
+    for member in sessions.lost():
+        extent = next(iter(member.void.values()), None)
+        held = 0 if extent is None else len(member.void) * extent.extent.length
+        most[member.session] = max(held, most.get(member.session, 0))
+    return sum(most.values())
+
+
+def _oldest_lease(sessions: Sessions, now: float) -> float:
+    """Return the age of the oldest lease: the first one of some session."""
+    firsts = (next(iter(s.leases.values()), None) for s in sessions.sessions.values())
+    return max((now - lease.since for lease in firsts if lease is not None), default=0.0)
 
 
 def tenants_after(
@@ -392,7 +438,11 @@ def _tier(index: TierState, writes: WriteBehind) -> TierStats:
         queued_writes=len(writes.queue),
         queued_write_bytes=writes.queued_bytes,
         written=writes.written,
-        dropped_writes=writes.dropped,
+        dropped_writes=writes.dropped.total(),
+        dropped=dict(writes.dropped),
+        promoted=index.promoted,
+        failed_promotions=index.failed,
+        writes=writes.mode.value,
         evictions=figures.evictions,
         quota_evictions=figures.quota_evictions,
         looking_up=figures.looking_up,

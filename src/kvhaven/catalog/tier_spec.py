@@ -65,6 +65,12 @@ class TierState(Protocol):
     """Bytes of the arena that reads under way fill."""
     writing_bytes: int
     """Bytes of writes under way."""
+    number: int
+    """Position among all tiers, from 1 on; see `Prefix.sources`."""
+    promoted: int
+    """Chunks read from it into memory."""
+    failed: int
+    """Reads of chunks that failed."""
 
     def set_online(self, online: bool) -> None:
         """Set whether the tier is in use."""
@@ -120,6 +126,9 @@ class TierTransfers:
         self.reads: dict[ChunkKey, int] = {}
         self.reading_bytes = 0
         self.writing_bytes = 0
+        self.number = 1
+        self.promoted = 0
+        self.failed = 0
 
     def set_online(self, online: bool) -> None:
         """Set whether the tier is in use."""

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvhaven.catalog.actions import Action, TierName, TierRead
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
+from kvhaven.catalog.ghosts import Ghosts
 from kvhaven.catalog.holdings import Scope
 from kvhaven.catalog.local_index import LocalTierIndex
 from kvhaven.catalog.shared_index import SharedTierIndex
-from kvhaven.catalog.tier_spec import StoreOn, TierSpec, TierState
+from kvhaven.catalog.tier_spec import StoreOn, TierSpec, TierState, WriteMode
 from kvhaven.catalog.work import Work
 from kvhaven.catalog.writebehind import WriteBehind
 from kvhaven.errors import KVHavenError
@@ -32,30 +33,55 @@ class Tiers:
         actions: list[Action],
         let_go: Callable[[Entry], None],
         work: Work,
+        ghosts: Ghosts,
         *,
         fill_faster: bool,
     ) -> None:
-        self.own = {s.name: LocalTierIndex(s, actions, work) for s in specs if not s.shared}
+        self.own = {s.name: LocalTierIndex(s, actions, work, ghosts) for s in specs if not s.shared}
         self.shared = {s.name: SharedTierIndex(s, actions, work) for s in specs if s.shared}
         self.indexes: dict[TierName, TierState] = {
             s.name: self.shared[s.name] if s.shared else self.own[s.name] for s in specs
         }
+        for number, index in enumerate(self.indexes.values(), 1):
+            index.number = number
         self.writes = {
-            name: WriteBehind(index, 0, actions, let_go, work)
+            name: WriteBehind(index, 0, actions, let_go, work, ghosts)
             for name, index in self.indexes.items()
         }
-        self.limit_queues(write_queue_bytes)
-        self._patient = [w for w in self.writes.values() if w.index.spec.store_on is StoreOn.SECOND]
+        self._patient: list[WriteBehind] = []
+        self.fill_faster = fill_faster
+        self._queue_bytes = write_queue_bytes
+        self._settle()
         self._seen = OrderedMap[ChunkKey, None]()
-        self._fill_faster = fill_faster
         self._actions = actions
 
     def limit_queues(self, bytes_: int) -> None:
-        """Set the limit of waiting bytes per tier, which must not decrease."""
+        """Set the limit of waiting bytes per tier; writes above a lower one are dropped."""
+        self._queue_bytes = bytes_
+        self._settle()
+
+    def switch(
+        self, tier: TierName, mode: WriteMode | None = None, store_on: StoreOn | None = None
+    ) -> None:
+        """Set how a tier is written from now on; None: unchanged.
+
+        Raises `KVHavenError` for an unknown tier.
+        """
+        self.index(tier)
+        writes = self.writes[tier]
+        if store_on is not None:
+            writes.store_on = store_on
+        if mode is not None and mode is not writes.mode:
+            writes.switch(mode)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Apply the modes and the limit of the queues."""
+        self._patient = [w for w in self.writes.values() if w.store_on is StoreOn.SECOND]
         # Chunks in write-through queues are pinned, so these queues share one limit.
         through = sum(writes.pins for writes in self.writes.values())
         for writes in self.writes.values():
-            writes.limit_bytes = bytes_ // (through if writes.pins else 1)
+            writes.limit(self._queue_bytes // (through if writes.pins else 1))
 
     def index(self, tier: TierName) -> TierState:
         """Return the index of a tier. Raises `KVHavenError` for an unknown tier."""
@@ -119,6 +145,7 @@ class Tiers:
     def read(self, index: TierState, entry: Entry) -> None:
         """Request the read that fills a chunk."""
         index.read_begins(entry.key, entry.extent.length)
+        entry.origin = index.number
         space, tenant = entry.namespace.namespace, entry.namespace.tenant.id
         self._actions.append(
             TierRead(index.spec.name, space, entry.key, entry.extent, tenant, entry.tail)
@@ -128,7 +155,7 @@ class Tiers:
         """Queue writes of a computed, resident chunk to the tiers that store it at this use."""
         again = bool(self._patient) and self._computed_again(entry)
         for writes in self.writes.values():
-            if again or writes.index.spec.store_on is StoreOn.FIRST:
+            if again or writes.store_on is StoreOn.FIRST:
                 writes.offer(entry)
 
     def used(self, entries: Iterable[Entry]) -> None:
@@ -154,7 +181,7 @@ class Tiers:
         for name, writes in self.writes.items():
             if name == source:
                 faster = False
-            elif self._fill_faster if faster else name in self.own:
+            elif self.fill_faster if faster else name in self.own:
                 writes.offer(entry)
 
     def set_online(self, tier: TierName, online: bool) -> None:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded write-behind queue of one tier."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from kvhaven.catalog.actions import Action, TierWrite
 from kvhaven.catalog.entries import Entry, State
+from kvhaven.catalog.ghosts import Ghosts
 from kvhaven.catalog.holdings import Scope, scopes_over
 from kvhaven.catalog.tier_spec import TierState, WriteMode
 from kvhaven.catalog.work import Job, Work
@@ -18,8 +19,8 @@ more."""
 MOST_OUTSTANDING = 1024
 """Maximum number of chunks in writes under way, whatever their size."""
 
-_Offer = tuple[Entry, int]
-"""Chunk that waits to be written, and the number of its offer."""
+_Offer = tuple[Entry, int, int]
+"""Chunk that waits to be written, the number of its offer, and 1 if it is pinned."""
 
 
 class WriteBehind:
@@ -41,15 +42,17 @@ class WriteBehind:
         actions: list[Action],
         let_go: Callable[[Entry], None],
         work: Work,
+        ghosts: Ghosts,
     ) -> None:
         self.index = index
-        self.pins = int(index.spec.write is WriteMode.THROUGH)
+        self.mode = index.spec.write
+        self.store_on = index.spec.store_on
         self.queue: deque[_Offer] = deque()
         self.dropping: deque[_Offer] = deque()  # writes dropped as the tier went offline
         self.queued_bytes = 0
         self.writing: dict[ChunkKey, Entry] = {}
         self.outstanding_bytes = 0
-        self.dropped = 0
+        self.dropped = Counter[str]()  # chunks not written, by reason
         self.written = 0
         self.cancelled: set[ChunkKey] = set()
         self.voids: dict[Scope, int] = {}
@@ -58,6 +61,7 @@ class WriteBehind:
         self._actions = actions
         self._let_go = let_go
         self._work = work
+        self._ghosts = ghosts
         self._offers = 0
         self._pumping = False
         self._pruning = False
@@ -65,17 +69,33 @@ class WriteBehind:
     def offer(self, entry: Entry) -> None:
         """Queue a write of a resident chunk, unless the tier is known to have it."""
         index = self.index
-        if index.spec.write is WriteMode.OFF or not index.online:
+        if self.mode is WriteMode.OFF or not index.online:
             return
         if index.holds(entry.key, entry.namespace):
             return
         self._offers += 1
-        self._append((entry, self._offers))
+        self._append((entry, self._offers, self.pins))
         entry.writes += self.pins
         self.pump()
         while self.queued_bytes > self.limit_bytes:
-            self._unpin(self._next()[0])
-            self.dropped += 1
+            self._drop_oldest()
+
+    @property
+    def pins(self) -> int:
+        """1 if waiting writes pin their chunks, else 0."""
+        return int(self.mode is WriteMode.THROUGH)
+
+    def switch(self, mode: WriteMode) -> None:
+        """Set the treatment of chunks offered from now on; `OFF` drops all waiting writes."""
+        self.mode = mode
+        if mode is WriteMode.OFF:
+            self.drop_queue("off")
+
+    def limit(self, bytes_: int) -> None:
+        """Set the limit of waiting bytes; writes above a lower one are dropped piece by piece."""
+        self.limit_bytes = bytes_
+        if self.queued_bytes > bytes_:
+            self._work.start(self._shed())
 
     def pump(self) -> None:
         """Start as many writes as the tier can take now."""
@@ -96,9 +116,11 @@ class WriteBehind:
         self.cancelled.discard(key)
         if ok and not cancelled:
             self.written += 1
+            self._ghosts.back(key)
             self.index.written(entry.namespace, key, taken_bytes)
             return entry
-        self.dropped += not ok
+        if not ok:
+            self._drop_one(entry, "failed")
         if cancelled:
             self.index.delete(key, entry.namespace)
         else:
@@ -119,11 +141,11 @@ class WriteBehind:
         if self.writing.get(entry.key) is entry:
             self.cancelled.add(entry.key)
 
-    def drop_queue(self) -> None:
-        """Drop all waiting writes, because the tier is offline."""
+    def drop_queue(self, reason: str = "offline") -> None:
+        """Drop all waiting writes, because the tier is offline or switched off."""
         if not self.queue:
             return
-        self.dropped += len(self.queue)
+        self.dropped[reason] += len(self.queue)
         self.queued_bytes = 0
         queue, self.queue = self.queue, deque()
         if self.dropping:
@@ -147,8 +169,8 @@ class WriteBehind:
                 if here and entry.key not in self.writing and index.has_room(entry.namespace):
                     self._hand_out(entry)
                 else:
-                    self.dropped += 1
-            self._unpin(entry)
+                    self._drop_one(entry, "room" if here else "evicted")
+            self._unpin(offer)
         self._pumping = False
 
     def _prune(self) -> Job:
@@ -162,7 +184,7 @@ class WriteBehind:
                     break
                 offer = self._next()
                 if self._is_void(offer):
-                    self._unpin(offer[0])
+                    self._unpin(offer)
                 else:
                     self._append(offer)
         self.voids = {}
@@ -176,13 +198,35 @@ class WriteBehind:
                 dropped = 0
                 continue
             dropped += 1
-            self._unpin(self.dropping.popleft()[0])
+            offer = self.dropping.popleft()
+            self._ghosts.unwritten(offer[0].key)
+            self._unpin(offer)
+
+    def _shed(self) -> Job:
+        """Drop the oldest waiting writes above the limit."""
+        dropped = 0
+        while self.queued_bytes > self.limit_bytes:
+            if dropped == self._work.pace.heavy:
+                yield
+                dropped = 0
+                continue
+            dropped += 1
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        offer = self._next()
+        self._drop_one(offer[0], "overload")
+        self._unpin(offer)
+
+    def _drop_one(self, entry: Entry, reason: str) -> None:
+        self.dropped[reason] += 1
+        self._ghosts.unwritten(entry.key)
 
     def _is_void(self, offer: _Offer) -> bool:
         """Return whether a chunk was cleared from the tier after it was offered."""
         if not self._pruning:
             return False
-        entry, number = offer
+        entry, number, _ = offer
         return any(
             number <= max(self.voids.get(scope, 0), self.later_voids.get(scope, 0))
             for scope in scopes_over(entry.namespace)
@@ -197,9 +241,10 @@ class WriteBehind:
         self.queued_bytes -= offer[0].extent.length
         return offer
 
-    def _unpin(self, entry: Entry) -> None:
+    def _unpin(self, offer: _Offer) -> None:
         """End the pin of a waiting chunk; without a pin the chunk may be dropped already."""
-        if self.pins:
+        entry, _, pinned = offer
+        if pinned:
             entry.writes -= 1
             self._let_go(entry)
 

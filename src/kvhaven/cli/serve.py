@@ -24,10 +24,12 @@ def serve(
     ] = None,
     api_listen: Annotated[
         str | None,
-        typer.Option(help="Address of the HTTP API, such as 127.0.0.1:8888; default: api_listen."),
+        typer.Option(
+            help="Address of the HTTP API, or off; default: api_listen, else 127.0.0.1:8888."
+        ),
     ] = None,
 ) -> None:
-    """Run a node service until SIGTERM or Ctrl-C.
+    """Run a node service, with an HTTP API, until SIGTERM or Ctrl-C.
 
     Engines attach with the setting service_address.
     """
@@ -44,4 +46,5 @@ def serve(
     )
     for note in resolved.notes:
         logging.getLogger(__name__).warning("%s", note)
-    run(settings, address, origins=resolved.origins | dict.fromkeys(options, "--api-listen"))
+    origins = resolved.origins | dict.fromkeys(options, "--api-listen")
+    run(settings, address, origins=origins, api_by_default=True)

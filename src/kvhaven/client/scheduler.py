@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +24,7 @@ from kvhaven.protocol import (
     Attached,
     AttachScheduler,
     EndChain,
+    EngineSettings,
     ModelState,
     OfferChain,
     Prefetch,
@@ -30,6 +32,7 @@ from kvhaven.protocol import (
     RankModel,
     Release,
     ServiceMessage,
+    SettingsTaken,
     batches,
 )
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
@@ -40,6 +43,21 @@ _PROBE_EVERY_S = 1.0
 _LATE_BEFORE_SLOW = 2
 _LATE_MOST = 1024
 """Most lease ids given up whose answers are still awaited, to measure how late they come."""
+
+
+class Asking(NamedTuple):
+    """A request that a lookup is the first one for: its tokens, those that the engine has, its id.
+
+    The engine's id of the request has at most `MOST_NAME` characters.
+    """
+
+    prompt_tokens: int
+    computed_tokens: int
+    request: str = ""
+
+
+NOT_COUNTED = Asking(0, 0)
+"""A lookup that does not count in statistics: a repeated one, or a probe."""
 
 
 class LeasedChunks(msgspec.Struct, frozen=True):
@@ -116,6 +134,8 @@ class SchedulerClient:
         self.namespace = b""
         self.models: Mapping[int, ModelState] = {}
         """The content of each rank's model, by rank; replaced as a whole, never changed."""
+        self.changed: EngineSettings | None = None
+        """Settings that the service has changed since its start; None: none."""
         self.deadlines_missed = 0
         self._link = Link(address, self, ensure_service=ensure_service)
 
@@ -153,6 +173,15 @@ class SchedulerClient:
                     if question.lease is not None
                 }
             )
+
+    def configure(self, lookup_deadline_s: float, promote_deadline_s: float) -> None:
+        """Set the deadlines of lookups from now on."""
+        self._lookup_deadline_s = lookup_deadline_s
+        self._promote_deadline_s = promote_deadline_s
+
+    def settings_taken(self, generation: int) -> None:
+        """Tell the service that its changed settings apply."""
+        self._link.post(SettingsTaken(generation))
 
     def prefetch(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> None:
         """Request the promotion of chunks from the tiers, and mark the chain as used."""
@@ -197,11 +226,13 @@ class SchedulerClient:
         tenant: TenantId = NO_TENANT,
         tail: ChunkKey | None = None,
         promote_s: float | None = None,
+        about: Asking = NOT_COUNTED,
     ) -> int | None:
         """Request a lease on the longest prefix of a tenant's `keys`; return its lease id.
 
         `tail` is the key of the tail behind them; it is leased if all of `keys` are. The answer may
-        wait `promote_s` seconds for promotions (None: `promote_deadline_s`).
+        wait `promote_s` seconds for promotions (None: `promote_deadline_s`). `about` is what the
+        service counts.
 
         Returns None, an immediate miss, if the service is away or slow. Once a second, one request
         still goes to a slow service, to see whether it has recovered.
@@ -216,11 +247,17 @@ class SchedulerClient:
         patience_s = self._promote_deadline_s if promote_s is None else promote_s
         with self._lock:
             self._questions[lease_id] = _Question(now, len(keys), patience_s)
-        if not self._post_question(lease_id, keys, tenant, tail, patience_s):
+        if not self._post_question(lease_id, keys, tenant, tail, patience_s, about):
             with self._lock:
                 self._questions.pop(lease_id, None)
             return None
         return lease_id
+
+    def count(self, about: Asking, tenant: TenantId = NO_TENANT) -> bool:
+        """Tell the service of a request that needs no lookup; return whether it was told."""
+        if not self.responsive:
+            return False
+        return self._post_question(next(self._lease_ids), (), tenant, None, 0.0, about)
 
     def look_up(self, lease_id: int) -> LeasedChunks | Outcome:
         """Return the lease, or that it is pending, or that it is a miss, which ends the id."""
@@ -294,6 +331,7 @@ class SchedulerClient:
         with self._lock:
             self._late.clear()
             self._slow_answers = 0
+            self.changed = None  # what applies now follows
             self.service, self.namespace = service, answer.namespace
             self._offsets = answer.offsets
 
@@ -301,6 +339,9 @@ class SchedulerClient:
         """Enter an answer into the table; the lease of a late answer is already released."""
         if isinstance(message, RankModel):
             self.models = {**self.models, message.rank: message.model}
+            return
+        if isinstance(message, EngineSettings):
+            self.changed = message
             return
         if not isinstance(message, Acquired):
             return
@@ -356,16 +397,18 @@ class SchedulerClient:
         tenant: TenantId,
         tail: ChunkKey | None,
         patience_s: float,
+        about: Asking,
     ) -> bool:
         wanted, wait_ms = b"".join(keys[:MOST_KEYS]), int(patience_s * 1000)
         behind = _behind(keys, tail)
-        return self._link.post(Acquire(lease_id, wanted, wait_ms, tenant, behind))
+        return self._link.post(Acquire(lease_id, wanted, wait_ms, tenant, behind, *about))
 
     def _probe(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
         lease_id = next(self._lease_ids)
         with self._lock:
             self._note_late(lease_id, now)
-        if self._post_question(lease_id, keys[:1], tenant, None, self._promote_deadline_s):
+        patience_s = self._promote_deadline_s
+        if self._post_question(lease_id, keys[:1], tenant, None, patience_s, NOT_COUNTED):
             self._post_release([lease_id])
 
     def _note_late(self, lease_id: int, asked: float) -> None:

@@ -2,9 +2,12 @@
 """Settings: their definitions, sources, values and checks."""
 
 from kvhaven.config.load import (
+    NEXT_REQUEST,
+    NOW,
     Resolved,
     SettingRow,
     check_value,
+    cross_check,
     load_settings,
     setting_infos,
     setting_row,
@@ -12,10 +15,13 @@ from kvhaven.config.load import (
 from kvhaven.config.settings import Settings
 
 __all__ = [
+    "NEXT_REQUEST",
+    "NOW",
     "Resolved",
     "SettingRow",
     "Settings",
     "check_value",
+    "cross_check",
     "load_settings",
     "setting_infos",
     "setting_row",

@@ -12,6 +12,7 @@ LMCache.
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -40,7 +41,8 @@ class SettingRow(msgspec.Struct, frozen=True):
     doc: str
     allowed: str
     changes: str
-    """When a change takes effect: `restart` of the service, or `next_attach` of the engine."""
+    """When a change takes effect: `now` or at the `next_request`, by the HTTP API; with a `restart`
+    of the service; or at the `next_attach` of an engine."""
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -63,9 +65,18 @@ class Resolved(msgspec.Struct, frozen=True):
 def setting_row(info: SettingInfo, settings: Settings, origins: Mapping[str, str]) -> SettingRow:
     """Return a setting as it is displayed; its origin is empty if `origins` does not have it."""
     value, text = shown_value(info, getattr(settings, info.name))
-    changes = "restart" if info.name in _SERVICE_ONLY else "next_attach"
+    changes = changes_of(info.name)
     origin = origins.get(info.name, "")
     return SettingRow(info.name, value, text, origin, info.doc, info.allowed, changes)
+
+
+def changes_of(name: str) -> str:
+    """Return when a change of a setting takes effect; see `SettingRow.changes`."""
+    if name in NOW:
+        return "now"
+    if name in NEXT_REQUEST:
+        return "next_request"
+    return "restart" if name in _SERVICE_ONLY else "next_attach"
 
 
 def setting_infos() -> tuple[SettingInfo, ...]:
@@ -177,6 +188,36 @@ def notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
     return tuple(found)
 
 
+NOW: Final = frozenset(
+    {
+        "disk_store_on",
+        "disk_write",
+        "fill_faster_tiers",
+        "log_level",
+        "max_local_disk_size",
+        "pin_share",
+        "remote_lookup_ttl_s",
+        "remote_store_on",
+        "remote_write",
+        "tenant_disk",
+        "tenant_memory",
+        "verify_memory",
+        "write_queue_size",
+    }
+)
+"""Settings that a running service can change."""
+NEXT_REQUEST: Final = frozenset(
+    {
+        "force_skip_save",
+        "lookup_deadline_ms",
+        "pd_wait_ms",
+        "priority_limit",
+        "promote_deadline_ms",
+        "save_decode_cache",
+        "step_budget_ms",
+    }
+)
+"""Settings of the scheduler side that a running service can change for its engines."""
 _DISK_ONLY = (
     "max_local_disk_size",
     "tenant_disk",
@@ -203,6 +244,7 @@ _SERVICE_ONLY = (
     "arena_strict",
     "cache_policy",
     "verify_memory",
+    "pin_share",
     "tenant_memory",
     "local_disk",
     *_DISK_ONLY,

@@ -119,6 +119,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "off, sample or always",
         ),
     ] = "sample"
+    pin_share: Annotated[
+        float,
+        setting(
+            "Largest share of host memory that pins of the HTTP API may hold.",
+            "a number from 0 to 0.5",
+            least=0,
+            most=0.5,
+        ),
+    ] = 0.25
     copy_threads: Annotated[
         int,
         setting(
@@ -408,8 +417,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str | None,
         setting(
             "Address of the HTTP API. A service with this setting starts `kvhaven api`. Default: "
-            "no HTTP API.",
-            "host:port, such as 127.0.0.1:8888, unix:/path, or none",
+            "127.0.0.1:8888 for `kvhaven serve`, if that is free; none for an embedded service.",
+            "host:port, such as 127.0.0.1:8888, unix:/path, off, or none",
             least=1,
             most=256,
         ),
@@ -417,7 +426,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     api_token_file: Annotated[
         str | None,
         setting(
-            "File with the token of the HTTP API. Needed for changes, and beyond loopback.",
+            "File with the token of the HTTP API, for changes. Needed beyond loopback. Default: "
+            "api-token in runtime_dir, which `kvhaven serve` creates.",
             "a path, or none",
             kind="path",
         ),

@@ -4,9 +4,17 @@
 import time
 from collections.abc import Callable
 
-from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
+from kvhaven.client.scheduler import (
+    NOT_COUNTED,
+    Asking,
+    LeasedChunks,
+    Outcome,
+    SchedulerClient,
+)
 from kvhaven.config import Settings
 from kvhaven.engine.request_state import PendingLoad, RequestState
+from kvhaven.engine.requests import printable
+from kvhaven.protocol import MOST_NAME
 from kvhaven.types import ChunkKey
 
 _ASK_AGAIN_S = 1.0
@@ -35,13 +43,17 @@ class Lookups:
         self._asynchronous = asynchronous
         self._shared = shared and asynchronous
         self._spare_tokens = spare_tokens
-        self._budget_s = settings.step_budget_ms / 1000
-        self._patience_s = settings.promote_deadline_ms / 1000
-        self._awaited_s = settings.pd_wait_ms / 1000
+        self.configure(settings)
         self._clock = clock
         self._waited_s = 0.0
         self._loading: dict[ChunkKey, str] = {}
         self._keys_loading: dict[str, list[ChunkKey]] = {}
+
+    def configure(self, settings: Settings) -> None:
+        """Set the deadlines from now on."""
+        self._budget_s = settings.step_budget_ms / 1000
+        self._patience_s = settings.promote_deadline_ms / 1000
+        self._awaited_s = settings.pd_wait_ms / 1000
 
     def new_step(self) -> None:
         """Reset the budget for waiting."""
@@ -51,6 +63,7 @@ class Lookups:
         """Return the lease on the chunks after the computed tokens; request it if necessary."""
         keys, first = state.chain.keys, state.computed // state.chunk_size
         if self.gained_tokens(state, len(keys), has_tail=state.tail is not None) <= 0:
+            self._count(state)
             return Outcome.MISS
         missing = keys[first] if first < len(keys) else state.tail
         if missing is not None and self._another_loads(state, missing):
@@ -68,8 +81,9 @@ class Lookups:
                     transfer.source, keys[first:], state.chain.tenant, state.tail
                 )
             state.lease_id = self._client.ask(
-                keys[first:], state.chain.tenant, state.tail, awaited_s
+                keys[first:], state.chain.tenant, state.tail, awaited_s, self._about(state)
             )
+            state.told = state.told or state.lease_id is not None
             state.lease_start = first
         answer = Outcome.MISS if state.lease_id is None else self._look_up(state.lease_id)
         if answer is Outcome.MISS:
@@ -121,6 +135,18 @@ class Lookups:
         for key in self._keys_loading.pop(request_id, ()):
             if self._loading.get(key) == request_id:
                 del self._loading[key]
+
+    def _about(self, state: RequestState) -> Asking:
+        """Return what the service counts: each request once, with its first lookup."""
+        if state.told:
+            return NOT_COUNTED
+        name = printable(state.request.request_id)[:MOST_NAME]
+        return Asking(int(state.request.num_tokens), state.computed, name)
+
+    def _count(self, state: RequestState) -> None:
+        """Tell the service of a request that needs no lookup, once."""
+        if not state.told:
+            state.told = self._client.count(self._about(state), state.chain.tenant)
 
     def _another_loads(self, state: RequestState, key: ChunkKey) -> bool:
         """Return whether to wait for another request's load, which gives the engine the chunk."""

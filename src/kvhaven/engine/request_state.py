@@ -73,6 +73,8 @@ class RequestState:
         """The tail that its lookup asks for, behind all full chunks."""
         self.counted = False
         """Whether its lookup is in the statistics; each request counts once."""
+        self.told = False
+        """Whether the service has counted it."""
         self.computed = 0
         """Number of tokens in the engine's prefix cache at the last lookup."""
         self.lease_id: int | None = None

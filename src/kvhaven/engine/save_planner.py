@@ -57,7 +57,8 @@ class SavePlanner:
         hears_workers: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._decode_too = settings.save_decode_cache
+        self.decode_too = settings.save_decode_cache
+        """Whether generated tokens are saved, too."""
         self._block_sizes = tuple(block_sizes)
         self._world = world_size
         self._events = events
@@ -77,7 +78,7 @@ class SavePlanner:
         wanted = (state.planned_chunks + 1) * state.chunk_size
         if end < wanted and not request.resumable:
             return False
-        return self._decode_too or request.num_prompt_tokens >= wanted or request.resumable
+        return self.decode_too or request.num_prompt_tokens >= wanted or request.resumable
 
     def plan(self, state: RequestState, end: int) -> list[SaveJob]:
         """Plan the save of the chunks that are complete at the end of this step.
@@ -87,7 +88,7 @@ class SavePlanner:
         """
         request = state.request
         # Tokens beyond `num_tokens` are speculative or not sampled yet.
-        known = request.num_tokens if self._decode_too else request.num_prompt_tokens
+        known = request.num_tokens if self.decode_too else request.num_prompt_tokens
         end = min(end, known, request.num_tokens)
         complete = end // state.chunk_size
         if complete <= state.planned_chunks:

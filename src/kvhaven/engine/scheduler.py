@@ -9,8 +9,10 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+import msgspec
+
 from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
-from kvhaven.config import Settings
+from kvhaven.config import NEXT_REQUEST, Settings
 from kvhaven.devices.base import SKIP
 from kvhaven.engine.adapters import Adapters, CacheName
 from kvhaven.engine.epoch import Epoch, HeldBlocks
@@ -31,7 +33,7 @@ from kvhaven.engine.requests import (
 from kvhaven.engine.save_planner import SaveEvents, SavePlanner
 from kvhaven.engine.stats import SchedulerStats
 from kvhaven.errors import KVHavenError
-from kvhaven.protocol import ModelState
+from kvhaven.protocol import EngineSettings, ModelState
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,8 @@ class SchedulerSide:
         hears_workers: bool = True,
         drops_last_block: bool = False,
     ) -> None:
-        self._settings = settings
+        self._settings = self._own_settings = settings
+        self._changed: EngineSettings | None = None
         self._client = client
         self._block_sizes = tuple(block_sizes)
         self._asynchronous = asynchronous
@@ -101,6 +104,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: EngineRequest) -> None:
         """Note a new request, and prefetch its chunks from the tiers while it is queued."""
+        self._follow_settings()
         state = self._track(request)
         if state is not None and state.permissions.load:
             with self._keying(state):
@@ -429,6 +433,24 @@ class SchedulerSide:
                 self._complaints.add(reason)
                 name = printable(state.request.request_id)
                 logger.warning("request %s is not cached: %s (more are not logged)", name, error)
+
+    def _follow_settings(self) -> None:
+        """Apply the settings that the service has changed, from this request on."""
+        changed = self._client.changed
+        if changed is self._changed:
+            return
+        self._changed = changed
+        values = {} if changed is None else msgspec.json.decode(changed.values)
+        known = {name: value for name, value in values.items() if name in NEXT_REQUEST}
+        self._settings = settings = msgspec.structs.replace(self._own_settings, **known)
+        self._lookups.configure(settings)
+        self._saves.decode_too = settings.save_decode_cache
+        self._client.configure(
+            settings.lookup_deadline_ms / 1000, settings.promote_deadline_ms / 1000
+        )
+        logger.info("settings changed in the service apply from now on: %s", known)
+        if changed is not None:
+            self._client.settings_taken(changed.generation)
 
     def _follow_weights(self) -> None:
         """Start a new epoch if a rank's weights changed: cached KV is of the old weights."""

@@ -15,7 +15,9 @@ from kvhaven.errors import ConfigError
 from kvhaven.peers.addresses import Address, is_loopback, parse_address, read_token
 
 DEFAULT: Final = "127.0.0.1:8888"
-"""Address of `kvhaven api` if `api_listen` is not set."""
+"""Address of `kvhaven serve` and `kvhaven api` if `api_listen` is not set."""
+OFF: Final = "off"
+"""Value of `api_listen` without an API."""
 _PORT: Final = 8888
 _UNIX: Final = "unix:"
 _BEARER: Final = "bearer "
@@ -100,7 +102,8 @@ def access_of(settings: Settings) -> Access:
     Raises `ConfigError` if an address or file is invalid, or if other machines can connect and the
     token or the certificate is missing.
     """
-    listen = settings.api_listen or DEFAULT
+    listen = settings.api_listen if settings.api_listen not in {None, OFF} else DEFAULT
+    assert listen is not None, "checked"
     token = read_token(settings.api_token_file, "api_token_file")
     names = {"localhost", *(settings.api_hosts or "").lower().split()}
     address, path = None, ""

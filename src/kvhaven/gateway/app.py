@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, TypeVar
 
 import msgspec
@@ -17,13 +17,18 @@ from aiohttp import web
 from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
-from kvhaven.gateway.guard import HEADER_S, Guard
+from kvhaven.gateway.answers import answered, audit, body_of, json_of, problem, switch
+from kvhaven.gateway.guard import Guard
 from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
-from kvhaven.gateway.openapi import PAGE, SELECTOR, TENANT, Route, document
+from kvhaven.gateway.openapi import SELECTOR, document
+from kvhaven.gateway.routes import ROUTES
+from kvhaven.gateway.steering import Steering, version_of
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
 from kvhaven.protocol import MOST_ROWS, NO_LIMIT, ListKind
-from kvhaven.service.snapshot import EngineRow, NamespaceRow, SettingValue
+from kvhaven.service.runtime_settings import Config
+from kvhaven.service.snapshot import EngineRow, NamespaceRow
+from kvhaven.service.steering import GetConfig
 from kvhaven.types import KEY_BYTES, TENANT_BYTES, TenantId
 
 T = TypeVar("T")
@@ -52,62 +57,7 @@ _NO_CONTENT_OF_OTHERS: Final = {
 _OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
 """Paths that never need the token, because orchestrators have none. Without it, they do not show
 the checks."""
-_EVENTS: Final = "/events"
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-
-ROUTES: Final = (
-    Route("/health", "health", "Health, with its checks.", models.Health, (200, 503)),
-    Route("/livez", "livez", "Whether the service answers.", models.Health, (200, 503)),
-    Route("/readyz", "readyz", "Whether engines are served.", models.Health, (200, 503)),
-    Route("/stats", "stats", "Statistics since the start.", models.Stats, (200, 503)),
-    Route("/config", "config", "All settings.", models.Config, (200, 304, 503)),
-    Route(
-        "/inference_info",
-        "inference_info",
-        "Attached engines.",
-        models.InferenceInfo,
-        (200, 503),
-    ),
-    Route("/metrics", "metrics", "Metrics for Prometheus.", "text/plain", (200, 503)),
-    Route("/openapi.json", "openapi", "This description.", "application/json", (200,)),
-    Route(
-        _EVENTS,
-        "events",
-        "A snapshot a second, as server-sent events.",
-        "text/event-stream",
-        (200, 503),
-    ),
-    Route("/v1/engines", "engines", "Engines.", models.Engines, (200, 400, 503), PAGE),
-    Route(
-        "/v1/namespaces",
-        "namespaces",
-        "Namespaces.",
-        models.Namespaces,
-        (200, 400, 503),
-        PAGE,
-    ),
-    Route("/v1/tenants", "tenants", "Tenants.", models.Tenants, (200, 400, 503), PAGE),
-    Route("/v1/tiers", "tiers", "Tiers.", models.Tiers, (200, 400, 503), PAGE),
-    Route(
-        "/v1/tenants/{id}/quota",
-        "set_quota",
-        "Set the quotas of a tenant, until the service ends.",
-        models.TenantQuota,
-        (200, 400, 401, 403, 503),
-        (TENANT,),
-        models.NewQuota,
-        "put",
-    ),
-    Route(
-        "/v1/chunks",
-        "drop_chunks",
-        "Drop chunks from memory and local tiers.",
-        models.Dropped,
-        (200, 400, 401, 403, 503),
-        SELECTOR,
-        method="delete",
-    ),
-)
 
 
 class Gateway:
@@ -124,13 +74,15 @@ class Gateway:
         self._requests = Requests()
         self._streams = 0
         self._document = document(ROUTES)
+        self._steering = Steering(observer, self._seen, self._all)
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
 
     def app(self) -> web.Application:
         """Return the application; it observes the service while it runs."""
         app = web.Application(client_max_size=MOST_BODY, middlewares=[self._checked])
         for route in ROUTES:
-            handler = getattr(self, f"_on_{route.handler}")
+            own = getattr(self, f"_on_{route.handler}", None)
+            handler = own or getattr(self._steering, route.handler)
             app.router.add_route(route.method.upper(), route.path, handler)
         app.on_response_prepare.append(_add_headers)
         app.cleanup_ctx.append(self._running)
@@ -162,22 +114,22 @@ class Gateway:
         """Return why a request is refused; None if it is not."""
         hosts = request.headers.getall("Host", [])
         if len(hosts) != 1:
-            return _problem(400, f"Host: {len(hosts)} headers; expected one")
+            return problem(400, f"Host: {len(hosts)} headers; expected one")
         if not self._access.knows_host(hosts[0]):
-            return _problem(
+            return problem(
                 421,
                 "Host: this name is not one of the API's; use an IP address or localhost, or add "
                 "the name to api_hosts",
             )
         if (request.content_length or 0) > MOST_BODY:
-            return _problem(413, f"body: too long; expected at most {MOST_BODY} bytes")
+            return problem(413, f"body: too long; expected at most {MOST_BODY} bytes")
         if not self._is_admitted(request) and request.path not in _OPEN_PATHS:
             return _unauthorized()
         return None if request.method in _SAFE else self._refusal_of_change(request)
 
     def _refusal_of_change(self, request: web.Request) -> web.Response | None:
         if not self._access.allows_changes:
-            return _problem(403, "nothing can be changed here: api_token_file is not set")
+            return problem(403, "nothing can be changed here: api_token_file is not set")
         if not self._access.may_change(request.headers.get("Authorization", "")):
             return _unauthorized()
         return None
@@ -186,33 +138,33 @@ class Gateway:
         try:
             return await handler(request)
         except web.HTTPException as error:
-            answer = _problem(error.status, error.reason)
+            answer = problem(error.status, error.reason)
             if "Allow" in error.headers:
                 answer.headers["Allow"] = error.headers["Allow"]
             return answer
         except ServiceUnavailableError as error:
-            return _problem(503, str(error))
+            return problem(503, str(error))
         except KVHavenError as error:
-            return _problem(400, str(error))
+            return problem(400, str(error))
         except ConnectionError:
             raise  # the client went away
         except Exception:  # a bug must not show its details to clients
             logger.exception("api: %s %s failed", request.method, request.path)
-            return _problem(500, "internal error; the log of the API has the details")
+            return problem(500, "internal error; the log of the API has the details")
 
     # --- health -----------------------------------------------------------------------------
 
     async def _on_health(self, request: web.Request) -> web.Response:
         health, answers = health_of(self._observer)
         ready = answers and health.status != "stopping"
-        return _json(self._visible(health, request), 200 if ready else 503)
+        return json_of(self._visible(health, request), 200 if ready else 503)
 
     async def _on_readyz(self, request: web.Request) -> web.Response:
         return await self._on_health(request)
 
     async def _on_livez(self, request: web.Request) -> web.Response:
         health, answers = health_of(self._observer)
-        return _json(self._visible(health, request), 200 if answers else 503)
+        return json_of(self._visible(health, request), 200 if answers else 503)
 
     def _visible(self, health: models.Health, request: web.Request) -> models.Health:
         """Return the part of the health that a client may see."""
@@ -232,7 +184,7 @@ class Gateway:
         rows = await self._namespaces_at(seen)
         whole = len(rows) < _MOST_PAGES * MOST_ROWS
         tokens = tokens_in_memory(rows, seen.snapshot.catalog.tails) if whole else None
-        return _json(stats_of(seen.snapshot, tokens))
+        return json_of(stats_of(seen.snapshot, tokens))
 
     async def _on_metrics(self, _: web.Request) -> web.Response:
         seen = self._seen()
@@ -247,12 +199,15 @@ class Gateway:
         return self._namespaces[1]
 
     async def _on_inference_info(self, _: web.Request) -> web.Response:
-        return _json(models.InferenceInfo(await self._all("engines", EngineRow)))
+        return json_of(models.InferenceInfo(await self._all("engines", EngineRow)))
 
     async def _on_config(self, request: web.Request) -> web.Response:
-        answer = _json(models.Config(await self._all("settings", SettingValue)))
+        answer = answered(await self._observer.steer(GetConfig()))
         assert isinstance(answer.body, bytes)
-        tag = hashlib.sha256(answer.body).hexdigest()[:16]
+        generation = msgspec.json.decode(answer.body, type=Config).generation
+        tag = (
+            f"{version_of(self._seen(), generation)}-{hashlib.sha256(answer.body).hexdigest()[:16]}"
+        )
         if any(known.value in {tag, "*"} for known in request.if_none_match or ()):
             answer = web.Response(status=304)
         answer.etag = tag
@@ -272,15 +227,24 @@ class Gateway:
     async def _on_tenants(self, request: web.Request) -> web.Response:
         return await self._page(request, "tenants")
 
+    async def _on_jobs(self, request: web.Request) -> web.Response:
+        return await self._page(request, "jobs")
+
+    async def _on_pins(self, request: web.Request) -> web.Response:
+        return await self._page(request, "pins")
+
+    async def _on_requests(self, request: web.Request) -> web.Response:
+        return await self._page(request, "requests")
+
     async def _on_tiers(self, request: web.Request) -> web.Response:
         cursor, limit = _page_of(request)
         rows = [row for row in tiers_of(self._seen().snapshot) if row.id > cursor]
         more = len(rows) > limit
-        return _json(models.Tiers(rows[:limit], rows[limit - 1].id if more else None))
+        return json_of(models.Tiers(rows[:limit], rows[limit - 1].id if more else None))
 
     async def _page(self, request: web.Request, kind: ListKind) -> web.Response:
         rows, more = await self._observer.rows(kind, *_page_of(request))
-        return _json({"rows": rows, "next": more or None})
+        return json_of({"rows": rows, "next": more or None})
 
     async def _all(self, kind: ListKind, row: type[T]) -> list[T]:
         """Return all rows of a list, at most those of `_MOST_PAGES` pages."""
@@ -305,17 +269,10 @@ class Gateway:
 
     async def _on_set_quota(self, request: web.Request) -> web.Response:
         tenant = TenantId(_hex(request.match_info["id"], "id", TENANT_BYTES))
-        try:
-            async with asyncio.timeout(HEADER_S):
-                body = await request.read()
-            wanted = msgspec.json.decode(body, type=models.NewQuota)
-        except TimeoutError as error:
-            raise KVHavenError(f"body: incomplete after {HEADER_S:g} s") from error
-        except msgspec.DecodeError as error:
-            raise KVHavenError(f"body: not valid ({error})") from error
+        wanted = await body_of(request, models.NewQuota)
         limited = await self._observer.limit(tenant, _quota(wanted.memory), _quota(wanted.disk))
-        _audit(request, f"quotas of memory {limited.memory}, disk {limited.disk} bytes")
-        return _json(
+        audit(request, f"quotas of memory {limited.memory}, disk {limited.disk} bytes")
+        return json_of(
             models.TenantQuota(
                 tenant.hex(),
                 limited.memory,
@@ -330,7 +287,7 @@ class Gateway:
         unknown = given.keys() - {str(parameter["name"]) for parameter in SELECTOR}
         if unknown:
             raise KVHavenError(f"unknown parameter {min(unknown)[:32]!r}; nothing was dropped")
-        everything, dry_run = _switch(given, "all"), _switch(given, "dry_run")
+        everything, dry_run = switch(given, "all"), switch(given, "dry_run")
         named = [name for name in ("namespace", "tenant", "tier") if name in given]
         if everything == bool(named):
             raise KVHavenError("expected namespace, tenant or tier, or else all=true")
@@ -349,15 +306,15 @@ class Gateway:
             )
         cleared = await self._observer.clear(namespace, tier, tenant, dry_run=dry_run)
         if not dry_run:
-            _audit(request, f"dropped {cleared.chunks} chunks, {cleared.bytes} bytes")
-        return _json(models.Dropped(cleared.chunks, cleared.bytes, dry_run))
+            audit(request, f"dropped {cleared.chunks} chunks, {cleared.bytes} bytes")
+        return json_of(models.Dropped(cleared.chunks, cleared.bytes, dry_run))
 
     # --- streams ----------------------------------------------------------------------------
 
     async def _on_events(self, request: web.Request) -> web.StreamResponse:
         """Send each new snapshot. A client that does not read gets no buffer, and is dropped."""
         if self._streams >= MOST_STREAMS:
-            answer = _problem(503, f"events: there are {MOST_STREAMS} streams already")
+            answer = problem(503, f"events: there are {MOST_STREAMS} streams already")
             answer.headers["Retry-After"] = "5"
             answer.force_close()
             return answer
@@ -440,13 +397,6 @@ def _hex(text: str, name: str, length: int) -> bytes:
     return bytes.fromhex(text)
 
 
-def _switch(given: Mapping[str, str], name: str) -> bool:
-    text = given.get(name, "false")
-    if text not in {"true", "false"}:
-        raise KVHavenError(f"{name}: malformed (got {text[:32]!r}); expected true or false")
-    return text == "true"
-
-
 def _quota(wanted: int | msgspec.UnsetType | None) -> int | None:
     """Return a quota as the service expects it."""
     if wanted is msgspec.UNSET:
@@ -454,22 +404,7 @@ def _quota(wanted: int | msgspec.UnsetType | None) -> int | None:
     return NO_LIMIT if wanted is None else wanted
 
 
-def _audit(request: web.Request, done: str) -> None:
-    """Log a change: by which address, with which request, and its result."""
-    logger.info("api: audit: %s: %s %s: %s", request.remote, request.method, request.path_qs, done)
-
-
-def _json(answer: object, status: int = 200) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(answer), status=status, content_type="application/json"
-    )
-
-
 def _unauthorized() -> web.Response:
-    answer = _problem(401, "Authorization: expected Bearer and the token of the API")
+    answer = problem(401, "Authorization: expected Bearer and the token of the API")
     answer.headers["WWW-Authenticate"] = "Bearer"
     return answer
-
-
-def _problem(status: int, reason: str) -> web.Response:
-    return _json(models.Problem(reason), status)

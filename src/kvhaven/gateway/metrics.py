@@ -9,10 +9,12 @@ from typing import Final
 
 import msgspec
 
+from kvhaven.catalog.histograms import Buckets
 from kvhaven.gateway.views import memory_of, tiers_of
 from kvhaven.service.snapshot import NamespaceRow, ServiceSnapshot
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_DROPS: Final = ("overload", "evicted", "failed", "offline", "off", "room")
 _MOST_LABEL: Final = 128
 """Most characters of a label's value that engines choose."""
 
@@ -40,6 +42,7 @@ def text_of(
 ) -> str:
     """Return all metrics."""
     families = [
+        *_tokens(snapshot),
         *_memory(snapshot),
         *_chunks(snapshot),
         *_tiers(snapshot),
@@ -55,8 +58,68 @@ def text_of(
     return "".join(families)
 
 
+def _tokens(snapshot: ServiceSnapshot) -> Iterator[str]:
+    known = snapshot.tokens.items()
+    yield _family(
+        "lookups_total",
+        "counter",
+        "Requests that were looked up, by result.",
+        [
+            ({"namespace": name, "result": result}, count)
+            for name, counts in known
+            for result, count in counts.lookups.items()
+        ],
+    )
+    yield _family(
+        "asked_tokens_total",
+        "counter",
+        "Prompt tokens of requests that were looked up.",
+        [({"namespace": name}, counts.asked) for name, counts in known],
+    )
+    yield _family(
+        "lookup_tokens_total",
+        "counter",
+        "Prompt tokens by where their KV was; the sources sum to kvhaven_asked_tokens_total.",
+        [
+            ({"namespace": name, "source": source}, tokens)
+            for name, counts in known
+            for source, tokens in counts.by_source.items()
+        ],
+    )
+    yield _family(
+        "missed_tokens_total",
+        "counter",
+        "Prompt tokens of the source none, by reason; the reasons sum to it.",
+        [
+            ({"namespace": name, "reason": reason}, tokens)
+            for name, counts in known
+            for reason, tokens in counts.missed.items()
+        ],
+    )
+    yield _family(
+        "saved_tokens_total",
+        "counter",
+        "Tokens of full chunks that became resident.",
+        [({"namespace": name}, counts.saved) for name, counts in known],
+    )
+    lookups = snapshot.lookups
+    yield _histogram(
+        "lookup_seconds", "Time from a lookup to its final answer.", lookups.lookup_seconds
+    )
+    yield _histogram(
+        "promotion_wait_seconds",
+        "The same, of lookups that waited for a tier.",
+        lookups.promotion_wait_seconds,
+    )
+    yield _histogram(
+        "request_hit_ratio",
+        "Tokens that were found, as a fraction of the prompt.",
+        lookups.request_hit_ratio,
+    )
+
+
 def _memory(snapshot: ServiceSnapshot) -> Iterator[str]:
-    memory = msgspec.structs.asdict(memory_of(snapshot.catalog))
+    memory = msgspec.structs.asdict(memory_of(snapshot))
     capacity = memory.pop("capacity")
     yield _family(
         "memory_bytes",
@@ -66,6 +129,14 @@ def _memory(snapshot: ServiceSnapshot) -> Iterator[str]:
     )
     yield _one("memory_capacity_bytes", "gauge", "Host memory that chunks can use.", capacity)
     yield _one("leases", "gauge", "Leases that hold or await chunks.", snapshot.catalog.leases)
+    oldest = snapshot.catalog.oldest_lease_s
+    yield _one("oldest_lease_seconds", "gauge", "Age of the oldest lease.", oldest)
+    generation = snapshot.config_generation
+    yield _one("config_generation", "gauge", "Grows with each change of settings.", generation)
+    yield _one("pins", "gauge", "Pins of this API.", snapshot.pins)
+    yield _histogram(
+        "loop_lag_seconds", "Lag of the service's event loop.", snapshot.loop_lag_seconds
+    )
     yield _one("engines", "gauge", "Attached engines.", snapshot.engines)
 
 
@@ -85,20 +156,39 @@ def _chunks(snapshot: ServiceSnapshot) -> Iterator[str]:
     yield _family(
         "evicted_chunks_total",
         "counter",
-        "Evicted chunks: for space, or for a tenant's quota.",
+        "Chunks that left a place: for space, a tenant's quota, their age (tails), or a clear.",
         [
-            ({"place": place, "reason": reason}, count)
-            for place, (total, quota) in evicted.items()
-            for reason, count in (("space", total - quota), ("quota", quota))
+            *(
+                ({"place": place, "reason": reason}, count)
+                for place, (total, quota) in evicted.items()
+                for reason, count in (("space", total - quota), ("quota", quota))
+            ),
+            ({"place": "memory", "reason": "ttl"}, totals.expired_tails),
+            ({"place": "memory", "reason": "clear"}, totals.cleared_chunks),
         ],
     )
+    yield _histograms(
+        "residence_seconds",
+        "Time in memory of evicted chunks.",
+        [
+            ({"place": "memory", "reason": reason}, buckets)
+            for reason, buckets in totals.residence.items()
+        ],
+    )
+    if totals.reuse_age is not None:
+        yield _histogram(
+            "reuse_age_seconds",
+            "Time since the last use of a leased chunk; one for each 512 chunks of a lease.",
+            totals.reuse_age,
+        )
     yield _family(
         "promoted_chunks_total",
         "counter",
         "Chunks read from a tier into memory, by result.",
         [
-            ({"result": "ok"}, totals.promoted_chunks),
-            ({"result": "failed"}, totals.failed_promotions),
+            ({"tier": name, "result": result}, count)
+            for name, tier in totals.tiers.items()
+            for result, count in (("ok", tier.promoted), ("failed", tier.failed_promotions))
         ],
     )
     yield _family(
@@ -155,8 +245,44 @@ def _tiers(snapshot: ServiceSnapshot) -> Iterator[str]:
     yield _family(
         "tier_dropped_writes_total",
         "counter",
-        "Chunks that were queued for a tier and not written.",
-        [({"tier": tier.id}, tier.dropped_writes) for tier in tiers],
+        "Chunks that were queued for a tier and not written, by reason.",
+        [
+            ({"tier": name, "reason": reason}, tier.dropped.get(reason, 0))
+            for name, tier in snapshot.catalog.tiers.items()
+            for reason in _DROPS
+        ],
+    )
+    yield _family(
+        "tier_shards_total",
+        "counter",
+        "Shards that were read or written, by result; errors of both operations are together.",
+        [
+            ({"tier": tier.id, "op": op, "result": result}, count)
+            for tier in tiers
+            for op, result, count in (
+                ("read", "ok", tier.reads),
+                ("read", "miss", tier.misses),
+                ("read", "rejected", tier.rejected),
+                ("write", "ok", tier.writes),
+                ("any", "error", tier.errors),
+            )
+        ],
+    )
+    traffic = [
+        ({"tier": name, "op": op}, known)
+        for name, ops in snapshot.traffic.items()
+        for op, known in ops.items()
+    ]
+    yield _family(
+        "tier_bytes_total",
+        "counter",
+        "Bytes read from a tier into memory, and bytes written to it.",
+        [(labels, known.bytes) for labels, known in traffic],
+    )
+    yield _histograms(
+        "tier_seconds",
+        "Time to read or write a chunk.",
+        [(labels, known.seconds) for labels, known in traffic],
     )
 
 
@@ -214,6 +340,25 @@ def _process(pid: int) -> Iterator[str]:
         yield _family(name, kind, f"{text} Process of the service.", [({}, value)], "process_")
 
 
+def _histogram(name: str, text: str, buckets: Buckets) -> str:
+    return _histograms(name, text, [({}, buckets)])
+
+
+def _histograms(name: str, text: str, known: Iterable[tuple[Mapping[str, str], Buckets]]) -> str:
+    """Return a metric of the type histogram with its samples."""
+    full = f"kvhaven_{name}"
+    lines = [f"# HELP {full} {text}", f"# TYPE {full} histogram"]
+    for labels, buckets in known:
+        count = 0
+        bounds = [*map(_number, buckets.bounds), "+Inf"]
+        for bound, more in zip(bounds, buckets.counts, strict=True):
+            count += more
+            lines.append(f"{full}_bucket{_labels({**labels, 'le': bound})} {count}")
+        lines.append(f"{full}_sum{_labels(labels)} {_number(buckets.sum)}")
+        lines.append(f"{full}_count{_labels(labels)} {count}")
+    return "\n".join(lines) + "\n"
+
+
 def _one(name: str, kind: str, text: str, value: float) -> str:
     return _family(name, kind, text, [({}, value)])
 
@@ -223,11 +368,17 @@ def _family(name: str, kind: str, text: str, samples: Samples, prefix: str = "kv
     full = prefix + name
     lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
     for labels, value in samples:
-        pairs = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
-        shown = f"{{{pairs}}}" if pairs else ""
-        number = int(value) if float(value).is_integer() else value
-        lines.append(f"{full}{shown} {number}")
+        lines.append(f"{full}{_labels(labels)} {_number(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    pairs = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+    return f"{{{pairs}}}" if pairs else ""
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else repr(value)
 
 
 def _escaped(value: str) -> str:

@@ -6,10 +6,16 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvhaven.protocol import MOST_QUOTA
-from kvhaven.service.snapshot import EngineRow, NamespaceRow, SettingValue, TenantRow
+from kvhaven.service.accounts import RequestRow
+from kvhaven.service.jobs import JobRow
+from kvhaven.service.pins import PinRow
+from kvhaven.service.snapshot import EngineRow, NamespaceRow, TenantRow
+from kvhaven.service.steering import Seconds, Ttl
+from kvhaven.service.tier_runner import TierSwitch
 
 GB = 1_000_000_000
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 QuotaBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_QUOTA)]
 
 
@@ -53,10 +59,27 @@ class Memory(msgspec.Struct, frozen=True):
     idle: int
     """Chunks that no process uses."""
     leased: int
+    pinned: int
+    """Pinned through this API."""
     promoting: int
     reserved: int
+    quarantined: int
+    """Reserved by processes that are lost and may still write."""
     doomed: int
     """Dropped chunks that a process may still access or a tier is still writing."""
+    waste: int
+    """Remainders of slabs, which no chunk can use."""
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Prompt tokens of requests that were looked up, since the service started.
+
+    `by_source` sums to `asked`, and `missed_by_reason` to the source `none`.
+    """
+
+    asked: int
+    by_source: dict[str, int]
+    missed_by_reason: dict[str, int]
 
 
 class TierRow(msgspec.Struct, frozen=True):
@@ -64,6 +87,10 @@ class TierRow(msgspec.Struct, frozen=True):
 
     id: str
     shared: bool
+    state: TierSwitch
+    """How an operator has switched it."""
+    write_mode: str
+    """Treatment of writes now: behind, through or off."""
     online: bool
     writable: bool
     used_bytes: int | None
@@ -102,14 +129,8 @@ class Stats(msgspec.Struct, frozen=True):
     chunks: Chunks
     memory: Memory
     tiers: list[TierRow]
-    tokens: None = None
+    tokens: Tokens
     reuse: None = None
-
-
-class Config(msgspec.Struct, frozen=True):
-    """Settings of the service."""
-
-    settings: list[SettingValue]
 
 
 class InferenceInfo(msgspec.Struct, frozen=True):
@@ -146,11 +167,85 @@ class Tiers(msgspec.Struct, frozen=True):
     next: str | None
 
 
+class Pins(msgspec.Struct, frozen=True):
+    """A page of pins. `next` is the cursor of the next page; null on the last one."""
+
+    rows: list[PinRow]
+    next: str | None
+
+
+class Jobs(msgspec.Struct, frozen=True):
+    """A page of jobs. `next` is the cursor of the next page; null on the last one."""
+
+    rows: list[JobRow]
+    next: str | None
+
+
+class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt: its tokens, and the engine or the namespace that they are for.
+
+    `cache_salt` is that of the request. Prompts with LoRA adapters or media, and engines after a
+    reset of their cache, have other keys.
+    """
+
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=1 << 23)]
+    engine: str = ""
+    namespace: str = ""
+    cache_salt: str = ""
+
+
+class PinnedChain(Chain, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt to pin for `ttl_s` seconds. `place` can only be memory."""
+
+    ttl_s: Ttl
+    place: Literal["memory"] = "memory"
+
+
+class MovedChain(Chain, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt whose chunks in memory are written to the tier `to`, or promoted to memory.
+
+    They stay where they are as well.
+    """
+
+    to: str
+    keep_source: Literal[True] = True
+
+
+class NewState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`off`: not used at all. `read_only`: no writes; waiting writes are dropped."""
+
+    state: TierSwitch
+
+
+class Waiting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long to wait, in seconds."""
+
+    wait_s: Seconds = 60.0
+
+
+class NewDrain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`on`: refuse new engines and save nothing more; then wait for writes. false: undo."""
+
+    on: bool = True
+    wait_s: Seconds = 60.0
+
+
+Values = dict[str, str | int | float | bool | dict[str, str | int | float | None] | None]
+"""New values of settings by name, plain or with the prefix `lmcache.` or `kvhaven.`"""
+
+
 class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Quotas of a tenant in bytes. null removes a quota; one that is left out does not change."""
 
     memory: QuotaBytes | msgspec.UnsetType | None = msgspec.UNSET
     disk: QuotaBytes | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Requests(msgspec.Struct, frozen=True):
+    """A page of the last 1,024 requests, newest first. `next` is the cursor of the next page."""
+
+    rows: list[RequestRow]
+    next: str | None
 
 
 class TenantQuota(msgspec.Struct, frozen=True):

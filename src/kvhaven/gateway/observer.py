@@ -27,17 +27,22 @@ from kvhaven.protocol import (
     Refused,
     ServiceMessage,
     Snapshot,
+    Steer,
+    Steered,
     Welcome,
     decode_service,
     encode,
 )
 from kvhaven.service.snapshot import ServiceSnapshot
+from kvhaven.service.steering import Request
 from kvhaven.types import TenantId
 
 M = TypeVar("M", bound=Message)
 
 SILENT_S: Final = 3.0
 """A service that has not answered for this long counts as silent."""
+STEER_S: Final = 10.0
+"""Time for a request of an operator; a pin waits 5 s for promotions."""
 _CONNECT_PAUSE_S: Final = 0.25
 _ANSWER_S: Final = 10.0
 """After this long without an answer, the observer connects again."""
@@ -135,6 +140,11 @@ class Observer:
         request = Clear(next(self._ids), namespace, tier, tenant, dry_run)
         return await self._ask(request, Cleared, SILENT_S)
 
+    async def steer(self, request: Request, timeout_s: float = STEER_S) -> Steered:
+        """Have the service answer a request of an operator. Raises as `rows` does."""
+        message = Steer(next(self._ids), msgspec.json.encode(request))
+        return await self._ask(message, Steered, timeout_s)
+
     async def _observe(self) -> None:
         """Connect, and observe until the connection is lost. Raises `OSError`, `KVHavenError`."""
         reader, writer = await asyncio.open_unix_connection(self.address)
@@ -166,7 +176,7 @@ class Observer:
         writer.close()
 
     async def _ask(
-        self, request: Observe | List | Limit | Clear, wanted: type[M], timeout_s: float
+        self, request: Observe | List | Limit | Clear | Steer, wanted: type[M], timeout_s: float
     ) -> M:
         writer = self._writer
         if writer is None:

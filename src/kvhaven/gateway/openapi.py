@@ -36,6 +36,34 @@ TENANT: Final[Parameter] = {
     "description": "A tenant's id, as `/v1/tenants` shows it.",
     "schema": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
 }
+JOB: Final[Parameter] = {
+    "name": "id",
+    "in": "path",
+    "required": True,
+    "description": "An id of a job or of a pin.",
+    "schema": {"type": "string", "pattern": "^[0-9]{16}$"},
+}
+TIER: Final[Parameter] = {
+    "name": "name",
+    "in": "path",
+    "required": True,
+    "description": "A tier, as `/v1/tiers` shows it.",
+    "schema": {"type": "string", "maxLength": 64},
+}
+CHANGE: Final[Sequence[Parameter]] = (
+    {
+        "name": "dry_run",
+        "in": "query",
+        "description": "Change nothing, only check.",
+        "schema": {"type": "boolean", "default": False},
+    },
+    {
+        "name": "If-Match",
+        "in": "header",
+        "description": "The ETag of `/config`; another one is refused.",
+        "schema": {"type": "string"},
+    },
+)
 SELECTOR: Final[Sequence[Parameter]] = (
     {
         "name": "namespace",
@@ -83,18 +111,28 @@ class Route(NamedTuple):
     answer: type[msgspec.Struct] | str
     statuses: Sequence[int]
     parameters: Sequence[Parameter] = ()
-    body: type[msgspec.Struct] | None = None
+    body: type[msgspec.Struct] | Any = None
     method: str = "get"
 
 
 def document(routes: Sequence[Route]) -> bytes:
     """Return the description as JSON."""
-    kinds = [route.answer for route in routes if not isinstance(route.answer, str)]
-    kinds += [route.body for route in routes if route.body is not None]
+    kinds: list[Any] = [route.answer for route in routes if not isinstance(route.answer, str)]
+    kinds += [route.body for route in routes if _is_struct(route.body)]
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
-    _, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_SCHEMA)
+    bodies = [route.body for route in routes if route.body is not None]
+    schemas, components = msgspec.json.schema_components(
+        [*bodies, *kinds, Problem], ref_template=_SCHEMA
+    )
+    for route, schema in zip(
+        (route for route in routes if route.body is not None), schemas, strict=False
+    ):
+        paths[route.path][route.method]["requestBody"] = {
+            "required": route.handler not in _OPTIONAL_BODIES,
+            "content": {"application/json": {"schema": schema}},
+        }
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -123,31 +161,36 @@ def _operation(route: Route) -> dict[str, Any]:
     }
     if route.parameters:
         found["parameters"] = list(route.parameters)
-    if route.body is not None:
-        schema = {"$ref": _SCHEMA.format(name=route.body.__name__)}
-        found["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schema}},
-        }
     if route.method != "get":
         found["security"] = [{"token": []}]
     return found
 
 
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+_OPTIONAL_BODIES: Final = frozenset({"flush", "drain"})
 _MEANINGS: Final = {
     200: "The answer.",
+    201: "Made.",
+    202: "Begun, as a job.",
     304: "Not modified since the ETag in If-None-Match.",
     400: "A parameter is not valid, or the service refuses the request.",
     401: "The token is missing or wrong.",
     403: "No token is set, so nothing can be changed.",
+    404: "Unknown.",
+    409: "Refused as a whole, with the reason.",
+    412: "The settings have another ETag than If-Match.",
     503: "The service is stopping or does not answer, or there are too many streams.",
 }
+_DONE: Final = {200, 201, 202}
 _STATES: Final = {200, 503}
 
 
 def _response(route: Route, status: int) -> dict[str, Any]:
     found: dict[str, Any] = {"description": _MEANINGS[status]}
-    own = status == 200 or (status in _STATES and _shows_health(route))  # noqa: PLR2004  OK
+    own = status in _DONE or (status in _STATES and _shows_health(route))
     if status == 304:  # noqa: PLR2004  it has no body
         return found
     if own and isinstance(route.answer, str):

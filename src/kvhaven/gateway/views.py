@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers that follow from one snapshot."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kvhaven.catalog.stats import CatalogTotals
-from kvhaven.gateway.models import GB, Check, Chunks, Health, Memory, Stats, TierRow
+from kvhaven.gateway.models import GB, Check, Chunks, Health, Memory, Stats, TierRow, Tokens
 from kvhaven.gateway.observer import SILENT_S, Observer
 from kvhaven.service.snapshot import NamespaceRow, ServiceSnapshot
 
@@ -19,7 +19,7 @@ def health_of(observer: Observer) -> tuple[Health, bool]:
         detail = observer.error if seen is None else f"silent for {observer.silent_s:.0f} s"
         return Health("degraded", [Check("service", ok=False, detail=detail)]), False
     checks = [Check("service", ok=True), *_checks(seen.snapshot)]
-    if seen.snapshot.stopping:
+    if seen.snapshot.stopping or seen.snapshot.draining:
         return Health("stopping", checks), True
     return Health("ok" if all(check.ok for check in checks) else "degraded", checks), True
 
@@ -41,17 +41,33 @@ def _checks(snapshot: ServiceSnapshot) -> Iterator[Check]:
         )
 
 
-def memory_of(totals: CatalogTotals) -> Memory:
+def memory_of(snapshot: ServiceSnapshot) -> Memory:
     """Return the states of host memory."""
+    totals = snapshot.catalog
+    pinned = min(snapshot.pinned_bytes, totals.leased_bytes)
+    quarantined = totals.quarantined_idle_bytes
     return Memory(
         capacity=totals.capacity_bytes,
-        free=totals.capacity_bytes - totals.used_bytes,
+        free=totals.capacity_bytes - totals.used_bytes - totals.waste_bytes,
         idle=totals.idle_bytes,
-        leased=totals.leased_bytes,
+        leased=totals.leased_bytes - pinned,
+        pinned=pinned,
         promoting=totals.promoting_bytes,
         reserved=totals.reserved_bytes,
-        doomed=totals.retired_idle_bytes,
+        quarantined=quarantined,
+        doomed=totals.retired_idle_bytes - quarantined,
+        waste=totals.waste_bytes,
     )
+
+
+def tokens_of(snapshot: ServiceSnapshot) -> Tokens:
+    """Return the tokens of all namespaces."""
+    sources, reasons = Counter[str](), Counter[str]()
+    for counts in snapshot.tokens.values():
+        sources.update(counts.by_source)
+        reasons.update(counts.missed)
+    asked = sum(counts.asked for counts in snapshot.tokens.values())
+    return Tokens(asked, dict(sources), dict(reasons))
 
 
 def tiers_of(snapshot: ServiceSnapshot) -> list[TierRow]:
@@ -63,7 +79,9 @@ def tiers_of(snapshot: ServiceSnapshot) -> list[TierRow]:
             TierRow(
                 id=name,
                 shared=stats.shared,
-                online=health.online,
+                state=snapshot.switched.get(name, "on"),
+                write_mode=stats.writes,
+                online=health.online and snapshot.switched.get(name) != "off",
                 writable=health.writable,
                 used_bytes=None if stats.shared else stats.used_bytes,
                 capacity_bytes=None if stats.shared else stats.capacity_bytes,
@@ -99,8 +117,9 @@ def stats_of(snapshot: ServiceSnapshot, cached_tokens: int | None) -> Stats:
         avg_save_time_ms=None,
         avg_load_time_ms=None,
         chunks=Chunks(asked, totals.hit_chunks, totals.awaited_chunks, totals.missed_chunks),
-        memory=memory_of(totals),
+        memory=memory_of(snapshot),
         tiers=tiers,
+        tokens=tokens_of(snapshot),
     )
 
 

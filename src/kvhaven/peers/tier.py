@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -29,6 +30,9 @@ _PING_S: Final = 1.0
 _RESOLVE_S: Final = 5.0
 _MOST_KNOWN: Final = 100_000
 """Chunks whose peer is remembered."""
+_MOST_DAMAGES: Final = 3
+_DAMAGES_S: Final = 60.0
+"""A peer from which wrong bytes came so often within this time is left out for a while."""
 
 
 class Register(Protocol):
@@ -49,7 +53,8 @@ class PeerTier:
     A lookup asks all peers that answer, concurrently. A read goes to the peer that had the chunk,
     then to the others. Bytes are verified against the checksums of the ranks that computed them,
     in the thread that receives them. Nothing is written: each node keeps what its engines compute,
-    and the chunks it read. A peer that fails three times in a row is not asked for 1 to 30 s.
+    and the chunks it read. A peer that fails three times in a row, or sends wrong bytes three times
+    in a minute, is not asked for 1 to 30 s.
 
     `node` is this service's name, different at each start: an address that leads back here is
     ignored. `deadline_s` is the longest silence of a peer. `streams` is the number of shards that
@@ -83,6 +88,8 @@ class PeerTier:
         self._tenants = tenants
         self._peers: dict[Address, Peer] = {}
         self._where: dict[ChunkName, Peer] = {}
+        self._damages: dict[Address, deque[float]] = {}
+        """When each peer's last wrong bytes came."""
         self._names = TierExecutor(1)
         self._resolved: dict[Address, list[Address]] = {}
         self._keeper: asyncio.Task[None] | None = None
@@ -197,7 +204,7 @@ class PeerTier:
                     peer.damaged += 1
                     self._rejected += 1
                     failure = error
-                    self._failed(peer, error)
+                    self._failed(peer, error, enough=self._damages_too_often(peer))
                 except (PeerError, ProtocolError, TierError) as error:
                     failure = error
                     self._failed(peer, error)
@@ -260,12 +267,22 @@ class PeerTier:
         peer.breaker.succeeded()
         return there
 
-    def _failed(self, peer: Peer, error: Exception) -> None:
+    def _damages_too_often(self, peer: Peer) -> bool:
+        """Note that wrong bytes came; return whether they did three times in a minute.
+
+        In between, lookups and other reads may succeed, so the breaker alone would not open.
+        """
+        now = time.monotonic()
+        times = self._damages.setdefault(peer.address, deque(maxlen=_MOST_DAMAGES))
+        times.append(now)
+        return len(times) == _MOST_DAMAGES and now - times[0] < _DAMAGES_S
+
+    def _failed(self, peer: Peer, error: Exception, *, enough: bool = False) -> None:
         if isinstance(error, AwayError):
             return
         self._errors += 1
         self._last_error = peer.error = str(error)
-        if peer.breaker.failed():
+        if peer.breaker.failed(enough=enough):
             _log.warning("%s: left out for a while: %s", peer.title, error)
 
     # Membership
@@ -310,6 +327,7 @@ class PeerTier:
                 self._certificates,
             )
         for address in [one for one in self._peers if one not in found]:
+            self._damages.pop(address, None)
             await self._peers.pop(address).close(self._deadline_s)
 
     async def _look_after(self, peer: Peer) -> None:

@@ -4,17 +4,24 @@
 import contextlib
 import logging
 import os
+import secrets
 import select
+import socket
 import subprocess
 import sys
 import threading
 from importlib.util import find_spec
+from pathlib import Path
 from typing import IO, Final
 
+from msgspec.structs import replace
+
+from kvhaven.client.unix import prepare_directory
 from kvhaven.config import Settings
 from kvhaven.config.sources import CONFIG_FILE, ENV_PREFIX
-from kvhaven.errors import ConfigError
-from kvhaven.gateway.access import access_of
+from kvhaven.errors import ConfigError, KVHavenError
+from kvhaven.gateway.access import DEFAULT, OFF, access_of
+from kvhaven.peers.addresses import is_loopback, parse_address
 
 _FIRST_PAUSE_S: Final = 0.1
 _LAST_PAUSE_S: Final = 60.0
@@ -22,6 +29,7 @@ _START_S: Final = 60.0
 """Time for the first heartbeat: the child imports for a second of CPU, at low priority."""
 _SILENCE_S: Final = 10.0
 _END_S: Final = 3.0
+_FILE: Final = "api-token"
 _PASSED_ON: Final = (
     "api_listen",
     "api_token_file",
@@ -32,6 +40,68 @@ _PASSED_ON: Final = (
 )
 
 logger = logging.getLogger(__name__)
+
+
+def api_for(settings: Settings, address: str, *, by_default: bool) -> "ApiProcess | None":
+    """Return the API of the service at `address`, not started; None if it is off.
+
+    Without `api_listen`, `by_default` starts it at the default address, and whatever prevents that
+    is a line in the log. On this machine alone, a token file is created if none is set. Raises
+    `ConfigError` as `ApiProcess` does if `api_listen` is set.
+    """
+    if settings.api_listen == OFF or (settings.api_listen is None and not by_default):
+        return None
+    try:
+        if settings.api_listen is None:
+            require_free(DEFAULT)
+            settings = replace(settings, api_listen=DEFAULT)
+        if settings.api_token_file is None and not is_remote(settings):
+            settings = replace(settings, api_token_file=own_token(settings.runtime_path))
+        return ApiProcess(settings, address)
+    except KVHavenError as error:
+        if settings.api_listen not in {None, DEFAULT} or not by_default:
+            raise
+        logger.warning("no HTTP API: %s. Set api_listen to another address, or to off", error)
+        return None
+
+
+def require_free(listen: str) -> None:
+    """Raise `ConfigError` if another process listens at an address."""
+    address = parse_address(listen, "api_listen")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            raise ConfigError(f"api_listen: {listen} is not free ({error.strerror})") from error
+
+
+def is_remote(settings: Settings) -> bool:
+    """Return whether other machines can reach the API."""
+    listen = settings.api_listen or DEFAULT
+    if listen.startswith("unix:"):
+        return False
+    return not is_loopback(parse_address(listen, "api_listen", 1))
+
+
+def own_token(directory: Path) -> str:
+    """Return the file with this user's token, which is created at first. Raises `KVHavenError`."""
+    file = directory / _FILE
+    prepare_directory(str(file))
+    draft = file.with_name(f"{_FILE}.{os.getpid()}")
+    try:
+        if not file.exists():
+            draft.touch(mode=0o600)
+            draft.write_text(f"{secrets.token_hex(32)}\n", encoding="ascii")
+            with contextlib.suppress(FileExistsError):  # another service made it meanwhile
+                file.hardlink_to(draft)
+            draft.unlink()
+        status = file.stat()
+    except OSError as error:
+        raise ConfigError(f"api_token_file: cannot create {file} ({error.strerror})") from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(f"api_token_file: other users may read or own {file}; remove it")
+    return str(file)
 
 
 class ApiProcess:

@@ -3,7 +3,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from kvhaven.catalog.actions import MemberId, SessionId
@@ -41,6 +41,8 @@ class AttachedProcess:
         self.granted: dict[int, ChunkKey] = {}
         self.model = ModelState()
         self.connection: Connection | None = None
+        self.settings_taken = 0
+        """Generation of the changed settings that a scheduler applies."""
 
     @property
     def role(self) -> str:
@@ -69,6 +71,8 @@ class AttachedEngine:
         self.holders: dict[int | None, MemberId] = {}
         self.namespace: Namespace | None = None
         self._holdings: Holdings | None = None
+        self.chunk_tokens = chunk_tokens_of(self.fields) or 0
+        """Tokens of a chunk; 0 if the engine does not name them."""
 
     @property
     def holdings(self) -> Holdings:
@@ -240,6 +244,12 @@ class AttachedEngines:
         self._members[member.id] = member
         session.holders[rank] = member.id
         return member
+
+
+def chunk_tokens_of(fields: Mapping[str, str]) -> int | None:
+    """Return the tokens of a chunk, as the fields of a namespace name them."""
+    size = fields.get("chunk_size", "")
+    return int(size) if size.isascii() and size.isdigit() else None
 
 
 def _is_over(session: AttachedEngine, message: AttachRank) -> bool:

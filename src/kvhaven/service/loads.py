@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from typing import Final
 
 from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId, Update
+from kvhaven.catalog.ghosts import Reason
+from kvhaven.catalog.misses import Gap
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import (
     Acquire,
@@ -18,6 +20,7 @@ from kvhaven.protocol import (
     tail_of,
     tenant_of,
 )
+from kvhaven.service.accounts import Accounts, Question
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
 from kvhaven.service.turns import Job
@@ -41,11 +44,14 @@ class Loads:
         sessions: AttachedEngines,
         verifier: Verifier,
         spawn: Callable[[Coroutine[None, None, None]], object],
+        accounts: Accounts,
     ) -> None:
         self._driver = driver
         self._sessions = sessions
         self._verifier = verifier
         self._spawn = spawn
+        self._accounts = accounts
+        self._questions: dict[tuple[SessionId, LeaseId], Question] = {}
         self._deadlines: dict[tuple[SessionId, LeaseId], asyncio.TimerHandle] = {}
 
     def prefetch(self, member: AttachedProcess, message: Prefetch) -> None:
@@ -64,30 +70,42 @@ class Loads:
         _require_scheduler(member)
         session, lease_id = member.session, LeaseId(message.lease_id)
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
+        question = None
+        if message.prompt_tokens and session.chunk_tokens:
+            began = asyncio.get_running_loop().time()
+            tokens = message.prompt_tokens, message.computed_tokens
+            question = Question(session, keys, *tokens, tenant, message.request, began)
         acquisition = self._driver.catalog.acquire(
             session.id, lease_id, session.digest, keys, tenant, tail_of(message.tail)
         )
         if not acquisition.promoting:
-            self._answer(member, acquisition)
+            self._answer(member, acquisition, question)
             return
         self._cancel_deadline(session.id, lease_id)
         self._deadlines[session.id, lease_id] = asyncio.get_running_loop().call_later(
             message.wait_ms / 1000, self._finalize, session.id, lease_id
         )
+        if question is not None:
+            question.awaited = True
+            self._questions[session.id, lease_id] = question
         self._send(member, Acquired(lease_id, False, [], b""))
 
     def updated(self, update: Update) -> None:
         """Send the final answer of a lease that waited for promotions."""
         self._cancel_deadline(update.session, update.acquisition.lease_id)
         session = self._sessions.get(update.session)
+        question = self._questions.pop((update.session, update.acquisition.lease_id), None)
         if session is not None and session.scheduler is not None:
-            self._answer(session.scheduler, update.acquisition)
+            self._answer(session.scheduler, update.acquisition, question)
 
     def release(self, member: AttachedProcess, message: Release) -> Job:
         """End leases that no rank has received. Raises `ProtocolError` for a rank."""
         _require_scheduler(member)
         for lease_id in message.lease_ids:
             self._cancel_deadline(member.session.id, LeaseId(lease_id))
+            self._count(
+                self._questions.pop((member.session.id, LeaseId(lease_id)), None), b"", late=True
+            )
             self._driver.catalog.release(member.session.id, LeaseId(lease_id))
             yield
 
@@ -107,24 +125,42 @@ class Loads:
         with self._driver.event() as catalog:
             acquisition = catalog.finalize(session, lease_id)
         known = self._sessions.get(session)
+        question = self._questions.pop((session, lease_id), None)
         if known is not None and known.scheduler is not None:
-            self._answer(known.scheduler, acquisition)
+            self._answer(known.scheduler, acquisition, question, late=True)
 
     def _cancel_deadline(self, session: SessionId, lease_id: LeaseId) -> None:
         timer = self._deadlines.pop((session, lease_id), None)
         if timer is not None:
             timer.cancel()
 
-    def _answer(self, scheduler: AttachedProcess, acquisition: Acquisition) -> None:
+    def _answer(
+        self,
+        scheduler: AttachedProcess,
+        acquisition: Acquisition,
+        question: Question | None,
+        *,
+        late: bool = False,
+    ) -> None:
         """Send a final answer, after verifying the shards if `verify_memory` is `always`."""
         if self._verifier.blocks_answers and acquisition.chunks:
-            self._spawn(self._answer_verified(scheduler, acquisition))
+            self._spawn(self._answer_verified(scheduler, acquisition, question, late=late))
             return
         self._verifier.sample(acquisition, scheduler.session.described)
-        self._driver.turns.start(self._offer(scheduler, acquisition, len(acquisition.chunks)))
+        chunks = acquisition.chunks
+        self._count(question, chunks.sources, late=late)
+        self._driver.turns.start(self._offer(scheduler, acquisition, len(chunks)))
 
-    async def _answer_verified(self, scheduler: AttachedProcess, acquisition: Acquisition) -> None:
+    async def _answer_verified(
+        self,
+        scheduler: AttachedProcess,
+        acquisition: Acquisition,
+        question: Question | None,
+        *,
+        late: bool,
+    ) -> None:
         good = await self._verifier.verify(acquisition, scheduler.session.described)
+        self._count(question, acquisition.chunks.sources[:good], late=late)
         with self._driver.event():
             self._driver.turns.start(self._offer(scheduler, acquisition, good))
 
@@ -139,6 +175,18 @@ class Loads:
             places += [(extent.segment, extent.offset) for extent in extents]
             yield
         self._send(scheduler, Acquired(lease_id, True, places, chunks.sources[:good]))
+
+    def _count(self, question: Question | None, found: bytes, *, late: bool) -> None:
+        """Count a lookup with the sources of its final answer, and why that ends where it ends."""
+        if question is None:
+            return
+        gap = None
+        if len(found) < len(question.keys):
+            catalog, engine = self._driver.catalog, question.engine
+            gap = catalog.gap(engine.digest, question.keys, len(found), question.tenant)
+            if late:
+                gap = Gap(Reason.LATE, gap.chunks)
+        self._accounts.answered(question, found, gap, asyncio.get_running_loop().time())
 
     @staticmethod
     def _send(scheduler: AttachedProcess, answer: Acquired) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from kvhaven.client.unix import lock_file, prepare_directory
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
-from kvhaven.service.api_process import ApiProcess
+from kvhaven.service.api_process import ApiProcess, api_for
 from kvhaven.service.arena import Arena
 from kvhaven.service.connection import Listener
 from kvhaven.service.server import Service
@@ -62,16 +62,17 @@ def serve(
     embedded: bool = False,
     on_listening: Callable[[], None] = lambda: None,
     origins: Mapping[str, str] | None = None,
+    api_by_default: bool = False,
 ) -> None:
     """Run a service at `socket_path` until SIGTERM or SIGINT; embedded: or until it is idle.
 
     `origins` tell observers where settings come from. With `api_listen`, the HTTP API runs as a
-    child process.
+    child process; with `api_by_default`, also without it, if its address is free.
 
     Raises `KVHavenError` if it cannot start: another service runs there (`AlreadyRunningError`),
     the arena cannot be created, or a setting is not valid.
     """
-    api = None if settings.api_listen is None else ApiProcess(settings, socket_path)
+    api = api_for(settings, socket_path, by_default=api_by_default)
     prepare_directory(socket_path)
     allow_descriptors()
     # A service that is stopping still writes to its tiers and holds the lock of the disk tier.

@@ -13,6 +13,7 @@ from kvhaven.errors import IncompleteEngineError, KVHavenError, ProtocolError
 from kvhaven.keys import difference, differing_fields
 from kvhaven.protocol import (
     OBSERVE,
+    STEER,
     TENANTS,
     VERSION,
     Attached,
@@ -31,11 +32,12 @@ from kvhaven.service.arena import SEGMENT, Arena
 from kvhaven.service.connection import Connection
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
+from kvhaven.service.runtime_settings import RuntimeSettings
 from kvhaven.service.saves import Saves
 from kvhaven.service.turns import Job
 from kvhaven.tiers.base import Namespace
 
-FEATURES: Final = TENANTS | OBSERVE
+FEATURES: Final = TENANTS | OBSERVE | STEER
 _COMPARED: Final = 8
 """Most namespaces of a model that a new one is compared with."""
 
@@ -47,6 +49,10 @@ class _Waiting(NamedTuple):
 
     message: AttachScheduler
     timer: asyncio.TimerHandle
+
+
+class DrainingError(KVHavenError):
+    """Refusal of an engine while the service is draining."""
 
 
 class Membership:
@@ -64,14 +70,18 @@ class Membership:
         sessions: AttachedEngines,
         arena: Arena,
         saves: Saves,
+        settings: RuntimeSettings,
     ) -> None:
         self._service = service
         self._driver = driver
         self._sessions = sessions
         self._arena = arena
         self._saves = saves
+        self._settings = settings
         self._members: dict[Connection, AttachedProcess] = {}
         self._waiting: dict[Connection, _Waiting] = {}
+        self.draining = False
+        """Refuse engines that are not attached yet."""
 
     def member(self, connection: Connection) -> AttachedProcess | None:
         """Return the member of a connection; None before it has attached."""
@@ -103,7 +113,7 @@ class Membership:
                 self._attach_scheduler(connection, message)
         except KVHavenError as error:
             logger.warning("refused a process of engine %s: %s", message.session, error)
-            passing = isinstance(error, IncompleteEngineError)
+            passing = isinstance(error, IncompleteEngineError | DrainingError)
             connection.send(Refused(message.id, str(error), passing))
 
     def announce_growth(self) -> None:
@@ -165,6 +175,8 @@ class Membership:
     def _attach_rank(self, connection: Connection, message: AttachRank) -> None:
         member = self._sessions.known(message.member, message.rank)
         if member is None:
+            if self.draining:
+                raise DrainingError("the service is draining: it accepts no engine")
             member = self._sessions.add_rank(message)
             if member.session.namespace is not None:
                 self._admit_session(member)
@@ -243,6 +255,7 @@ class Membership:
         )
         for rank, other in session.ranks.items():
             connection.send(RankModel(rank, other.model))
+        self._settings.attached(member)
 
     def _give_up_waiting(self, connection: Connection) -> None:
         message = self._waiting.pop(connection).message

@@ -7,6 +7,7 @@ from typing import Final
 from kvhaven.catalog.actions import CommitResult
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import Abort, Commit, Granted, KeyList, Reserve, batches, tenant_of
+from kvhaven.service.accounts import Accounts
 from kvhaven.service.connection import Connection
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedProcess
@@ -24,15 +25,22 @@ class Saves:
     `on_saved` is called with each chunk that has become visible.
     """
 
-    def __init__(self, driver: Driver, on_saved: Callable[[ChunkKey], None]) -> None:
+    def __init__(
+        self, driver: Driver, on_saved: Callable[[ChunkKey], None], accounts: Accounts
+    ) -> None:
         self._driver = driver
+        self._accounts = accounts
+        self.draining = False
+        """Grant nothing."""
         self._on_saved = on_saved
 
     def reserve(self, connection: Connection, member: AttachedProcess, message: Reserve) -> Job:
         """Grant space for chunks that are absent, as far as there is space.
 
-        Without a complete session nothing is granted. Raises `ProtocolError` for a scheduler, a
-        parent key of another length, or tails that the namespace cannot have.
+        Without a complete session, and while draining, nothing is granted.
+
+        Raises `ProtocolError` for a scheduler, a parent key of another length, or tails that the
+        namespace cannot have.
         """
         if member.rank is None:
             raise ProtocolError("a scheduler sent Reserve; only ranks save chunks")
@@ -40,7 +48,7 @@ class Saves:
             raise ProtocolError(f"a parent of {len(message.parent)} bytes is not a key")
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         session = member.session
-        if session.namespace is None:
+        if session.namespace is None or self.draining:
             connection.send(Granted(message.id, [None] * len(keys)))
             return
         _require_tail(session.namespace, message.tail)
@@ -65,6 +73,7 @@ class Saves:
 
     def commit(self, member: AttachedProcess, message: Commit) -> Job:
         """Record that a rank has written its part of these chunks."""
+        saved = 0
         for part in batches(message.chunks, _PIECE):
             for key, generation, sums in part:
                 member.granted.pop(generation, None)
@@ -74,7 +83,10 @@ class Saves:
                 )
                 if result is CommitResult.RESIDENT:
                     self._on_saved(ChunkKey(key))
+                    saved += 1
             yield
+        if saved and member.session.chunk_tokens:
+            self._accounts.saved(member.session.digest, saved * member.session.chunk_tokens)
 
     def abort(self, member: AttachedProcess, message: Abort) -> Job:
         """Record that a rank has given up these chunks."""

@@ -41,23 +41,30 @@ from kvhaven.protocol import (
     Refused,
     Reliable,
     Reserve,
+    SettingsTaken,
     Snapshot,
     Status,
     StatusReply,
+    Steer,
 )
+from kvhaven.service.accounts import Accounts
 from kvhaven.service.admin import Admin
 from kvhaven.service.arena import SEGMENT, Arena
 from kvhaven.service.connection import Connection, Listener
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
 from kvhaven.service.expected_chains import ExpectedChains
+from kvhaven.service.jobs import Jobs
 from kvhaven.service.lending import ArenaLender
 from kvhaven.service.loads import Loads
 from kvhaven.service.membership import Membership
 from kvhaven.service.offered_chains import OfferedChains
+from kvhaven.service.pins import OWN_SESSION, Pins
+from kvhaven.service.runtime_settings import RuntimeSettings
 from kvhaven.service.saves import Saves
 from kvhaven.service.snapshot import Observation
 from kvhaven.service.status import ChainStatus, describe
+from kvhaven.service.steering import Steering
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.service.tier_setup import specs_of
 from kvhaven.service.turns import Job
@@ -104,7 +111,7 @@ class Service:
         self.driver = Driver(_catalog(settings, arena, tiers))
         self.verifier = Verifier(self.driver, arena, settings.verify_memory)
         self._stop_deadline_s = settings.stop_deadline_s
-        self._runner = TierRunner(
+        self.runner = TierRunner(
             self.driver, tiers, arena.memory, lookup_s=settings.promote_deadline_ms / 1000
         )
         peers = tiers.get(TierName(PeerTier.name))
@@ -113,19 +120,43 @@ class Service:
         stall_s = settings.pd_stall_ms / 1000
         self._expected = ExpectedChains(self.driver, self._peers, stall_s, self._spawn)
         self._offered = OfferedChains(self.driver, self._peers, self._attached, self._spawn)
-        self._loads = Loads(self.driver, self.sessions, self.verifier, self._spawn)
-        self._saves = Saves(self.driver, self._offered.saved)
-        self._admin = Admin(self.driver, tiers, self._runner, self._spawn)
-        self._membership = Membership(self.id, self.driver, self.sessions, arena, self._saves)
+        self.accounts = Accounts([str(name) for name in tiers])
+        self.loads = Loads(self.driver, self.sessions, self.verifier, self._spawn, self.accounts)
+        self._saves = Saves(self.driver, self._offered.saved, self.accounts)
+        self.settings = RuntimeSettings(
+            settings, origins, self.driver, self.runner, self.verifier, self.sessions
+        )
+        self.pins = Pins(self.driver, self.settings)
+        self.jobs = Jobs(self._spawn)
+        self._admin = Admin(self.driver, tiers, self.runner, self._spawn)
+        self._membership = Membership(
+            self.id, self.driver, self.sessions, arena, self._saves, self.settings
+        )
+        self._steering = Steering(
+            self.driver,
+            self.settings,
+            self.runner,
+            self.verifier,
+            self._admin,
+            self._membership,
+            self._saves,
+            self.pins,
+            self.jobs,
+            self._spawn,
+        )
         self._observation = Observation(
             self.id,
-            settings,
-            origins,
+            self.settings,
             self.driver.catalog,
             arena,
             self.verifier,
             self.sessions,
             tiers,
+            self.accounts,
+            self.runner,
+            self.pins,
+            self.jobs,
+            lambda: self._membership.draining,
         )
         self._connections: set[Connection] = set()
         self._observers: set[Connection] = set()
@@ -141,9 +172,10 @@ class Service:
         peers = self._listen_to_peers()
         self.arena.grow(self._grown)
         await asyncio.gather(*(tier.start() for tier in self.tiers.values()))
-        self._runner.check_health()
+        self.runner.check_health()
         self._spawn(self._every(_QUARANTINE_POLL_S, self._membership.end_quarantines))
-        self._spawn(self._every(_HEALTH_POLL_S, self._runner.check_health))
+        self._spawn(self._observation.measure_lag())
+        self._spawn(self._every(_HEALTH_POLL_S, self.runner.check_health))
         self._spawn(self._every(_STALL_POLL_S, self._expected.end_silent))
         listener.start(self._accept)
         await stop.wait()
@@ -192,7 +224,7 @@ class Service:
             )
         for task in self._tasks:
             task.cancel()
-        await self._runner.close(max(0.1, end - loop.time()))
+        await self.runner.close(max(0.1, end - loop.time()))
         self.verifier.close()
 
     # --- connections ------------------------------------------------------------------------
@@ -238,24 +270,32 @@ class Service:
             self._admin.limit(connection, message)
         elif isinstance(message, Flush):
             self._admin.answer_flush(connection, message)
-        elif isinstance(message, Observe):
-            self._observers.add(connection)
-            connection.send(Snapshot(message.id, self._observation.snapshot(self._chains)))
-        elif isinstance(message, List):
-            return self._list(connection, message)
+        elif isinstance(message, Observe | Steer | List):
+            return self._handle_api(connection, message)
         elif member is None:
             raise ProtocolError(f"the client sent {type(message).__name__} before it attached")
         else:
             return self._on_member_message(connection, member, message)
         return None
 
+    def _handle_api(self, connection: Connection, message: Observe | Steer | List) -> Job | None:
+        if isinstance(message, Steer):
+            return self._steering.handle(connection, message)
+        if isinstance(message, List):
+            return self._list(connection, message)
+        self._observers.add(connection)
+        connection.send(Snapshot(message.id, self._observation.snapshot(self._chains)))
+        return None
+
     def _on_member_message(
         self, connection: Connection, member: AttachedProcess, message: ClientMessage
     ) -> Job | None:
         if isinstance(message, Acquire):
-            self._loads.acquire(member, message)
+            self.loads.acquire(member, message)
         elif isinstance(message, Prefetch):
-            self._loads.prefetch(member, message)
+            self.loads.prefetch(member, message)
+        elif isinstance(message, SettingsTaken):
+            self.settings.taken(member, message.generation)
         elif isinstance(message, OfferChain | EndChain | PullChain):
             self._on_chain(member, message)
         elif isinstance(message, Reserve):
@@ -292,13 +332,13 @@ class Service:
             elif isinstance(message, Abort):
                 yield from self._saves.abort(member, message)
             elif isinstance(message, Loaded):
-                yield from self._loads.loaded(member, message)
+                yield from self.loads.loaded(member, message)
             elif isinstance(message, Ready):
                 self._membership.ready(member, message)
             elif isinstance(message, ModelChanged):
                 self._membership.model_changed(member, message.model)
             else:
-                yield from self._loads.release(member, message)
+                yield from self.loads.release(member, message)
             member.handled = message.seq
         member.unacknowledged = True
 
@@ -340,10 +380,12 @@ class Service:
         self._membership.announce_growth()
 
     def _perform(self, action: Action) -> None:
-        if isinstance(action, Update):
-            self._loads.updated(action)
+        if isinstance(action, Update) and action.session == OWN_SESSION:
+            self.pins.updated(action.acquisition)
+        elif isinstance(action, Update):
+            self.loads.updated(action)
         else:
-            self._runner.run(action)
+            self.runner.run(action)
 
     async def _every(self, seconds: float, look: Callable[[], Job | None]) -> None:
         """Call `look` periodically, and finish the job that it returns; log its failures."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Snapshots for observers: totals once a second, and lists page by page."""
 
+import asyncio
 import os
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from itertools import islice
 from typing import Final
 
@@ -12,17 +13,23 @@ import msgspec
 from kvhaven import __version__
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
+from kvhaven.catalog.histograms import SECONDS, Buckets, Histogram
 from kvhaven.catalog.stats import CatalogTotals, NamespaceStats, TenantStats
-from kvhaven.config import Settings, setting_infos, setting_row
 from kvhaven.errors import KVHavenError
-from kvhaven.protocol import List, Listed
+from kvhaven.protocol import List, Listed, ListKind
+from kvhaven.service.accounts import Accounts, LookupHistograms, TokenCounts
 from kvhaven.service.arena import Arena
-from kvhaven.service.engines import AttachedEngine, AttachedEngines
+from kvhaven.service.engines import AttachedEngine, AttachedEngines, chunk_tokens_of
+from kvhaven.service.jobs import Jobs
+from kvhaven.service.pins import Pins
+from kvhaven.service.runtime_settings import RuntimeSettings
 from kvhaven.service.status import ChainStatus, tenant_status
+from kvhaven.service.tier_runner import TierRunner, TierSwitch, TierTraffic
 from kvhaven.service.verify import Verifier
 from kvhaven.tiers.base import Tier, TierHealth
 
 _MEMORY: Final = "memory"
+_LAG_S: Final = 0.1
 _MOST_FIELD: Final = 256
 """Most characters of a namespace's field in a row: some fields are long lists of settings."""
 
@@ -42,9 +49,23 @@ class ServiceSnapshot(msgspec.Struct, frozen=True):
     engines: int
     verified_chunks: int
     damaged_chunks: int
+    pinned_bytes: int
+    """Of `catalog.leased_bytes`, pinned through the API."""
+    pins: int
+    draining: bool
+    config_generation: int
+    switched: dict[str, TierSwitch]
+    """Tiers that an operator has switched."""
     catalog: CatalogTotals
     tiers: dict[str, TierHealth]
     chains: ChainStatus
+    tokens: dict[str, TokenCounts]
+    """By namespace, named by the first 16 hex digits of its digest; beyond 32, `other`."""
+    lookups: LookupHistograms
+    traffic: dict[str, dict[str, TierTraffic]]
+    """By tier, and by operation: read or write."""
+    loop_lag_seconds: Buckets
+    """By how much a timer of the service's event loop was late, ten times a second."""
 
 
 class EngineRow(msgspec.Struct, frozen=True):
@@ -92,38 +113,37 @@ class TenantRow(msgspec.Struct, frozen=True):
     quotas: dict[str, int]
 
 
-class SettingValue(msgspec.Struct, frozen=True):
-    """A setting of the service. Secrets are masked; `origin` is None if it is not known."""
-
-    name: str
-    value: str | int | float | bool | None
-    text: str
-    origin: str | None
-    changes: str
-
-
 class Observation:
-    """Source of snapshots and lists of a service. `origins` are those of its settings."""
+    """Source of snapshots and lists of a service."""
 
     def __init__(
         self,
         service: str,
-        settings: Settings,
-        origins: Mapping[str, str],
+        settings: RuntimeSettings,
         catalog: Catalog,
         arena: Arena,
         verifier: Verifier,
         engines: AttachedEngines,
         tiers: Mapping[TierName, Tier],
+        accounts: Accounts,
+        runner: TierRunner,
+        pins: Pins,
+        jobs: Jobs,
+        draining: Callable[[], bool],
     ) -> None:
         self._service = service
         self._settings = settings
-        self._origins = origins
         self._catalog = catalog
         self._arena = arena
         self._verifier = verifier
         self._engines = engines
         self._tiers = tiers
+        self._accounts = accounts
+        self._runner = runner
+        self._pins = pins
+        self._jobs = jobs
+        self._draining = draining
+        self._lag = Histogram(SECONDS)
         self._started = time.time()
 
     def snapshot(self, chains: ChainStatus, *, stopping: bool = False) -> bytes:
@@ -141,11 +161,28 @@ class Observation:
                 engines=len(self._engines),
                 verified_chunks=self._verifier.checked,
                 damaged_chunks=self._verifier.damaged,
+                pinned_bytes=self._pins.bytes,
+                pins=len(self._pins),
+                draining=self._draining(),
+                config_generation=self._settings.generation,
+                switched={str(name): state for name, state in self._runner.states.items()},
                 catalog=self._catalog.totals(),
                 tiers={str(name): tier.health() for name, tier in self._tiers.items()},
                 chains=chains,
+                tokens=self._accounts.tokens(),
+                lookups=self._accounts.histograms(),
+                traffic=self._runner.traffic(),
+                loop_lag_seconds=self._lag.buckets(),
             )
         )
+
+    async def measure_lag(self) -> None:
+        """Measure the lag of the event loop, forever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LAG_S
+            await asyncio.sleep(_LAG_S)
+            self._lag.observe(max(0.0, loop.time() - due))
 
     def rows(self, message: List) -> Generator[None, None, Listed]:
         """Collect a page of rows, one row per piece.
@@ -165,6 +202,9 @@ class Observation:
 
     def _rows_after(self, message: List) -> Iterable[tuple[str, msgspec.Struct | None]]:
         after = message.after
+        if message.kind == "requests":
+            clock = time.time() - asyncio.get_running_loop().time()
+            return ((row.id, row) for row in self._accounts.requests_before(after, clock))
         if message.kind == "tenants":
             tenants = self._catalog.tenants_after(_bytes(after))
             return ((id_.hex(), _tenant_row(id_.hex(), stats)) for id_, stats in tenants)
@@ -174,12 +214,14 @@ class Observation:
         if message.kind == "engines":
             engines = sorted((e for e in self._engines if e.id > after), key=lambda e: e.id)
             return ((str(e.id), _engine_row(e)) for e in islice(engines, message.limit + 1))
-        infos = sorted((i for i in setting_infos() if i.name > after), key=lambda i: i.name)
-        rows = (setting_row(info, self._settings, self._origins) for info in infos)
-        return (
-            (row.name, SettingValue(row.name, row.value, row.text, row.origin or None, row.changes))
-            for row in rows
-        )
+        return self._few_after(message.kind, after)
+
+    def _few_after(self, kind: ListKind, after: str) -> Iterable[tuple[str, msgspec.Struct | None]]:
+        if kind == "pins":
+            return ((pin.id, pin) for pin in self._pins.rows() if pin.id > after)
+        if kind == "jobs":
+            return ((job.id, job) for job in self._jobs.rows() if job.id > after)
+        return ((row.name, row) for row in self._settings.rows() if row.name > after)
 
 
 def _bytes(cursor: str) -> bytes:
@@ -208,7 +250,7 @@ def _namespace_row(id_: str, stats: NamespaceStats) -> NamespaceRow:
         model=_field(stats.fields, "model"),
         engine=_field(stats.fields, "engine"),
         format=_field(stats.fields, "format"),
-        chunk_tokens=_chunk_tokens(stats.fields),
+        chunk_tokens=chunk_tokens_of(stats.fields),
         chunks={name: used.chunks for name, used in usage.items()},
         bytes={name: used.bytes for name, used in usage.items()},
     )
@@ -223,7 +265,7 @@ def _engine_row(engine: AttachedEngine) -> EngineRow:
         dtype=_field(fields, "model.dtype"),
         layout=_field(fields, "layout"),
         format=_field(fields, "format"),
-        chunk_tokens=_chunk_tokens(fields),
+        chunk_tokens=chunk_tokens_of(fields),
         world_size=engine.world_size,
         attached_ranks=sum(rank.connection is not None for rank in engine.ranks.values()),
         scheduler_attached=scheduler is not None and scheduler.connection is not None,
@@ -235,8 +277,3 @@ def _engine_row(engine: AttachedEngine) -> EngineRow:
 def _field(fields: Mapping[str, str], name: str) -> str | None:
     value = fields.get(name)
     return None if value is None else value[:_MOST_FIELD]
-
-
-def _chunk_tokens(fields: Mapping[str, str]) -> int | None:
-    size = fields.get("chunk_size", "")
-    return int(size) if size.isascii() and size.isdigit() else None

@@ -7,11 +7,16 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
+
+import msgspec
 
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
+from kvhaven.catalog.histograms import SECONDS, Buckets, Histogram
+from kvhaven.catalog.tier_spec import WriteMode
 from kvhaven.errors import KVHavenError, TierError, TierMissError
 from kvhaven.maps import OrderedMap
+from kvhaven.peers.tier import PeerTier
 from kvhaven.protocol import batches
 from kvhaven.service.driver import Driver
 from kvhaven.tiers.base import Namespace, StoredShard, Tier
@@ -19,6 +24,8 @@ from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, TenantId,
 
 T = TypeVar("T")
 A = TypeVar("A", TierRead, TierWrite)
+OP_READ: Final = "read"
+OP_WRITE: Final = "write"
 
 _PATIENCE_S: Final = 0.25
 """Longest time that a write to a shared tier waits for the tier's reads."""
@@ -68,6 +75,35 @@ class _Lane(Generic[A]):
             self.idle.set()
 
 
+TierSwitch = Literal["on", "off", "read_only"]
+
+
+class TierTraffic(msgspec.Struct, frozen=True):
+    """Bytes of chunks that were read from a tier into memory, or written to it, and their times.
+
+    Bytes that were read are those in memory, bytes that were written those in the tier.
+    """
+
+    bytes: int
+    seconds: Buckets
+
+
+class _Traffic:
+    """Mutable `TierTraffic`."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._seconds = Histogram(SECONDS)
+
+    def add(self, bytes_: int, began: float) -> None:
+        """Count a chunk whose transfer began at a time of the event loop."""
+        self._bytes += bytes_
+        self._seconds.observe(asyncio.get_running_loop().time() - began)
+
+    def figures(self) -> TierTraffic:
+        return TierTraffic(self._bytes, self._seconds.buckets())
+
+
 class _Deletes:
     """Pending deletes of a tier, and the batch being deleted, by name."""
 
@@ -98,8 +134,10 @@ class TierRunner:
         lookup_s: float,
     ) -> None:
         self._driver = driver
-        self._tiers = tiers
+        self.tiers = tiers
         self._memory_of = memory_of
+        self.states: dict[TierName, TierSwitch] = {}
+        """Tiers that an operator switched: off, or read only."""
         self._introduced: set[tuple[TierName, NamespaceDigest]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._scanned: dict[TierName, int] = {}
@@ -109,6 +147,36 @@ class TierRunner:
         self._writes = {name: _Lane[TierWrite](self._write, self._spawn) for name in tiers}
         self._deletes = {name: _Deletes() for name in tiers}
         self._clearing = {name: asyncio.Lock() for name in tiers}
+        self._traffic = {name: {OP_READ: _Traffic(), OP_WRITE: _Traffic()} for name in tiers}
+
+    def traffic(self) -> dict[str, dict[str, TierTraffic]]:
+        """Return bytes and times of chunks that were read and written, by tier and operation."""
+        return {
+            str(name): {op: known.figures() for op, known in ops.items()}
+            for name, ops in self._traffic.items()
+        }
+
+    def state_of(self, name: TierName) -> TierSwitch:
+        """Return how an operator has switched a tier."""
+        return self.states.get(name, "on")
+
+    def mode_of(self, name: TierName, configured: WriteMode) -> WriteMode:
+        """Return how a tier is written now, if the settings say `configured`."""
+        if isinstance(self.tiers[name], PeerTier) or self.state_of(name) == "read_only":
+            return WriteMode.OFF
+        return configured
+
+    async def ask(
+        self, name: TierName, namespace: Namespace, tenant: TenantId, keys: Sequence[ChunkKey]
+    ) -> list[bool]:
+        """Return which chunks a shared tier has now; nothing if it does not answer in time."""
+        action = TierLookup(name, 0, namespace, tuple(keys), tenant)
+        shards = [shard for key in keys for shard in self._shards(action, key)]
+        there = await self._in_time(name, shards) if keys else None
+        if there is None:
+            return [False] * len(keys)
+        bits = len(namespace.table.shards)
+        return [all(there[at * bits : (at + 1) * bits]) for at in range(len(keys))]
 
     def run(self, action: TierLookup | TierRead | TierWrite | TierDelete) -> None:
         """Start an action; its result is reported to the catalog."""
@@ -127,7 +195,7 @@ class TierRunner:
     def check_health(self) -> None:
         """Report to the catalog which tiers are online; scan local tiers that were opened."""
         with self._driver.event() as catalog:
-            for name, tier in self._tiers.items():
+            for name, tier in self.tiers.items():
                 health = tier.health()
                 if not health.online:
                     self._late.pop(name, None)  # the tier itself detects its recovery
@@ -138,7 +206,7 @@ class TierRunner:
                         self._scanned[name] = health.epoch
                         catalog.tier_scanned(name, ended=False)
                         self._spawn(self._scan(name, tier, health.epoch))
-                catalog.tier_online(name, health.online)
+                catalog.tier_online(name, health.online and self.states.get(name) != "off")
 
     async def clear(
         self, name: TierName, namespace: NamespaceDigest | None, tenant: TenantId | None
@@ -149,7 +217,7 @@ class TierRunner:
         number of chunks found and their bytes. Raises `TierError` if the store fails; the deletes
         until then are permanent.
         """
-        tier = self._tiers[name]
+        tier = self.tiers[name]
         chunks = bytes_ = 0
         async with self._clearing[name]:
             async for found, shards in tier.scan(tenant):
@@ -163,12 +231,12 @@ class TierRunner:
 
     async def close(self, deadline_s: float) -> None:
         """Wait up to `deadline_s` seconds for running tasks, then close the tiers."""
-        for name in self._tiers:  # queued actions are dropped
+        for name in self.tiers:  # queued actions are dropped
             self._reads[name].waiting.clear()
             self._writes[name].waiting.clear()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=deadline_s)
-        await asyncio.gather(*(tier.close(deadline_s) for tier in self._tiers.values()))
+        await asyncio.gather(*(tier.close(deadline_s) for tier in self.tiers.values()))
 
     async def _scan(self, name: TierName, tier: Tier, epoch: int) -> None:
         """Report the shards that a tier holds from before it was opened, in the background.
@@ -281,7 +349,7 @@ class TierRunner:
         self, name: TierName, shards: Sequence[StoredShard]
     ) -> Sequence[bool] | None:
         try:
-            there = await self._tiers[name].contains(shards)
+            there = await self.tiers[name].contains(shards)
         except TierError:
             return None  # counted and logged by the tier
         except Exception:  # a bug of a tier is a miss: the waiting request needs an answer
@@ -294,15 +362,17 @@ class TierRunner:
 
         The disk tier gives reads priority in its threads instead.
         """
-        if self._tiers[name].shared:
+        if self.tiers[name].shared:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PATIENCE_S):
                     await self._reads[name].idle.wait()
 
     async def _read(self, action: TierRead) -> None:
         checksums: tuple[Checksum, ...] | None = None
+        began = asyncio.get_running_loop().time()
         try:
             checksums = await self._read_shards(action)
+            self._traffic[action.tier][OP_READ].add(action.extent.length, began)
         except TierMissError:
             pass  # counted and logged by the tier
         except TierError:
@@ -314,7 +384,7 @@ class TierRunner:
 
     async def _read_shards(self, action: TierRead) -> tuple[Checksum, ...]:
         """Read all shards of a chunk concurrently; return or raise after *every* read has ended."""
-        tier = self._tiers[action.tier]
+        tier = self.tiers[action.tier]
         parts = self._parts(action)
         if len(parts) == 1:
             return (await tier.read(*parts[0]),)
@@ -331,18 +401,20 @@ class TierRunner:
             del results, failures
 
     async def _write(self, action: TierWrite) -> None:
-        tier = self._tiers[action.tier]
+        tier = self.tiers[action.tier]
         taken: int | None = None
         try:
             await self._delete_before(action)
             await self._let_reads_go_first(action.tier)
             await self._introduce(action.tier, action.namespace)
             parts = self._parts(action)
+            began = asyncio.get_running_loop().time()
             sizes = [
                 await tier.write(shard, part, checksum)
                 for (shard, part), checksum in zip(parts, action.checksums, strict=True)
             ]
             taken = sum(sizes)
+            self._traffic[action.tier][OP_WRITE].add(taken, began)
         except TierError:
             self._introduced.discard((action.tier, action.namespace.digest))
             self.check_health()
@@ -379,7 +451,7 @@ class TierRunner:
     async def _delete(self, name: TierName, actions: Sequence[TierDelete]) -> None:
         shards = [shard for action in actions for shard in self._shards(action, action.key)]
         try:
-            await self._tiers[name].delete(shards)
+            await self.tiers[name].delete(shards)
         except TierError:
             self.check_health()
         except Exception:  # the next scan finds a remaining file; no caller waits for deletes
@@ -388,7 +460,7 @@ class TierRunner:
     async def _introduce(self, name: TierName, namespace: Namespace) -> None:
         """Register a namespace with a tier, which is required before the first write."""
         if (name, namespace.digest) not in self._introduced:
-            await self._tiers[name].add_namespace(namespace)
+            await self.tiers[name].add_namespace(namespace)
             self._introduced.add((name, namespace.digest))
 
 

@@ -58,6 +58,10 @@ class Verifier:
         """Check the chunks of a lease; return the length of the undamaged prefix."""
         return await self._check(acquisition.chunks, namespace)
 
+    def switch(self, mode: str) -> None:
+        """Set when chunks are verified from now on: off, sample or always."""
+        self._mode = mode
+
     def close(self) -> None:
         """End the thread."""
         if self._running is not None:

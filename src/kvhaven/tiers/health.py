@@ -79,12 +79,12 @@ class Breaker:
         if self.closed:
             self._failures = 0
 
-    def failed(self) -> bool:
-        """Record a failure; return whether it opened the breaker."""
+    def failed(self, *, enough: bool = False) -> bool:
+        """Record a failure; return whether it opened the breaker, as it does if it is `enough`."""
         if not self.closed:
             return False
         self._failures += 1
-        if self._failures < self._threshold:
+        if self._failures < self._threshold and not enough:
             return False
         steady = self._clock() - self._since > self._pause_s
         self._open(self._first_pause_s if steady else self._pause_s * self._growth)

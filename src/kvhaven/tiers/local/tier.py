@@ -217,6 +217,10 @@ class DiskTier:
         async with opened.change(shards):
             await self._remove(opened, shards)
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Set the capacity; the catalog evicts what exceeds a smaller one."""
+        self._capacity_bytes = capacity_bytes
+
     def health(self) -> TierHealth:
         """Return the current state and counters."""
         online = self._health.serves(Lane.READ)

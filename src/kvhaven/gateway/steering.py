@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handlers of the API that steer the service: settings, prompts, pins, tiers, jobs."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from kvhaven.catalog.ghosts import Reason
+from kvhaven.errors import KVHavenError
+from kvhaven.gateway import models
+from kvhaven.gateway.answers import (
+    answered,
+    audit,
+    body_of,
+    json_of,
+    problem,
+    require_known,
+    switch,
+)
+from kvhaven.gateway.observer import Observer, Seen
+from kvhaven.keys import Extras, KeyChain, tenant_id
+from kvhaven.protocol import MOST_KEYS, ListKind
+from kvhaven.service.runtime_settings import Config
+from kvhaven.service.snapshot import EngineRow, NamespaceRow
+from kvhaven.service.steering import (
+    Configure,
+    Drain,
+    FlushAll,
+    Found,
+    GetConfig,
+    GetJob,
+    LookUp,
+    Move,
+    PinChain,
+    Promote,
+    Request,
+    SwitchTier,
+    Unpin,
+    Verify,
+)
+
+_MOST_NAMES: Final = 256
+
+Rows = Callable[[ListKind, type[Any]], Awaitable[list[Any]]]
+"""Function that returns all rows of a kind."""
+
+
+def version_of(seen: Seen, generation: int) -> str:
+    """Return the part of the ETag of `/config` that changes with the settings alone."""
+    return f"{seen.snapshot.service[:8]}-{generation}"
+
+
+class Steering:
+    """Handlers, each with the name that its route has. `seen` returns the last snapshot."""
+
+    def __init__(self, observer: Observer, seen: Callable[[], Seen], rows: Rows) -> None:
+        self._observer = observer
+        self._seen = seen
+        self._rows = rows
+
+    async def configure(self, request: web.Request) -> web.Response:
+        """Change settings."""
+        require_known(request, {"dry_run"})
+        dry_run = switch(request.query, "dry_run")
+        values = await body_of(request, models.Values)
+        generation = None
+        if request.if_match is not None and not any(t.value == "*" for t in request.if_match):
+            config = await self._observer.steer(GetConfig())
+            generation = msgspec.json.decode(config.answer, type=Config).generation
+            version = version_of(self._seen(), generation)
+            if not any(tag.value.startswith(f"{version}-") for tag in request.if_match):
+                return problem(412, "If-Match: the settings have changed; read /config again")
+        answer = await self._observer.steer(Configure(values, dry_run, generation))
+        if not dry_run:
+            audit(request, f"status {answer.status}: {', '.join(sorted(values))[:_MOST_NAMES]}")
+        return answered(answer)
+
+    async def lookup(self, request: web.Request) -> web.Response:
+        """Say where a prompt's chunks are."""
+        wanted = await body_of(request, models.Chain)
+        chain, size = await self._keys(wanted)
+        answer = await self._observer.steer(LookUp(*chain))
+        if answer.status != 200:  # noqa: PLR2004  OK
+            return answered(answer)
+        found = msgspec.json.decode(answer.answer, type=Found)
+        tokens = len(wanted.token_ids)
+        if found.first_gap is None and tokens > found.cached_tokens:
+            # Behind the last full chunk, or behind the most chunks that a lookup may have.
+            gap, reason = found.cached_tokens, Reason.COLD
+            if tokens - gap < size:
+                reason = Reason.PARTIAL_CHUNK
+            found = msgspec.structs.replace(found, first_gap=gap, reason=reason.label)
+        return json_of(msgspec.structs.replace(found, tokens=tokens))
+
+    async def prefetch(self, request: web.Request) -> web.Response:
+        """Promote a prompt's chunks."""
+        chain, _ = await self._keys(await body_of(request, models.Chain))
+        return await self._steered(request, Promote(*chain))
+
+    async def verify(self, request: web.Request) -> web.Response:
+        """Verify a prompt's chunks."""
+        chain, _ = await self._keys(await body_of(request, models.Chain))
+        return await self._steered(request, Verify(*chain))
+
+    async def move(self, request: web.Request) -> web.Response:
+        """Write a prompt's chunks to a tier, or promote them."""
+        wanted = await body_of(request, models.MovedChain)
+        chain, _ = await self._keys(wanted)
+        if wanted.to == "memory":
+            return await self._steered(request, Promote(*chain))
+        return await self._steered(request, Move(*chain, to=wanted.to))
+
+    async def pin(self, request: web.Request) -> web.Response:
+        """Pin a prompt's chunks."""
+        wanted = await body_of(request, models.PinnedChain)
+        chain, _ = await self._keys(wanted)
+        return await self._steered(request, PinChain(*chain, ttl_s=wanted.ttl_s))
+
+    async def unpin(self, request: web.Request) -> web.Response:
+        """End a pin."""
+        return await self._steered(request, Unpin(request.match_info["id"]))
+
+    async def switch_tier(self, request: web.Request) -> web.Response:
+        """Switch a tier."""
+        wanted = await body_of(request, models.NewState)
+        return await self._steered(request, SwitchTier(request.match_info["name"], wanted.state))
+
+    async def flush(self, request: web.Request) -> web.Response:
+        """Wait for all writes."""
+        wanted = await body_of(request, models.Waiting, models.Waiting())
+        return await self._steered(request, FlushAll(wanted.wait_s))
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """Prepare for the end."""
+        wanted = await body_of(request, models.NewDrain, models.NewDrain())
+        return await self._steered(request, Drain(wanted.on, wanted.wait_s))
+
+    async def job(self, request: web.Request) -> web.Response:
+        """Return a job."""
+        return answered(await self._observer.steer(GetJob(request.match_info["id"])))
+
+    async def _steered(self, request: web.Request, wanted: Request) -> web.Response:
+        """Answer a change, with a line in the log."""
+        answer = await self._observer.steer(wanted)
+        audit(request, f"status {answer.status}")
+        return answered(answer)
+
+    async def _keys(self, chain: models.Chain) -> tuple[tuple[bytes, bytes, bytes], int]:
+        """Return namespace, keys and tenant of a prompt, and the tokens of a chunk.
+
+        Raises `KVHavenError` if it names no namespace, or an unknown one.
+        """
+        if bool(chain.engine) == bool(chain.namespace):
+            raise KVHavenError("expected engine or namespace")
+        if chain.engine:
+            engines = await self._rows("engines", EngineRow)
+            known = [(row.namespace, row.chunk_tokens) for row in engines if row.id == chain.engine]
+        else:
+            namespaces = await self._rows("namespaces", NamespaceRow)
+            known = [(n.id, n.chunk_tokens) for n in namespaces if n.id == chain.namespace]
+        if not known:
+            raise KVHavenError(
+                f"unknown engine or namespace (got {(chain.engine or chain.namespace)[:64]!r}); "
+                "/v1/engines and /v1/namespaces list all"
+            )
+        ((digest, size), *_) = known
+        if not size:
+            raise KVHavenError("the engine does not name its chunk size")
+        root, extras = bytes.fromhex(digest), Extras(salt=chain.cache_salt)
+        keys = await asyncio.to_thread(_hashed, root, size, chain.token_ids, extras)
+        return (root, keys, tenant_id(chain.cache_salt)), size
+
+
+def _hashed(root: bytes, size: int, tokens: list[int], extras: Extras) -> bytes:
+    """Return the keys of the full chunks of a prompt."""
+    chain = KeyChain(root, size, extras)
+    chain.extend(tokens)
+    return b"".join(chain.keys[:MOST_KEYS])

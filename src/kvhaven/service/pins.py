@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leases of the service itself: pins with a time limit, and promotions that a job waits for."""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId
+from kvhaven.service.driver import Driver
+from kvhaven.service.runtime_settings import ConflictError, RuntimeSettings
+from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
+
+OWN_SESSION: Final = SessionId("api")
+"""Session of these leases; those of engines contain a `#`."""
+MOST_PINS: Final = 1024
+
+
+class ChainKeys(NamedTuple):
+    """Full chunks of a prompt, of one tenant, and their tokens."""
+
+    namespace: NamespaceDigest
+    tenant: TenantId
+    keys: Sequence[ChunkKey]
+    chunk_tokens: int
+
+
+class PinRow(msgspec.Struct, frozen=True):
+    """A pin: chunks from the head of a chain that stay in memory until `expires` (since 1970)."""
+
+    id: str
+    namespace: str
+    tenant: str
+    tokens: int
+    chunks: int
+    bytes: int
+    expires: float
+
+
+class _Pin(NamedTuple):
+    row: PinRow
+    timer: asyncio.TimerHandle
+    generations: list[int]
+    extent_bytes: int
+
+
+class Pins:
+    """Pins of the HTTP API, within the share of memory that the settings allow."""
+
+    def __init__(self, driver: Driver, settings: RuntimeSettings) -> None:
+        self._driver = driver
+        self._settings = settings
+        self._numbers = itertools.count(1)
+        self._waiting: dict[LeaseId, asyncio.Future[Acquisition]] = {}
+        self._pins: dict[LeaseId, _Pin] = {}
+        self._pinned = Counter[int]()  # pins by generation of the extent
+        self._under_way = 0  # bytes of pins that are being made
+        self.bytes = 0
+        """Bytes of pinned chunks; one that several pins hold counts once."""
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def rows(self) -> list[PinRow]:
+        """Return all pins, in ascending order of their ids."""
+        return [pin.row for pin in self._pins.values()]
+
+    def updated(self, acquisition: Acquisition) -> None:
+        """Pass on the final state of a lease."""
+        waiting = self._waiting.pop(acquisition.lease_id, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(acquisition)
+
+    async def lease(self, chain: ChainKeys, wait_s: float) -> Acquisition:
+        """Lease the longest prefix of a chain, and wait for its promotions; see `release`."""
+        lease_id = LeaseId(next(self._numbers))
+        with self._driver.event() as catalog:
+            catalog.open_session(OWN_SESSION)
+            acquisition = catalog.acquire(
+                OWN_SESSION, lease_id, chain.namespace, chain.keys, chain.tenant
+            )
+        if not acquisition.promoting:
+            return acquisition
+        waiting = self._waiting[lease_id] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(wait_s):
+                acquisition = await waiting
+        except TimeoutError:
+            with self._driver.event() as catalog:
+                acquisition = catalog.finalize(OWN_SESSION, lease_id)
+        except asyncio.CancelledError:
+            self.release(lease_id)
+            raise
+        finally:
+            self._waiting.pop(lease_id, None)
+        return acquisition
+
+    def release(self, lease_id: LeaseId) -> None:
+        """End a lease."""
+        with self._driver.event() as catalog:
+            catalog.release(OWN_SESSION, lease_id)
+
+    async def pin(self, chain: ChainKeys, ttl_s: float, wait_s: float) -> PinRow:
+        """Pin a chain for `ttl_s` seconds; chunks are promoted first.
+
+        Raises `ConflictError` if the chain does not fit into the share of memory for pins, or if
+        there are too many pins.
+        """
+        extent_bytes = self._driver.catalog.extent_bytes(chain.namespace)
+        wanted = len(chain.keys) * extent_bytes
+        capacity = self._driver.catalog.totals().capacity_bytes
+        most = int(self._settings.settings.pin_share * capacity)
+        if self.bytes + self._under_way + wanted > most:
+            raise ConflictError(
+                f"pins: {wanted} bytes do not fit (got {self.bytes + self._under_way} pinned); "
+                f"expected at most {most} in total (pin_share). Unpin others, or raise pin_share"
+            )
+        if len(self._pins) >= MOST_PINS:
+            raise ConflictError(f"pins: there are {MOST_PINS} already; unpin others")
+        self._under_way += wanted
+        try:
+            acquisition = await self.lease(chain, wait_s)
+        finally:
+            self._under_way -= wanted
+        chunks = len(acquisition.chunks)
+        if not chunks:
+            self.release(acquisition.lease_id)
+            raise ConflictError("pins: the first chunk is in no place; compute or prefetch it")
+        row = PinRow(
+            id=f"{acquisition.lease_id:016d}",
+            namespace=chain.namespace.hex(),
+            tenant=chain.tenant.hex(),
+            tokens=chunks * chain.chunk_tokens,
+            chunks=chunks,
+            bytes=chunks * extent_bytes,
+            expires=time.time() + ttl_s,
+        )
+        extents = acquisition.chunks.extents(0, chunks)
+        generations = [extent.generation for extent in extents]
+        for generation in generations:
+            self.bytes += 0 if self._pinned[generation] else extent_bytes
+            self._pinned[generation] += 1
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(ttl_s, self.unpin, acquisition.lease_id)
+        self._pins[acquisition.lease_id] = _Pin(row, timer, generations, extent_bytes)
+        return row
+
+    def unpin(self, lease_id: LeaseId) -> PinRow | None:
+        """End a pin and return it; None for an unknown one."""
+        pin = self._pins.pop(lease_id, None)
+        if pin is None:
+            return None
+        pin.timer.cancel()
+        for generation in pin.generations:
+            self._pinned[generation] -= 1
+            if not self._pinned[generation]:
+                del self._pinned[generation]
+                self.bytes -= pin.extent_bytes
+        self.release(lease_id)
+        return pin.row

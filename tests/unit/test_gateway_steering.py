@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of a running service through the API: settings, prompts, pins, tiers, jobs."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from kvhaven.catalog.actions import TierName
+from kvhaven.client.control import connect
+from kvhaven.config import NEXT_REQUEST, NOW, Settings, setting_infos
+from kvhaven.errors import KVHavenError
+from kvhaven.keys import Extras, KeyChain, tenant_id
+from kvhaven.types import ChunkKey
+from tests.crash.engine import CHUNK_SIZE, EXTENT_BYTES, Engine
+from tests.crash.node import MIB, NodeThread, eventually, flush
+
+pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
+
+from tests.gateway_kit import Answer, GatewayThread
+from tests.metrics_kit import samples_of, summed
+
+TOKEN = "0123456789abcdef-token"
+SALT = "ann"
+DISK = TierName("disk")
+
+
+@pytest.fixture
+def node(short_dir: Path) -> Iterator[NodeThread]:
+    share = short_dir / "share"
+    share.mkdir()
+    settings = {"local_disk": str(short_dir / "disk"), "remote_url": f"file://{share}"}
+    with NodeThread(short_dir / "s.sock", **settings) as node:
+        yield node
+        node.check()
+
+
+@pytest.fixture
+def api(node: NodeThread, short_dir: Path) -> Iterator[GatewayThread]:
+    token = short_dir / "token"
+    token.write_text(TOKEN)
+    with GatewayThread(node.address, api_token_file=str(token)) as api:
+        eventually(lambda: api.health() == (200, "ok"))
+        yield api
+
+
+@pytest.fixture
+def engine(node: NodeThread) -> Iterator[Engine]:
+    with Engine(node.address) as engine:
+        yield engine
+
+
+def send(api: GatewayThread, method: str, path: str, body: object = None, **headers: str) -> Answer:
+    """Send a change with the token."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return api.get(
+        path,
+        method=method,
+        headers={"Authorization": f"Bearer {TOKEN}"} | named,
+        body=None if body is None else json.dumps(body),
+    )
+
+
+def post(api: GatewayThread, path: str, body: object = None, **headers: str) -> Answer:
+    return send(api, "POST", path, body, **headers)
+
+
+def setting(api: GatewayThread, name: str) -> dict[str, Any]:
+    rows = api.get("/config").json["settings"]
+    found: dict[str, Any] = next(row for row in rows if row["name"] == name)
+    return found
+
+
+def tokens_of(name: int, chunks: int, more: int = 0) -> list[int]:
+    return [name * 1000 + at for at in range(chunks * CHUNK_SIZE + more)]
+
+
+def keys_of(engine: Engine, tokens: list[int], salt: str = "") -> list[ChunkKey]:
+    """Return the keys that an engine computes for a prompt."""
+    chain = KeyChain(engine.ranks[0].attach.namespace, CHUNK_SIZE, Extras(salt=salt))
+    chain.extend(tokens)
+    return chain.keys
+
+
+def prompt_of(engine: Engine, tokens: list[int], **more: object) -> dict[str, object]:
+    namespace = engine.ranks[0].attach.namespace.hex()
+    return {"namespace": namespace, "token_ids": tokens} | more
+
+
+def done(api: GatewayThread, answer: Answer) -> dict[str, Any]:
+    """Return the result of a job that has just been started."""
+    assert answer.status == 202, answer.json
+    job = answer.json.get("job", answer.json)
+
+    def ended() -> dict[str, Any] | None:
+        row: dict[str, Any] = api.get(f"/v1/jobs/{job['id']}").json
+        return row if row["state"] != "running" else None
+
+    row: dict[str, Any] = eventually(ended)
+    assert row["state"] == "done", row
+    result: dict[str, Any] = row["result"]
+    return result
+
+
+# --- settings -------------------------------------------------------------------------------
+
+
+def test_settings_change_now_and_all_or_nothing(
+    node: NodeThread, api: GatewayThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    before = api.get("/config").json["generation"]
+    change = {
+        "verify_memory": "always",
+        "kvhaven.disk_write": "through",
+        "write_queue_size": "1MiB",
+    }
+    answer = post(api, "/config?dry_run=true", change)
+    assert (answer.status, answer.json["dry_run"]) == (200, True)
+    assert setting(api, "verify_memory")["value"] == "sample"
+    answer = post(api, "/config", change)
+    assert answer.status == 200
+    assert answer.json["generation"] == before + 1
+    applied = {one["name"]: (one["was"], one["value"]) for one in answer.json["applied"]}
+    assert applied["disk_write"] == ("behind", "through")
+    assert node.call(lambda: node.service.verifier.blocks_answers)
+    row = setting(api, "disk_write")
+    assert (row["value"], row["origin"], row["changes"]) == ("through", "HTTP API", "now")
+    disk = eventually(lambda: _tier(api, "disk", write_mode="through"))
+    assert disk["state"] == "on"
+    assert any("audit" in line and "disk_write" in line for line in caplog.messages)
+    for refused, status in (
+        ({"verify_memory": "off", "no_such_setting": 1}, 409),
+        ({"verify_memory": "off", "disk_write": "sideways"}, 409),
+        ({"verify_memory": "off", "max_local_cpu_size": "1GiB"}, 409),
+        ({"verify_memory": "off", "write_queue_size": "1TiB"}, 409),
+        ({}, 400),
+        ([], 400),
+    ):
+        answer = post(api, "/config", refused)
+        assert answer.status == status, refused
+        assert answer.json["error"]
+        assert setting(api, "verify_memory")["value"] == "always", refused
+    assert api.get("/config").json["generation"] == before + 1
+    metrics = samples_of(api.get("/metrics").body.decode())
+    assert metrics["kvhaven_config_generation"][frozenset()] == before + 1
+
+
+def _tier(api: GatewayThread, name: str, **wanted: object) -> dict[str, Any] | None:
+    row: dict[str, Any] = next(r for r in api.get("/v1/tiers").json["rows"] if r["id"] == name)
+    return row if wanted.items() <= row.items() else None
+
+
+def test_a_change_needs_the_etag_that_it_was_made_for(api: GatewayThread) -> None:
+    etag = api.get("/config").headers["etag"]
+    assert post(api, "/config", {"log_level": "INFO"}, If_Match='"other"').status == 412
+    assert post(api, "/config", {"log_level": "INFO"}, If_Match=etag).status == 200
+    assert post(api, "/config", {"log_level": "INFO"}, If_Match=etag).status == 412
+    assert post(api, "/config", {"log_level": "INFO"}, If_Match="*").status == 200
+    assert api.get("/config", headers={"If-None-Match": etag}).status == 200
+
+
+def test_nothing_changes_without_the_token(node: NodeThread, api: GatewayThread) -> None:
+    described = api.get("/openapi.json").json["paths"]
+    for path, methods in described.items():
+        for method in methods.keys() - {"get"}:
+            real = path.replace("{id}", "0" * 16).replace("{name}", "disk")
+            for headers in ({}, {"Authorization": "Bearer wrong"}):
+                answer = api.get(real, method=method.upper(), headers=headers, body="{}")
+                assert answer.status == 401, (method, path)
+    assert api.get("/config").json["generation"] == 1
+
+
+def test_every_setting_says_when_it_changes(api: GatewayThread) -> None:
+    changes = {row["name"]: row["changes"] for row in api.get("/config").json["settings"]}
+    assert changes.keys() == {info.name for info in setting_infos()}
+    assert {name for name, when in changes.items() if when == "now"} == NOW
+    assert {name for name, when in changes.items() if when == "next_request"} == NEXT_REQUEST
+    defaults = Settings()
+    for name, when in changes.items():
+        value = getattr(defaults, name)
+        if value is None:
+            continue
+        if name in {"log_level", "max_local_disk_size"}:
+            value = {"log_level": "WARNING", "max_local_disk_size": "1GiB"}[name]
+        status = post(api, "/config?dry_run=true", {name: value}).status
+        assert status == (409 if when == "restart" else 200), name
+
+
+def test_engines_take_changed_settings_with_their_next_request_and_keep_chunk_size(
+    api: GatewayThread, engine: Engine
+) -> None:
+    client = engine.scheduler.client
+    assert client.changed is None
+    body = {"lmcache.chunk_size": 512, "lmcache.save_decode_cache": True}  # the recipes' example
+    answer = post(api, "/config", body)
+    assert answer.status == 200
+    assert [one["name"] for one in answer.json["applied"]] == ["save_decode_cache"]
+    assert [one["name"] for one in answer.json["pending"]] == ["chunk_size"]
+    assert setting(api, "chunk_size")["pending"] == 512
+    assert setting(api, "save_decode_cache")["by_engine"] == {}
+    changed = eventually(lambda: client.changed)
+    assert json.loads(changed.values) == {"save_decode_cache": True}
+    client.settings_taken(changed.generation)
+    (engine_id,) = (row["id"] for row in api.get("/v1/engines").json["rows"])
+    eventually(lambda: setting(api, "save_decode_cache")["by_engine"] == {engine_id: True})
+    post(api, "/config", {"priority_limit": 3})
+    assert setting(api, "save_decode_cache")["by_engine"] == {}, "not before it takes them again"
+
+
+def test_quotas_of_the_settings_apply_to_tenants_that_have_chunks(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    tenant = tenant_id(SALT)
+    keys = keys_of(engine, tokens_of(1, 8), SALT)
+    engine.save(keys, tenant=tenant)
+    quota = f"{2 * EXTENT_BYTES // 1024}KiB"
+    assert post(api, "/config", {"tenant_memory": {SALT: quota}}).status == 200
+
+    def held() -> int:
+        return node.call(lambda: node.service.catalog.tenant_stats(tenant)).memory.bytes
+
+    eventually(lambda: held() <= 2 * EXTENT_BYTES)
+    assert post(api, "/config", {"tenant_memory": None}).status == 200
+    engine.save(keys, tenant=tenant)
+    eventually(lambda: held() == 8 * EXTENT_BYTES)
+
+
+def test_a_smaller_disk_evicts_and_a_larger_one_has_room(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    for number in range(8):
+        engine.save(keys_of(engine, tokens_of(number, 16)))
+    flush(node.address)
+    used = node.status().catalog.tiers[DISK].used_bytes
+    assert used > MIB
+    assert post(api, "/config", {"max_local_disk_size": "1MiB"}).status == 200
+    eventually(lambda: node.status().catalog.tiers[DISK].used_bytes <= MIB)
+    assert post(api, "/config", {"max_local_disk_size": "1GiB"}).status == 200
+    eventually(lambda: node.status().catalog.tiers[DISK].capacity_bytes > 512 * MIB)
+
+
+# --- prompts --------------------------------------------------------------------------------
+
+
+def test_a_lookup_tells_the_places_and_the_first_gap(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    tokens = tokens_of(1, 6, 3)
+    keys = keys_of(engine, tokens)
+    engine.save(keys[:4])
+    flush(node.address)
+    (engine_id,) = (row["id"] for row in api.get("/v1/engines").json["rows"])
+    answer = post(api, "/v1/lookup", {"engine": engine_id, "token_ids": tokens})
+    assert answer.json == {
+        "tokens": 63, "cached_tokens": 40, "by_place": {"memory": 40}, "first_gap": 40,
+        "reason": "cold",
+    }  # fmt: skip
+    answer = post(api, "/v1/lookup", prompt_of(engine, tokens[:43]))
+    assert (answer.json["first_gap"], answer.json["reason"]) == (40, "partial_chunk")
+    answer = post(api, "/v1/lookup", prompt_of(engine, tokens[:40]))
+    assert (answer.json["first_gap"], answer.json["reason"]) == (None, None)
+    with connect(node.address) as control:
+        control.clear(tier="memory")
+    answer = post(api, "/v1/lookup", prompt_of(engine, tokens))
+    assert answer.json["by_place"] == {"disk": 40}
+    with connect(node.address) as control:
+        control.clear(tier="disk")
+    answer = post(api, "/v1/lookup", prompt_of(engine, tokens))
+    assert answer.json["by_place"] == {"fs": 40}, "the shared tier was asked"
+    assert node.status().catalog.promoted_chunks == 0, "a lookup promotes nothing"
+    salted = post(api, "/v1/lookup", prompt_of(engine, tokens, cache_salt=SALT))
+    assert salted.json["cached_tokens"] == 0, "another tenant's"
+
+
+def test_a_prompt_must_be_named_well(api: GatewayThread, engine: Engine) -> None:
+    good = prompt_of(engine, tokens_of(1, 1))
+    for body in (
+        {"token_ids": [1]},
+        good | {"engine": "engine"},
+        good | {"namespace": "00" * 32},
+        good | {"namespace": "zz"},
+        good | {"token_ids": []},
+        good | {"token_ids": [-1]},
+        good | {"token_ids": [1 << 40]},
+        good | {"unknown": 1},
+        "text",
+    ):
+        for path in ("/v1/lookup", "/v1/prefetch", "/v1/verify"):
+            answer = post(api, path, body)
+            assert answer.status == 400, (path, body)
+            assert answer.json["error"]
+
+
+def test_a_prefetch_is_a_job_that_promotes(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    tokens = tokens_of(1, 5)
+    keys = keys_of(engine, tokens)
+    engine.save(keys)
+    flush(node.address)
+    with connect(node.address) as control:
+        control.clear(tier="memory")
+    result = done(api, post(api, "/v1/prefetch", prompt_of(engine, tokens)))
+    assert result == {"asked_chunks": 5, "resident_chunks": 5, "promoted_chunks": 5}
+    assert engine.load(keys) == 5
+    answer = post(api, "/v1/lookup", prompt_of(engine, tokens))
+    assert answer.json["by_place"] == {"memory": 50}
+    result = done(api, post(api, "/v1/verify", prompt_of(engine, tokens)))
+    assert result == {"chunks": 5, "intact_chunks": 5, "damaged_chunks": 0}
+    assert api.get("/v1/jobs/0000000000000099").status == 404
+    kinds = [row["kind"] for row in api.get("/v1/jobs").json["rows"]]
+    assert kinds == ["prefetch", "verify"]
+
+
+def test_a_move_writes_to_the_tier_that_it_names(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    tokens = tokens_of(1, 3)
+    assert post(api, "/config", {"disk_write": "behind"}).status == 200
+    post(api, "/v1/tiers/disk", {"state": "read_only"})
+    engine.save(keys_of(engine, tokens))
+    flush(node.address)
+    assert node.status().catalog.tiers[DISK].chunks == 0
+    post(api, "/v1/tiers/disk", {"state": "on"})
+    result = done(api, post(api, "/v1/move", prompt_of(engine, tokens, to="disk")))
+    assert result == {"resident_chunks": 3, "outstanding_writes": 0}
+    assert node.status().catalog.tiers[DISK].chunks == 3
+    assert post(api, "/v1/move", prompt_of(engine, tokens, to="moon")).status == 404
+
+
+# --- pins -----------------------------------------------------------------------------------
+
+
+def test_pinned_chunks_stay_until_their_time(short_dir: Path) -> None:
+    token = short_dir / "token"
+    token.write_text(TOKEN)
+    settings = {"max_local_cpu_size": MIB, "local_disk": None, "remote_url": None}
+    with (
+        NodeThread(short_dir / "s.sock", **settings) as node,
+        GatewayThread(node.address, api_token_file=str(token)) as api,
+        Engine(node.address) as engine,
+    ):
+        eventually(lambda: api.health() == (200, "ok"))
+        tokens = tokens_of(1, 6)
+        keys = keys_of(engine, tokens)
+        engine.save(keys)
+        pinned = post(api, "/v1/pins", prompt_of(engine, tokens, ttl_s=600))
+        assert pinned.status == 201
+        assert (pinned.json["tokens"], pinned.json["chunks"]) == (60, 6)
+        assert pinned.json["bytes"] == 6 * EXTENT_BYTES
+
+        def state(name: str) -> float:
+            found = samples_of(api.get("/metrics").body.decode())
+            return summed(found, "kvhaven_memory_bytes", "state")[name]
+
+        eventually(lambda: state("pinned") == 6 * EXTENT_BYTES)
+        room = node.status().catalog.capacity_bytes // EXTENT_BYTES
+        for number in range(2, 6):
+            engine.save(keys_of(engine, tokens_of(number, room // 2)))
+        assert engine.load(keys) == 6, "nothing evicts them"
+        again = post(api, "/v1/pins", prompt_of(engine, tokens[:20], ttl_s=600))
+        others = keys_of(engine, tokens_of(8, 4))
+        engine.save(others)
+        lease = engine.scheduler.acquire(others)
+        assert lease is not None
+        eventually(lambda: state("leased") == 4 * EXTENT_BYTES)
+        assert state("pinned") == 6 * EXTENT_BYTES, "two pins of a chunk take its space once"
+        engine.scheduler.client.release([lease.lease_id])
+        rows = api.get("/v1/pins").json["rows"]
+        assert [row["chunks"] for row in rows] == [6, 2]
+        many = tokens_of(9, room // 4 + 1)
+        engine.save(keys_of(engine, many))
+        refused = post(api, "/v1/pins", prompt_of(engine, many, ttl_s=600))
+        assert refused.status == 409
+        assert "pin_share" in refused.json["error"]
+        assert post(api, "/v1/pins", prompt_of(engine, tokens)).status == 400, "without a time"
+        assert send(api, "DELETE", f"/v1/pins/{pinned.json['id']}").status == 200
+        assert send(api, "DELETE", f"/v1/pins/{pinned.json['id']}").status == 404
+        eventually(lambda: state("pinned") == 2 * EXTENT_BYTES)
+        assert send(api, "DELETE", f"/v1/pins/{again.json['id']}").status == 200
+        short = post(api, "/v1/pins", prompt_of(engine, many[:10], ttl_s=0.2))
+        assert short.status == 201
+        eventually(lambda: not api.get("/v1/pins").json["rows"])
+        eventually(lambda: state("pinned") == state("leased") == 0)
+        node.check()
+
+
+# --- tiers and the service ------------------------------------------------------------------
+
+
+def test_a_tier_is_switched_off_and_on(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    tokens = tokens_of(1, 4)
+    keys = keys_of(engine, tokens)
+    engine.save(keys)
+    flush(node.address)
+    with connect(node.address) as control:
+        control.clear(tier="memory")
+    answer = post(api, "/v1/tiers/disk", {"state": "off"})
+    assert (answer.status, answer.json["state"]) == (200, "off")
+    post(api, "/v1/tiers/fs", {"state": "off"})
+    assert engine.load(keys) == 0
+    lookup = post(api, "/v1/lookup", prompt_of(engine, tokens))
+    assert lookup.json["reason"] == "tier_off"
+    rows = api.get("/v1/requests").json["rows"]
+    assert rows[0]["missed"] == {"tier_off": 40}
+    eventually(lambda: _tier(api, "disk", state="off", online=False))
+    metrics = samples_of(api.get("/metrics").body.decode())
+    assert summed(metrics, "kvhaven_tier_up", "tier") == {"disk": 0, "fs": 0}
+    assert api.health() == (200, "ok"), "an operator's choice is no fault"
+    post(api, "/v1/tiers/disk", {"state": "on"})
+    assert engine.load(keys) == 4
+    assert post(api, "/v1/tiers/nothing", {"state": "on"}).status == 404
+    assert post(api, "/v1/tiers/disk", {"state": "half"}).status == 400
+
+
+def test_flush_and_drain(api: GatewayThread, engine: Engine, node: NodeThread) -> None:
+    engine.save(keys_of(engine, tokens_of(1, 4)))
+    assert done(api, post(api, "/v1/flush")) == {"outstanding_writes": 0}
+    assert node.status().catalog.tiers[DISK].written == 4
+    answer = post(api, "/v1/drain", {"wait_s": 30})
+    assert answer.json["draining"] is True
+    assert done(api, answer) == {"outstanding_writes": 0}
+    eventually(lambda: api.get("/readyz").status == 503)
+    with pytest.raises(KVHavenError, match="draining"), Engine(node.address, engine="new"):
+        pass
+    assert api.get("/livez").status == 200
+    assert engine.save(keys_of(engine, tokens_of(2, 2))) == 0
+    assert engine.load(keys_of(engine, tokens_of(1, 4))) == 4, "what is there is served"
+    assert post(api, "/v1/drain", {"on": False}).json == {"draining": False, "job": None}
+    assert engine.save(keys_of(engine, tokens_of(2, 2))) == 2
+    eventually(lambda: api.get("/readyz").status == 200)
+
+
+# --- clients that are wrong -----------------------------------------------------------------
+
+
+def test_no_body_makes_the_api_fail(api: GatewayThread, engine: Engine) -> None:
+    prompt = json.dumps(prompt_of(engine, tokens_of(1, 1), ttl_s=1, to="disk"))
+    bodies = [
+        *("", "{", "null", "[]", "1", '""', "true", "{}", "\x00", '{"a": {"b": {}}}'),
+        *('{"state": 1}', '{"wait_s": -1}', '{"wait_s": 1e999}', '{"on": 3}', '{"memory": -1}'),
+        *('{"tenant_memory": {"*": "1XB"}}', '{"tenant_memory": {"\\ud800": 1}}'),
+        *('{"\\ud800": 1}', '{"log_level": "\\u0000"}', '{"lmcache.kvhaven.": 1}'),
+        *(prompt, prompt.replace("token_ids", "tokens"), prompt[:-1], "[" * 5000),
+        '{"namespace": "' + "0" * 64 + '", "token_ids": [4294967296], "ttl_s": 1}',
+        '{"engine": "\\ud800", "token_ids": [1], "cache_salt": "\\ud800"}',
+        '{"engine": "engine#1", "token_ids": [1], "cache_salt": "\\ud800"}',
+    ]
+    described = api.get("/openapi.json").json["paths"]
+    for path, methods in described.items():
+        for method in methods.keys() - {"get"}:
+            for id_ in ("0" * 16, "%00", "%ff", "x" * 200, "1e3", "-1", "²"):
+                name = quote(id_, safe="%")
+                real = path.replace("{id}", name).replace("{name}", name)
+                for body in bodies if id_ == "0" * 16 else bodies[7:8]:
+                    if path == "/v1/chunks":
+                        continue
+                    headers = {"Authorization": f"Bearer {TOKEN}"}
+                    answer = api.get(real, method=method.upper(), headers=headers, body=body)
+                    assert answer.status < 500, (method, real, body, answer.body)
+                    known = methods[method]["responses"]
+                    assert str(answer.status) in known, (method, real, body, answer.body)
+    post(api, "/v1/drain", {"on": False})
+    eventually(lambda: api.health() == (200, "ok"))

@@ -9,7 +9,7 @@ from typing import Final
 import xxhash
 
 from kvhaven.catalog.loans import Loan
-from kvhaven.peers.wire import Following, Offer, Progress
+from kvhaven.peers.wire import Following, Offer, Progress, Pull
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.types import (
     Checksum,
@@ -87,4 +87,7 @@ class Shelf:
         return Following(yes=False, reason="a test")
 
     def progressed(self, node: str, progress: Progress) -> Following:
+        return Following(yes=False, reason="a test")
+
+    def pulled(self, node: str, pull: Pull) -> Following:
         return Following(yes=False, reason="a test")

@@ -12,9 +12,13 @@ from typing import Final, Protocol
 from kvhaven.catalog.loans import Loan
 from kvhaven.errors import ConfigError, KVHavenError, ProtocolError
 from kvhaven.peers.addresses import Address
+from kvhaven.peers.nixl import KIND, NixlChannel, TcpOnly
 from kvhaven.peers.wire import (
     REQUEST,
+    RETURNED,
     Absent,
+    Borrow,
+    Channel,
     Chunk,
     Describe,
     Described,
@@ -22,8 +26,10 @@ from kvhaven.peers.wire import (
     Following,
     Has,
     HasReply,
+    Lent,
     NamespaceFields,
     Offer,
+    OpenChannel,
     PeerError,
     Ping,
     Pong,
@@ -31,13 +37,14 @@ from kvhaven.peers.wire import (
     Probed,
     Progress,
     Request,
+    Stale,
     Stream,
     welcome,
 )
 from kvhaven.protocol import KeyList, tenant_of
 from kvhaven.tiers.base import Namespace
 from kvhaven.tiers.executor import be_nice
-from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
+from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId, TenantId
 
 _log = logging.getLogger(__name__)
 
@@ -94,12 +101,19 @@ class PeerListener:
     """
 
     def __init__(
-        self, address: Address, node: str, token: bytes, lender: Lender, receiver: Receiver
+        self,
+        address: Address,
+        node: str,
+        token: bytes,
+        lender: Lender,
+        receiver: Receiver,
+        channel: NixlChannel | TcpOnly | None = None,
     ) -> None:
         self._node = node
         self._token = token
         self._lender = lender
         self._receiver = receiver
+        self._channel = channel or TcpOnly("this node has no other channel")
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
         self._unknown: set[Stream] = set()
@@ -202,6 +216,12 @@ class PeerListener:
             _send_zeros(stream, request.size)
         elif isinstance(request, Describe):
             stream.send(_described(self._lender.namespaces()), time.monotonic() + _SEND_S)
+        elif isinstance(request, OpenChannel):
+            known = request.kind == KIND
+            offer = self._channel.offer() if known else Channel(reason="unknown channel")
+            stream.send(offer, time.monotonic() + _SEND_S)
+        elif isinstance(request, Borrow):
+            self._lend_shard(stream, request)
         else:
             self._send_shard(stream, request)
 
@@ -227,6 +247,44 @@ class PeerListener:
         finally:
             self._lender.returned(loan)
         stream.send(Absent(), deadline)
+
+    def _lend_shard(self, stream: Stream, request: Borrow) -> None:
+        """Pin a shard while the peer reads it by itself."""
+        deadline = time.monotonic() + _SEND_S
+        if self._channel.address(request.channel, 0) is None:
+            stream.send(Stale(), deadline)
+            return
+        namespace, tenant = NamespaceDigest(request.namespace), tenant_of(request.tenant)
+        loan = self._lender.lend(namespace, ChunkKey(request.key), tenant)
+        if loan is None:
+            stream.send(Absent(), deadline)
+            return
+        self._channel.lent(1)
+        try:
+            place = _place(loan, request.shard, request.payload_bytes)
+            if place is None:
+                stream.send(Absent(), deadline)
+                return
+            offset, checksum = place
+            address = self._channel.address(request.channel, loan.extent.offset + offset)
+            if address is None:
+                stream.send(Stale(), deadline)
+                return
+            stream.send(Lent(request.key, request.shard, checksum, address), deadline)
+            stream.receive(RETURNED, deadline)
+        finally:
+            self._channel.lent(-1)
+            self._lender.returned(loan)
+
+
+def _place(loan: Loan, shard: ShardId, payload_bytes: int) -> tuple[int, Checksum] | None:
+    """Return a shard's offset in its loan's extent, and its checksum; None if there is none."""
+    table = loan.namespace.table
+    for entry, offset, checksum in zip(table.shards, table.offsets, loan.checksums, strict=True):
+        size = loan.namespace.shard_bytes(entry.payload_bytes, loan.tail)
+        if (entry.id, size) == (shard, payload_bytes):
+            return offset, checksum
+    return None
 
 
 def _send_zeros(stream: Stream, size: int) -> None:

@@ -2,6 +2,7 @@
 """One other node, seen from this one: its connections and threads, its state."""
 
 import asyncio
+import contextlib
 import functools
 import socket
 import threading
@@ -12,8 +13,9 @@ from typing import Final, TypeVar
 import msgspec
 import xxhash
 
-from kvhaven.errors import ProtocolError
+from kvhaven.errors import ProtocolError, TierError
 from kvhaven.peers.addresses import Address
+from kvhaven.peers.nixl import ChannelError, Hold, NixlRoute
 from kvhaven.peers.wire import (
     FETCHED,
     FOLLOWING,
@@ -59,6 +61,9 @@ class PeerStatus(msgspec.Struct, frozen=True):
     shards_read: int
     shards_damaged: int
     error: str
+    channel: str = "tcp"
+    """How shards are read: `tcp` or `nixl`; `channel_reason` says why it is TCP."""
+    channel_reason: str = ""
 
 
 ChunkName = tuple[NamespaceDigest, TenantId, ChunkKey]
@@ -78,7 +83,13 @@ class Peer:
     """
 
     def __init__(
-        self, address: Address, node: str, token: bytes, deadline_s: float, streams: int
+        self,
+        address: Address,
+        node: str,
+        token: bytes,
+        deadline_s: float,
+        streams: int,
+        route: NixlRoute | None = None,
     ) -> None:
         self.address = address
         self.title = f"peer {address}"
@@ -86,6 +97,9 @@ class Peer:
         self.own = False
         """Whether the address is this node's own."""
         self.error = "not connected yet"
+        self.route = route
+        """The way over NIXL; None if this node reads over TCP alone."""
+        self._negotiating = False
         self.node = ""
         self.found = self.read = self.damaged = 0
         self.breaker = Breaker(time.monotonic, threshold=3, pause_s=1.0, max_pause_s=30.0)
@@ -129,7 +143,25 @@ class Peer:
         Raises `PeerError`, `TierError`, and `DamagedShardError` if the bytes do not have the
         checksum of the rank that computed them.
         """
-        return await self._data.run(Lane.READ, functools.partial(self._fetch, shard, into))
+        hold = Hold()
+        try:
+            return await self._data.run(
+                Lane.READ, functools.partial(self._fetch, shard, into, hold)
+            )
+        finally:
+            if hold.helper is not None and self.route is not None:
+                await hold.ended(self.route.is_closed)
+
+    async def negotiate(self) -> None:
+        """Agree on NIXL with the peer if that is due; it is read over TCP meanwhile, and else."""
+        if self.route is None or not self.route.due or self._negotiating:
+            return
+        self._negotiating = True
+        try:
+            with contextlib.suppress(PeerError, ProtocolError, TierError):  # the next ping tells
+                await self._data.run(Lane.BACKGROUND, self._negotiate)
+        finally:
+            self._negotiating = False
 
     async def close(self, deadline_s: float) -> None:
         """End running requests within `deadline_s` seconds, and disconnect, for good."""
@@ -177,8 +209,20 @@ class Peer:
 
         return self._with_stream(tell)
 
-    def _fetch(self, shard: StoredShard, into: memoryview) -> Checksum | None:
+    def _negotiate(self) -> None:
         self._require()
+        route, deadline_s = self.route, self._deadline_s
+        if route is not None:
+            self._with_stream(lambda stream: route.negotiate(stream, deadline_s))
+
+    def _fetch(self, shard: StoredShard, into: memoryview, hold: Hold) -> Checksum | None:
+        self._require()
+        route = self.route
+        if route is not None and route.open:
+            with contextlib.suppress(ChannelError):
+                return self._with_stream(
+                    lambda stream: route.read(stream, shard, into, self._deadline_s, hold)
+                )
 
         def read(stream: Stream) -> Checksum | None:
             request = Fetch(

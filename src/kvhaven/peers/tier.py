@@ -12,6 +12,7 @@ from typing import Final
 
 from kvhaven.errors import ProtocolError, TierError, TierMissError
 from kvhaven.peers.addresses import Address, resolve
+from kvhaven.peers.nixl import KIND, NixlChannel, TcpOnly
 from kvhaven.peers.peer import AwayError, ChunkName, Peer, PeerStatus
 from kvhaven.peers.wire import (
     PeerError,
@@ -53,12 +54,15 @@ class PeerTier:
         token: bytes,
         deadline_s: float = 1.0,
         streams: int = 2,
+        channel: NixlChannel | TcpOnly | None = None,
     ) -> None:
         self.node = uuid.uuid4().hex
         self._addresses = tuple(addresses)
         self._token = token
         self._deadline_s = deadline_s
         self._streams = streams
+        self._channel = channel or TcpOnly("")
+        self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[Address, Peer] = {}
         self._where: dict[ChunkName, Peer] = {}
         self._names = TierExecutor(1)
@@ -67,6 +71,10 @@ class PeerTier:
         self._epoch = 0
         self._reads = self._misses = self._errors = self._rejected = 0
         self._last_error = ""
+
+    def use(self, channel: NixlChannel | TcpOnly) -> None:
+        """Set the channel by which shards are read. Called before `start`."""
+        self._channel = channel
 
     def peers(self) -> list[PeerStatus]:
         """Return the state of every peer."""
@@ -80,6 +88,8 @@ class PeerTier:
                 peer.read,
                 peer.damaged,
                 "this node itself" if peer.own else peer.error,
+                KIND if peer.route is not None and peer.route.open else "tcp",
+                self._channel.reason if peer.route is None else peer.route.reason,
             )
             for peer in self._peers.values()
         ]
@@ -114,6 +124,8 @@ class PeerTier:
         """Disconnect."""
         if self._keeper is not None:
             self._keeper.cancel()
+        for task in self._tasks:
+            task.cancel()
         closing = [peer.close(deadline_s) for peer in self._peers.values()]
         await asyncio.gather(self._names.close(deadline_s), *closing)
         if self._keeper is not None:  # its call has ended now, or is abandoned
@@ -264,8 +276,9 @@ class PeerTier:
                 self._last_error = f"{address} cannot be resolved: {error}"
             found |= dict.fromkeys(self._resolved.get(address, ()))
         for address in [one for one in found if one not in self._peers]:
+            route = self._channel.route(f"peer {address}")
             self._peers[address] = Peer(
-                address, self.node, self._token, self._deadline_s, self._streams
+                address, self.node, self._token, self._deadline_s, self._streams, route
             )
         for address in [one for one in self._peers if one not in found]:
             await self._peers.pop(address).close(self._deadline_s)
@@ -292,5 +305,9 @@ class PeerTier:
                 _log.info("%s: connected, node %s", peer.title, node[:8])
             peer.own = node == self.node
             peer.up, peer.error = True, ""
+            if not peer.own:  # a test read may take seconds, and other peers are pinged meanwhile
+                task = asyncio.create_task(peer.negotiate(), name="kvhaven-peers-negotiate")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
         if probing:
             peer.breaker.probed(success=peer.up)

@@ -16,6 +16,7 @@ from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.peers.addresses import parse_address, read_token, require_token
 from kvhaven.peers.listener import PeerListener
+from kvhaven.peers.nixl import NixlChannel, TcpOnly
 from kvhaven.peers.tier import PeerTier
 from kvhaven.protocol import (
     Abort,
@@ -52,6 +53,7 @@ from kvhaven.service.expected_chains import ExpectedChains
 from kvhaven.service.lending import ArenaLender
 from kvhaven.service.loads import Loads
 from kvhaven.service.membership import Membership
+from kvhaven.service.nixl_setup import make_channel
 from kvhaven.service.offered_chains import OfferedChains
 from kvhaven.service.saves import Saves
 from kvhaven.service.snapshot import Observation
@@ -126,7 +128,11 @@ class Service:
 
         Raises `ConfigError` if the peer plane cannot listen.
         """
-        peers = self._listen_to_peers()
+        channel = make_channel(self._settings, self.arena)
+        if self._peers is not None:
+            self._peers.use(channel)
+        peers = self._listen_to_peers(channel)
+        channel.start()
         self.arena.grow(self._grown)
         await asyncio.gather(*(tier.start() for tier in self.tiers.values()))
         self._runner.check_health()
@@ -144,9 +150,10 @@ class Service:
         # First, because connected engines would continue to save chunks.
         for connection in tuple(self._connections):
             connection.close()
+        channel.close()
         await self._end()
 
-    def _listen_to_peers(self) -> PeerListener | None:
+    def _listen_to_peers(self, channel: NixlChannel | TcpOnly) -> PeerListener | None:
         if self._settings.peer_listen is None:
             return None
         address = parse_address(self._settings.peer_listen, "peer_listen")
@@ -154,7 +161,7 @@ class Service:
         require_token(address, token)
         node = self._peers.node if self._peers is not None else self.id
         lender = ArenaLender(self.driver, self.arena)
-        listener = PeerListener(address, node, token, lender, self._expected)
+        listener = PeerListener(address, node, token, lender, self._expected, channel)
         logger.info("peers: listening at %s, port %d", address, listener.port)
         return listener
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks by subject: `make bench`, or `python -m benchmarks [SUBJECT...]`.
 
-Without a subject, all are measured except `tiers`, `identity`, `fleet`, `route` and `operate`. Each
-subject measures its limit in the same run, alternating with the measured operation, and takes
-medians. Other load on the machine changes the results.
+Without a subject, all are measured except `tiers`, `identity`, `fleet`, `nixl`, `route` and
+`operate`. Each subject measures its limit in the same run, alternating with the measured operation,
+and takes medians. Other load on the machine changes the results.
 """
 
 import argparse
@@ -33,6 +33,7 @@ _SUBJECTS = {
     "identity": "identities",
     "tiers": "tiers",
     "fleet": "fleet",
+    "nixl": "nixl",
     "route": "route",
     "operate": "operate",
 }
@@ -42,6 +43,7 @@ _OF_THEIR_OWN = {
     "tiers": "bench-tiers.json",
     "identity": "bench.json",
     "fleet": "bench-fleet.json",
+    "nixl": "bench-fleet.json",
     "route": "bench-fleet.json",
     "operate": "bench-operate.json",
 }

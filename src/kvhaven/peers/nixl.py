@@ -128,6 +128,14 @@ class NixlChannel:
         """Whether `close` was called."""
         return self._closing.is_set()
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the helpers that can be used: the sending and the receiving one."""
+        with self._lock:
+            sender = self._sender
+        helpers = (sender[0] if sender is not None else None, self.receiver)
+        return [helper.pid for helper in helpers if helper is not None]
+
     def start(self) -> None:
         """Start the helpers in the background."""
         self._thread.start()
@@ -162,8 +170,9 @@ class NixlChannel:
     def lent(self, change: int) -> None:
         """Count the chunks that peers may be reading, and tell the sending helper."""
         with self._lock:
-            self._open += change
-            if self._sender is not None:
+            before, self._open = self._open, self._open + change
+            # It stays attentive for a while after the last one, so most changes are no news to it.
+            if self._sender is not None and not (before and self._open):
                 self._sender[0].lending(self._open)
 
     # For readers

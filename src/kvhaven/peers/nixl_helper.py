@@ -99,7 +99,8 @@ class _Helper:
     def run(self) -> None:
         """Serve until the service closes the socket."""
         while self._receive():
-            self._agent.get_new_notifs()  # progresses UCX
+            if not self._transfers:
+                self._agent.get_new_notifs()  # progresses UCX, as looking after a transfer does
             self._transfers = [one for one in self._transfers if not self._ended(one)]
 
     def _receive(self) -> bool:

@@ -106,9 +106,13 @@ class Peer:
         self._self = node
         self._token = token
         self._deadline_s = deadline_s
-        self._most_idle = streams + 1
+        # Over NIXL, a thread borrows or verifies a shard while others wait for their transfers.
+        threads = streams if route is None else 2 * streams
+        self._slots = threading.BoundedSemaphore(streams)
+        """Held while a shard is read over TCP."""
+        self._most_idle = threads + 1
         self._control = TierExecutor(1)
-        self._data = TierExecutor(streams, per_core=streams)
+        self._data = TierExecutor(threads, per_core=threads)
         self._lock = threading.Lock()
         self._idle: list[Stream] = []
 
@@ -241,7 +245,8 @@ class Peer:
                 raise DamagedShardError(f"{self.title}: wrong bytes arrived", hashed.digest())
             return Checksum(answer.checksum)
 
-        return self._with_stream(read)
+        with self._slots:
+            return self._with_stream(read)
 
     def disconnect(self) -> None:
         """Close the idle connections."""

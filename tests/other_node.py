@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another node in this process, whose memory tests fill, and a tier that reads it as a peer."""
 
-import asyncio
 import contextlib
 import hashlib
 import threading
@@ -11,6 +10,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 import pytest
+import xxhash
 
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog.loans import Loan
@@ -19,6 +19,7 @@ from kvhaven.peers.addresses import Address
 from kvhaven.peers.channels import INSTALL, PACKAGES, helper_environment
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.nixl import NixlChannel, TcpOnly
+from kvhaven.peers.nixl_process import PROGRAM
 from kvhaven.peers.tier import PeerTier
 from kvhaven.peers.wire import Following, Offer, Progress
 from kvhaven.service.arena import SEGMENT, Arena
@@ -53,8 +54,9 @@ def new_arena(size: int = ARENA) -> Arena:
     return Arena(size, strict=True, first_bytes=size)
 
 
-def new_channel(arena: Arena, **options: float) -> NixlChannel:
-    return NixlChannel(arena, ["UCX"], helper_environment([]), **options)  # type: ignore[arg-type]
+def new_channel(arena: Arena, retry_s: float = 60, program: Sequence[str] = PROGRAM) -> NixlChannel:
+    environment = helper_environment([])
+    return NixlChannel(arena, ["UCX"], environment, retry_s=retry_s, program=program)
 
 
 def as_chunk(shard: StoredShard) -> StoredShard:
@@ -134,6 +136,17 @@ class OtherNode:
                 memory[:] = new[HEADER_BYTES:]
                 return
         self.remove(shard)
+
+    def check(self) -> TierAudit:
+        """Verify all shards in memory."""
+        problems: list[str] = []
+        with self._lock:
+            for (_, _, key), stored in self._stored.items():
+                size = stored.namespace.table.shards[0].payload_bytes
+                with self.arena.memory(stored.extent) as memory, memory[:size] as payload:
+                    if xxhash.xxh3_128_digest(payload) != stored.checksum:
+                        problems.append(f"{key.hex()} is damaged")
+            return TierAudit(len(self._stored), 0, tuple(problems))
 
     def close(self) -> None:
         self.listener.close()
@@ -264,7 +277,7 @@ class PeerStore:
         )
 
     async def check(self) -> TierAudit:
-        return await self._inner.check()
+        return self._node.check()
 
 
 class Pair(NamedTuple):
@@ -315,13 +328,19 @@ async def agreed(tier: PeerTier, channel: NixlChannel | TcpOnly) -> None:
 
 
 @contextlib.contextmanager
-def pair_of(kind: str, size: int = ARENA, **options: float) -> Iterator[Pair]:
-    """Yield two nodes that are connected over `tcp` or `nixl`; skip without NIXL."""
+def pair_of(
+    kind: str, size: int = ARENA, retry_s: float = 60, program: Sequence[str] = PROGRAM
+) -> Iterator[Pair]:
+    """Yield two nodes that are connected over `tcp` or `nixl`; skip without NIXL.
+
+    `program` runs the helpers of the node that reads.
+    """
     if kind == "nixl":
         skip_without_nixl()
     arenas = new_arena(size), new_arena(size)
     channels: list[NixlChannel | TcpOnly] = [
-        new_channel(arena, **options) if kind == "nixl" else TcpOnly("a test") for arena in arenas
+        new_channel(arena, retry_s, used) if kind == "nixl" else TcpOnly("a test")
+        for arena, used in zip(arenas, (PROGRAM, program), strict=True)
     ]
     node = OtherNode(arenas[0], channels[0])
     for channel in channels:

@@ -328,7 +328,10 @@ class NixlRoute:
     @property
     def reason(self) -> str:
         """Why the peer is read over TCP; empty if it is not."""
-        return "" if self.open else self._channel.reason or self._reason
+        if self.open:
+            return ""
+        paused = time.monotonic() < self._retry_at
+        return self._reason if paused else self._channel.reason or self._reason
 
     @property
     def due(self) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from kvhaven.client.control import connect
 from kvhaven.errors import TierError
 from kvhaven.peers.nixl import NixlChannel
 from kvhaven.peers.nixl_process import HelperProcess
@@ -298,10 +299,13 @@ def test_a_helper_that_dies_is_started_again(short_dir: Path) -> None:
         for node, role in ((a, "send"), (b, "receive")):
             (pid,) = helpers(node, role)
             os.kill(pid, signal.SIGKILL)
-            eventually(lambda pid=pid: not alive(pid))  # type: ignore[misc]
+            eventually(lambda: set(helpers(node, role)) - {pid}, 60)  # noqa: B023
+            eventually(lambda: channel_of(b) == "nixl", 60)
+            with connect(b.address) as control:
+                control.clear()
             with Engine(b.address) as engine:
                 assert engine.load(KEYS) == len(KEYS)
-            eventually(lambda: channel_of(b) == "nixl", 60)
+            assert channel_of(b) == "nixl"
         settled(b.address, members=0)
 
 

@@ -2,9 +2,12 @@
 """The choice between TCP and NIXL, the environment of helpers, and what peers may do to them."""
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from kvhaven.peers.channels import (
     reason_for_tcp,
     ucx_advice,
 )
+from kvhaven.peers.nixl import NixlChannel
 from kvhaven.peers.nixl_process import HelperError, HelperProcess
 from kvhaven.service.arena import SEGMENT
 from kvhaven.types import Extent
@@ -96,8 +100,7 @@ def test_the_service_does_not_import_nixl() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_a_helper_without_nixl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    del monkeypatch
+def test_a_helper_without_nixl_says_so() -> None:
     arena = new_arena(SIZE)
     code = (
         "import os, sys; from kvhaven.peers import nixl_helper;"
@@ -188,3 +191,56 @@ def test_addresses_are_those_of_the_arena() -> None:
         there = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         assert there == arena.address + 8192
     arena.close()
+
+
+def test_a_helper_that_does_not_listen_is_killed_and_nobody_waits_for_it() -> None:
+    skip_without_nixl()
+    arena = new_arena(SIZE)
+    helper = HelperProcess("send", "test", arena, ["UCX"], helper_environment([]), protect=True)
+    helper.up(60)
+    os.kill(helper.pid, signal.SIGSTOP)
+    for number in range(100_000):
+        if helper.ended.is_set():
+            break
+        helper.lending(number % 2)
+    assert helper.ended.wait(20)
+    assert helper._process.returncode == -signal.SIGKILL
+    arena.close()
+
+
+def test_closing_does_not_wait_for_a_helper_that_is_starting() -> None:
+    arena = new_arena(SIZE)
+    program = (sys.executable, "-c", "import time; time.sleep(600)")
+    channel = NixlChannel(arena, ["UCX"], helper_environment([]), program=program)
+    channel.start()
+    wait_for(lambda: channel._starting is not None)
+    starting = channel._starting
+    assert starting is not None
+    channel.close()
+    assert not channel._thread.is_alive()
+    assert starting.gone
+    arena.close()
+
+
+def test_nixl_waits_until_the_arena_is_allocated() -> None:
+    skip_without_nixl()
+    arena = new_arena(SIZE)
+    arena.allocating = True
+    channel = NixlChannel(arena, ["UCX"], helper_environment([]))
+    channel.start()
+    assert channel.offer().reason == "NIXL is starting"
+    assert channel._starting is None
+    arena.allocating = False
+    wait_for(lambda: not channel.reason)
+    assert len(channel.pids) == 2
+    assert channel.offer().id
+    channel.close()
+    assert channel.pids == []
+    arena.close()
+
+
+def wait_for(condition: Callable[[], bool], within_s: float = 50) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

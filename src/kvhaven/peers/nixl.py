@@ -47,13 +47,14 @@ _RESTART_S: Final = 1.0
 _REFUSED_S: Final = 10.0
 """Pause before a peer without this channel is asked for it again."""
 _ALLOCATION_POLL_S: Final = 0.2
-_SLOWEST: Final = 16 << 20
+_SLOWEST: Final = 4 << 20
 """Bytes per second; a transfer that is slower by more than the peer's deadline counts as hung."""
 _LONGEST: Final = 10
 """A transfer may take this many times the peer's deadline at most."""
 _GONE_S: Final = 1.0
 """How long a thread waits for the end of a helper, which takes 5 ms."""
 _MOST_REASON: Final = 200
+_AGAIN: Final = "a helper of NIXL is starting again"
 
 
 class TcpOnly:
@@ -144,6 +145,9 @@ class NixlChannel:
         """Kill the helpers."""
         self._closing.set()
         self._changed.set()
+        starting = self._starting
+        if starting is not None:
+            starting.kill()
         if self._thread.is_alive():
             self._thread.join(2 * _GONE_S)
 
@@ -154,7 +158,7 @@ class NixlChannel:
         with self._lock:
             sender = self._sender
         if sender is None or self.reason:
-            return Channel(reason=self.reason[:_MOST_REASON])
+            return Channel(reason=(self.reason or _AGAIN)[:_MOST_REASON])
         helper, up = sender
         self.lent(0)  # the peer will test it
         return Channel(helper.name, up.metadata, up.probe_address, up.probe)
@@ -212,7 +216,7 @@ class NixlChannel:
             _log.info("peers: NIXL passed its self-test (%s)", ", ".join(self._backends))
             self.reason = ""
             self._changed.wait()
-            self.reason = self.reason or "a helper of NIXL is starting again"
+            self.reason = _AGAIN
             self._drop_ended()
             self._closing.wait(_RESTART_S)
         self._end()
@@ -233,6 +237,8 @@ class NixlChannel:
         self.receiver, self._starting = receiver, None
 
     def _helper(self, role: Role) -> HelperProcess:
+        if self._closing.is_set():
+            raise HelperError("closed")
         self._starting = HelperProcess(
             role,
             uuid.uuid4().hex,
@@ -315,6 +321,7 @@ class NixlRoute:
         self._channel = channel
         self._title = title
         self._remote: _Remote | None = None
+        self._usable = False
         self._retry_at = 0.0
         self._pause_s = channel.retry_s
         self._reason = "not agreed upon yet"
@@ -323,7 +330,9 @@ class NixlRoute:
     def open(self) -> bool:
         """Whether shards are read over NIXL."""
         remote = self._remote
-        return remote is not None and remote.receiver is self._channel.receiver
+        if remote is None or not self._usable:
+            return False
+        return remote.receiver is self._channel.receiver
 
     @property
     def reason(self) -> str:
@@ -354,9 +363,8 @@ class NixlRoute:
             self._retry_at = time.monotonic() + _REFUSED_S
             self._note(f"the peer says: {offer.reason!r}")
             return
-        replaces = "" if self._remote is None else self._remote.agent
-        if not self.open and self._remote is not None and self._remote.receiver is not receiver:
-            replaces = ""
+        before = self._remote
+        replaces = before.agent if before is not None and before.receiver is receiver else ""
         try:
             agent = receiver.connect(
                 offer.metadata, offer.probe_address, offer.probe, _TEST_S, replaces
@@ -365,6 +373,7 @@ class NixlRoute:
             self._failed(receiver, f"a test read from the peer failed: {error}")
             return
         self._remote = _Remote(offer.id, agent, receiver)
+        self._usable = True
         _log.info("%s: read over NIXL", self._title)
 
     def read(
@@ -386,7 +395,7 @@ class NixlRoute:
         if isinstance(lent, Absent):
             return None
         if isinstance(lent, Stale):
-            self._remote = None
+            self._usable = False
             raise ChannelError(f"{self._title}: its helper has ended")
         if (lent.key, lent.shard) != (shard.key, shard.shard):
             raise ProtocolError(f"{self._title}: an answer to another request")
@@ -413,7 +422,7 @@ class NixlRoute:
 
     def _failed(self, receiver: HelperProcess, why: str) -> None:
         """Kill the helper; unless it ended for another peer, close the route for a while."""
-        self._remote = None
+        self._usable = False
         if not receiver.kill():
             return
         self._retry_at = time.monotonic() + self._pause_s

@@ -158,12 +158,15 @@ class HelperProcess:
         self._ask(number, Read(number, agent, address, offset, length), timeout_s)
 
     def lending(self, open_: int) -> None:
-        """Tell how many chunks other nodes may be reading from it."""
+        """Tell how many chunks other nodes may be reading from it. Kills it if it does not listen.
+
+        Never waits: a helper that was stopped must not stop the listener's threads.
+        """
         with self._lock:
             try:
-                self._socket.send(ENCODER.encode(Lending(open_)))
-            except OSError:
-                self.ended.set()
+                self._send(Lending(open_))
+            except HelperError:
+                self._process.kill()
 
     def kill(self) -> bool:
         """Kill it; return whether this was the first time. All its requests end: `HelperError`."""
@@ -186,18 +189,22 @@ class HelperProcess:
     def _ask(self, number: int, request: ToHelper, timeout_s: float) -> str:
         answer: Future[str] = Future()
         with self._lock:
+            self._send(request)
             self._waiting[number] = answer
-            try:
-                if self.ended.is_set():
-                    raise HelperError(self._epitaph)
-                self._socket.send(ENCODER.encode(request))
-            except OSError as error:
-                raise HelperError(self._epitaph) from error
         try:
             return self._result(answer, timeout_s, f"no answer within {timeout_s:.1f} s")
         finally:
             with self._lock:
                 self._waiting.pop(number, None)
+
+    def _send(self, message: ToHelper) -> None:
+        """Send a message without waiting. Called with the lock. Raises `HelperError`."""
+        try:
+            self._socket.send(ENCODER.encode(message), socket.MSG_DONTWAIT)
+        except BlockingIOError as error:
+            raise HelperError("its helper process does not take messages") from error
+        except OSError as error:  # closed at its end, here or there
+            raise HelperError(self._epitaph) from error
 
     def _result(self, future: "Future[T]", timeout_s: float, late: str) -> T:
         try:

@@ -116,7 +116,7 @@ class Fleet:
 
     def _hits(self) -> int:
         catalog = self.services["decode"].status()["catalog"]
-        return int(catalog["hit_chunks"]) + int(catalog["promoted_chunks"])
+        return int(catalog["hit_chunks"]) + int(catalog["awaited_chunks"])
 
 
 def main() -> int:

@@ -111,6 +111,7 @@ class Asking(threading.Thread):
         super().__init__()
         self.engine, self.keys, self.tenant, self.tail = engine, keys, tenant, tail
         self.loaded = -1
+        self.answered = 0.0
         self.pending = threading.Event()
 
     def run(self) -> None:
@@ -122,6 +123,7 @@ class Asking(threading.Thread):
             self.pending.set()
             time.sleep(0.005)
             answer = client.look_up(lease_id)
+        self.answered = time.monotonic()
         if isinstance(answer, LeasedChunks):
             client.dispatched(lease_id)
             behind = [*self.keys, self.tail] if self.tail is not None else self.keys
@@ -420,3 +422,42 @@ def test_tools_measure_a_node_and_name_the_field_that_keeps_two_apart(short_dir:
             assert "heads" in found
             with Engine(nodes.d.address, engine="like"):
                 assert "shared" in kvhaven("peers", "diff", nodes.to, *here)
+
+
+def test_of_two_offers_of_one_prompt_the_one_that_goes_on_is_waited_for(short_dir: Path) -> None:
+    """The first request is aborted: what its chain has not brought, the second's still may."""
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            first = nodes.offer(p, KEYS, tail=TAIL)
+            second = nodes.offer(p, KEYS, tail=TAIL)
+            asking = Asking(d, KEYS, tail=TAIL)
+            asking.start()
+            asking.pending.wait(60)
+            p.scheduler.client.end_chain(first)
+            eventually(lambda: status_of(nodes.d.address).chains.open == 1)
+            assert p.save(KEYS) == len(KEYS)
+            assert p.save([TAIL], KEYS[-1], tail=TAIL_TOKENS) == 1
+            p.scheduler.client.end_chain(second)
+            assert asking.result() == len(KEYS) + 1
+        nodes.quiet()
+
+
+def test_a_tail_that_is_not_saved_is_given_up_before_chunks_that_may_be(short_dir: Path) -> None:
+    """When a request has ended, only what ranks are still writing is worth a wait."""
+    other = prompt("other", 3)
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            names = [nodes.offer(p, KEYS, tail=TAIL), nodes.offer(p, other)]
+            without_tail, without_chunk = Asking(d, KEYS, tail=TAIL), Asking(d, other)
+            for asking in (without_tail, without_chunk):
+                asking.start()
+                asking.pending.wait(60)
+            p.save(KEYS)
+            p.save(other[:-1])
+            nodes.await_resident(len(KEYS) + len(other) - 1)
+            for name in names:
+                p.scheduler.client.end_chain(name)
+            assert without_tail.result() == len(KEYS)
+            assert without_chunk.result() == len(other) - 1
+            assert without_tail.answered < without_chunk.answered
+        nodes.quiet()

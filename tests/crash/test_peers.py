@@ -15,7 +15,7 @@ import pytest
 from kvhaven.client.control import connect
 from kvhaven.errors import ConfigError
 from kvhaven.keys import tenant_id
-from kvhaven.peers.addresses import parse_address, read_token, require_token
+from kvhaven.peers.addresses import parse_address, read_token, require_secret
 from tests.commands import kvhaven
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeProcess, eventually, settled, status_of
@@ -281,10 +281,12 @@ def test_nodes_at_work_read_each_other_right_while_nodes_are_killed(short_dir: P
 
 def test_a_listener_that_others_reach_needs_a_token(token: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no token is set; set peer_token_file"):
-        require_token(parse_address("0.0.0.0:7420", "peer_listen"), b"")
-    require_token(parse_address("0.0.0.0:7420", "peer_listen"), read_token(str(token)))
+        require_secret(parse_address("0.0.0.0:7420", "peer_listen"), secret=False)
+    require_secret(
+        parse_address("0.0.0.0:7420", "peer_listen"), secret=bool(read_token(str(token)))
+    )
     for loopback in ("127.0.0.1:1", "[::1]:1", "localhost"):
-        require_token(parse_address(loopback, "peer_listen"), b"")
+        require_secret(parse_address(loopback, "peer_listen"), secret=False)
     (tmp_path / "short").write_text("abc\n")
     with pytest.raises(ConfigError, match="holds 3 bytes; expected 16 or more"):
         read_token(str(tmp_path / "short"))

@@ -89,7 +89,7 @@ async def test_answers_are_those_of_one_server_also_when_the_prefill_node_is_kil
         status = service.status()
         full = sum(len(prompt) // CHUNK for prompt in PROMPTS[:2])
         assert status.chains.expected == 2
-        assert status.catalog.hit_chunks + status.catalog.promoted_chunks >= full
+        assert status.catalog.hit_chunks + status.catalog.awaited_chunks >= full
         asking = asyncio.create_task(complete(session, url, PROMPTS[2]))
         await until(lambda: chooser.prefill[0].running)
         prefill.kill()

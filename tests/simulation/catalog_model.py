@@ -310,6 +310,8 @@ class World:
         self.heard = Heard()
         self.tail_used: dict[ChunkKey, float] = {}
         """When each tail was last used, or at least held by somebody when time went by."""
+        self.awaited: set[int] = set()
+        """Generations of tails that a request or another node still waits for."""
         self.online = {spec.name: True for spec in TIERS}
         for namespace in BY_DIGEST.values():
             self.catalog.add_namespace(namespace)
@@ -346,18 +348,28 @@ class World:
             if entry is not None and entry.pinned:
                 self.tail_used[key] = self.now
 
+    def check_kept(self) -> None:
+        """Assert that no tail is kept like a full chunk for nobody."""
+        for key in TAILS:
+            entry = self.catalog._space.entries.get(key)
+            if entry is not None and entry.kept and entry.state is State.RESIDENT:
+                assert entry.extent.generation in self.awaited, f"{key.hex()} is kept for nobody"
+
     @contextlib.contextmanager
     def tails_go_first(self, namespace: Namespace, tenant: TenantId) -> Iterator[None]:
         """Assert that no full chunk of this size is evicted meanwhile while a tail could go.
+
+        Tails that somebody waits for count as full chunks.
 
         (A search may give up among tails in use, so there must be none. For its quota a tenant
         gives up its own alone.)
         """
         space, size = self.catalog._space, namespace.table.extent_bytes
         alike = [e for e in space.entries.values() if e.extent.length == size]
-        tails = [e for e in alike if e.key in TAILS and not e.holding.cleared]
-        full = [e for e in alike if e.key not in TAILS and e.state is State.RESIDENT]
-        full = [e for e in full if not e.holding.cleared]
+        alike = [e for e in alike if not e.holding.cleared]
+        tails = [e for e in alike if e.key in TAILS and not e.kept]
+        full = [e for e in alike if e not in tails and e.state is State.RESIDENT]
+        full = [e for e in full if not space.tails.expired(e.key)]
         busy = any(e.pinned or not e.listed for e in tails)
         yield
         gone = [e for e in full if e.state is State.RETIRED and not e.corrupt]

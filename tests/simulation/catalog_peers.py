@@ -41,6 +41,14 @@ class Peers:
         if world.one_in(12):
             digest = world.pick(tuple(BY_DIGEST))
         (has,) = catalog.has(digest, [key], tenant)
+        if world.one_in(2) and (tokens := catalog.keep_tail(digest, key, tenant)):
+            assert (tokens, key in TAILS, has) == (TAIL_TOKENS, True, True)
+            entry = catalog._space.entries[key]
+            assert entry.kept, "a tail that another node will read is not kept"
+            world.awaited.add(entry.extent.generation)
+            world.counts["tail kept"] += 1
+            if world.one_in(2):
+                return
         before = catalog.stats()
         loan = catalog.lend(digest, key, tenant)
         length = BY_DIGEST[digest].table.extent_bytes
@@ -80,4 +88,6 @@ class Peers:
         world.memory.drop(copy)
         for _ in range(1 + world.one_in(4)):
             world.catalog.returned(loan.number)
+        world.awaited.discard(loan.extent.generation)
+        world.check_kept()
         world.counts["returned"] += 1

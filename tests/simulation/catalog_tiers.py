@@ -132,7 +132,10 @@ class FakeTiers:
         numbers = world.catalog.expected(tier, digest, chain, tenant, tail)
         announced = {*chain, tail}
         assert numbers.keys() <= announced, "a chunk is expected that was not announced"
+        index = world.catalog._tiers.presence(tier)
         for key, number in numbers.items():
+            part = index.lookups[number].namespace
+            assert (part.namespace.digest, part.tenant.id) == (digest, tenant), "of somebody else"
             action = TierLookup(tier, number, BY_DIGEST[digest], (key,), tenant)
             self._lookups.append((action, {}))
             world.heard.expect(tier, key)
@@ -168,11 +171,15 @@ class FakeTiers:
             if action.key in TAILS:
                 world.tail_used[action.key] = world.now
                 world.counts["tail promoted"] += 1
+                world.awaited.add(action.extent.generation)
         else:
             world.heard.miss(action.tier, action.key, world.now)
         kind = "shared promotion" if action.tier in SHARED else "promotion"
         world.counts[f"{kind} {'done' if checksums else 'failed'}"] += 1
         world.catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
+        entry = world.catalog._space.entries.get(action.key)
+        if action.key in TAILS and entry is not None and entry.fresh:
+            assert entry.kept, "a tail that arrived before its request is not kept"
 
     def write(self) -> None:
         """Go on with a write, or end it."""

@@ -490,6 +490,28 @@ def _break_order_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Entry, "order", property(lambda entry: entry.extent.length))
 
 
+def _break_keeping_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tails that another node will read be evicted first."""
+    monkeypatch.setattr(ResidentChunks, "keep", lambda _, __: None)
+
+
+def _break_end_of_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tails like full chunks after their first use."""
+    monkeypatch.setattr(ResidentChunks, "settle", lambda _, __: None)
+
+
+def _break_arrival_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tails that arrive be evicted before a request has used them."""
+    insert = ResidentChunks.insert
+
+    def careless(self: ResidentChunks[SlabId], *args: Any, **more: Any) -> Entry:
+        entry = insert(self, *args, **more)
+        entry.kept = False
+        return entry
+
+    monkeypatch.setattr(ResidentChunks, "insert", careless)
+
+
 def _break_place_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offer a tail behind a part of its chain."""
     lease_resident = Leases._lease_resident
@@ -575,6 +597,9 @@ BREAKAGES = [
     _break_age_of_tails,
     _break_use_of_tails,
     _break_order_of_tails,
+    _break_keeping_of_tails,
+    _break_end_of_keeping,
+    _break_arrival_of_tails,
     _break_place_of_tails,
     _break_tiers_of_tails,
     _break_loans_of_tails,

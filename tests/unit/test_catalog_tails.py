@@ -10,6 +10,7 @@ from kvhaven.catalog.actions import (
     LeaseId,
     MemberId,
     TierLookup,
+    TierRead,
     Update,
 )
 from kvhaven.catalog.policies import POLICIES
@@ -259,7 +260,7 @@ def test_a_tail_is_lent_to_other_nodes_with_its_length() -> None:
     node.save([TAIL], full, tail=TOKENS)
     digest = node.namespace.digest
     assert node.catalog.has(digest, [full, TAIL, OTHERS[0]]) == [True, True, False]
-    assert [node.catalog.tail_tokens(digest, key) for key in (full, TAIL, OTHERS[0])] == [
+    assert [node.catalog.keep_tail(digest, key) for key in (full, TAIL, OTHERS[0])] == [
         *(0, TOKENS, 0)
     ]
     loan = node.catalog.lend(digest, TAIL)
@@ -267,7 +268,20 @@ def test_a_tail_is_lent_to_other_nodes_with_its_length() -> None:
     assert (loan.tail, loan.checksums) == (TOKENS, checksums_of(TAIL))
     alice = tenant_id("alice")
     assert node.catalog.has(digest, [TAIL], alice) == [False]
-    assert node.catalog.tail_tokens(digest, TAIL, alice) == 0
+    assert node.catalog.keep_tail(digest, TAIL, alice) == 0
+
+
+def test_whether_a_tail_is_being_saved_is_known() -> None:
+    node = Node(world_size=2)
+    digest = node.namespace.digest
+    assert not node.catalog.is_being_saved(digest, TAIL)
+    for rank in ("s/0", "s/1"):
+        (grant,) = node.reserve([TAIL], rank, tail=TOKENS)
+        assert grant is not None
+        assert node.catalog.is_being_saved(digest, TAIL)
+        assert not node.catalog.is_being_saved(digest, TAIL, tenant_id("alice"))
+        node.commit(grant, rank)
+    assert not node.catalog.is_being_saved(digest, TAIL)
 
 
 def _expecting(keys: list[ChunkKey]) -> tuple[Node, dict[ChunkKey, int]]:
@@ -336,6 +350,116 @@ def test_a_tail_that_arrives_without_a_lookup_of_its_own_is_read_when_asked_for(
     assert node.acquire([], tail=TAIL).promoting
     (read,) = node.reads()
     assert read.tail == TOKENS
+
+
+def test_a_tail_that_was_asked_for_elsewhere_wakes_whom_it_arrives_for() -> None:
+    """Two nodes compute the same prompt: the second is quicker, then the first gives up."""
+    keys = keys_of("a", 2)
+    node, numbers = _expecting(keys)
+    digest = node.namespace.digest
+    answer = node.acquire(keys, tail=TAIL)
+    assert answer.promoting
+    for key in keys:
+        node.catalog.arrived(DISK, digest, key)
+    node.catalog.arrived(DISK, digest, TAIL, tail=TOKENS)
+    for key in (*keys, TAIL):
+        node.catalog.tier_looked_up(DISK, numbers[key], None)
+    reads = node.reads()
+    assert [read.key for read in reads] == [*keys, TAIL]
+    for read in reads:
+        node.finish(read)
+    (update,) = node.catalog.take_actions()
+    assert isinstance(update, Update)
+    assert found(update.acquisition) == [*keys, TAIL]
+
+
+def test_a_tail_behind_more_than_may_be_read_at_once_is_read_after_it() -> None:
+    node, keys = Node(pages=64, tiers=[TierSpec(DISK, 0, shared=True)]), keys_of("a", 24)
+    for key in keys:
+        node.catalog.arrived(DISK, node.namespace.digest, key)
+    node.catalog.arrived(DISK, node.namespace.digest, TAIL, tail=TOKENS)
+    node.acquire(keys, tail=TAIL)
+    open_reads = node.reads()
+    assert len(open_reads) == 16  # half of the pin limit, which is half of the arena
+    updates: list[Update] = []
+    while open_reads:
+        node.finish(open_reads.pop(0))
+        actions = node.catalog.take_actions()
+        open_reads += [action for action in actions if isinstance(action, TierRead)]
+        updates += [action for action in actions if isinstance(action, Update)]
+    assert found(updates[-1].acquisition) == [*keys, TAIL]
+
+
+def _is_resident(node: Node, key: ChunkKey) -> bool:
+    return node.catalog.checksums(key) is not None
+
+
+def test_a_tail_that_arrived_stays_until_its_first_use_like_a_full_chunk() -> None:
+    tier = TierSpec(DISK, 0, shared=True, store_on=StoreOn.SECOND)  # writes would pin the chunks
+    node = Node(pages=8, tiers=[tier])
+    old, new = keys_of("old", 7), keys_of("new", 5)
+    node.save(old)
+    number = node.catalog.expected(DISK, node.namespace.digest, [], tail=TAIL)[TAIL]
+    _come(node, number, TAIL, TOKENS)
+    node.finish(*node.reads())
+    node.save(new[:2])
+    assert _is_resident(node, TAIL)
+    end(node, node.acquire([], tail=TAIL))
+    node.save(new[2:4])
+    assert not _is_resident(node, TAIL)
+    assert all(_is_resident(node, key) for key in new[:4])
+
+
+def test_a_tail_that_another_node_will_read_stays_until_it_is_lent() -> None:
+    node, old, new = Node(pages=8), keys_of("old", 7), keys_of("new", 5)
+    digest = node.namespace.digest
+    node.save(old)
+    node.save([TAIL], tail=TOKENS)
+    assert node.catalog.keep_tail(digest, TAIL) == TOKENS
+    node.save(new[:2])
+    loan = node.catalog.lend(digest, TAIL)
+    assert loan is not None
+    node.catalog.returned(loan.number)
+    node.save(new[2:3])
+    assert not _is_resident(node, TAIL)
+    assert all(_is_resident(node, key) for key in new[:3])
+
+
+def test_a_tail_that_one_rank_has_written_waits_for_the_others_like_a_full_chunk() -> None:
+    node = Node(pages=8, world_size=2)
+    node.save(keys_of("old", 3))
+    (first,) = node.reserve([TAIL], "s/0", tail=TOKENS)
+    assert first is not None
+    node.commit(first, "s/0")
+    node.reserve(keys_of("more", 1), "s/0", save=1)
+    (second,) = node.reserve([TAIL], "s/1", tail=TOKENS)
+    assert second is not None
+    assert node.commit(second, "s/1") is CommitResult.RESIDENT
+
+
+@pytest.mark.parametrize("quota", [3, None])
+def test_a_tail_does_not_push_out_its_own_chain(quota: int | None) -> None:
+    alice, keys = tenant_id("alice"), keys_of("a", 3)
+    node = Node(
+        pages=16 if quota else 3,
+        pin_limit=16 if quota else 3,
+        tiers=[TierSpec(DISK, 0, shared=True)],
+        memory_quotas=Quotas({alice: quota * PAGE}) if quota else Quotas(),
+    )
+    numbers = node.catalog.expected(DISK, node.namespace.digest, keys, alice, tail=TAIL)
+    for key in (*keys, TAIL):
+        _come(node, numbers[key], key, TOKENS if key == TAIL else 0)
+        for read in node.reads():
+            node.finish(read)
+    assert all(_is_resident(node, key) for key in keys)
+
+
+def test_what_a_lying_node_calls_a_tail_is_not_leased_as_a_full_chunk() -> None:
+    node, numbers = _expecting([])
+    _come(node, numbers[TAIL], TAIL, TOKENS)
+    assert found(node.acquire([TAIL])) == []
+    node.finish(*node.reads())
+    assert found(node.acquire([TAIL])) == []
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvhaven.config import Settings
 from kvhaven.peers import channels
 from kvhaven.peers.channels import (
     helper_environment,
@@ -19,9 +21,10 @@ from kvhaven.peers.channels import (
     reason_for_tcp,
     ucx_advice,
 )
-from kvhaven.peers.nixl import NixlChannel
+from kvhaven.peers.nixl import NixlChannel, TcpOnly
 from kvhaven.peers.nixl_process import HelperError, HelperProcess
 from kvhaven.service.arena import SEGMENT
+from kvhaven.service.nixl_setup import make_channel
 from kvhaven.types import Extent
 from tests.other_node import new_arena, skip_without_nixl
 
@@ -65,6 +68,23 @@ def test_nixl_is_chosen_where_it_is_faster_or_asked_for(
     monkeypatch.setattr(channels, "PACKAGES", ("msgspec",) if installed else ("kvhaven_absent",))
     assert reason in reason_for_tcp(setting, rdma)
     assert bool(reason) == bool(reason_for_tcp(setting, rdma))
+
+
+@pytest.mark.parametrize(
+    ("forbidding", "reason"),
+    [({"peer_encrypt_data": True}, "does not encrypt"), ({"peer_tenants": False}, "peer_tenants")],
+)
+def test_settings_that_nixl_would_break_keep_tcp(
+    forbidding: dict[str, bool], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "PACKAGES", ("msgspec",))
+    arena = new_arena(SIZE)
+    settings = Settings(peer_listen="127.0.0.1:0", transfer_channel="nixl")
+    assert isinstance(make_channel(settings, arena), NixlChannel)
+    channel = make_channel(msgspec.structs.replace(settings, **forbidding), arena)
+    assert isinstance(channel, TcpOnly)
+    assert reason in channel.offer().reason
+    arena.close()
 
 
 def test_a_users_transports_are_kept() -> None:

@@ -309,12 +309,23 @@ class Catalog:
         part = self._owners.known_part(namespace, tenant)
         return None if part is None else self._leases.loans.lend(part, key)
 
-    def tail_tokens(
+    def keep_tail(
         self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
     ) -> int:
-        """Return the stored tokens of a resident tail of this tenant, 0 if there is none."""
+        """Return the stored tokens of a resident tail of this tenant, 0 if there is none.
+
+        Another node will read it: until it was lent or used, it is evicted no sooner than a full
+        chunk.
+        """
         part = self._owners.known_part(namespace, tenant)
-        return 0 if part is None else self._leases.loans.tail_tokens(part, key)
+        return 0 if part is None else self._leases.loans.keep_tail(part, key)
+
+    def is_being_saved(
+        self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
+    ) -> bool:
+        """Return whether ranks are writing this chunk of a tenant now."""
+        part = self._owners.known_part(namespace, tenant)
+        return part is not None and self._reservations.open(part, key)
 
     def returned(self, loan: int) -> None:
         """Record that nothing reads a loan's extent any more. A second call changes nothing."""
@@ -425,12 +436,12 @@ class Catalog:
     ) -> None:
         """Record that a chunk without a lookup of `expected` is in a shared tier now.
 
-        With `tail`, it is a tail of which so many tokens are stored. A lookup that is under way may
-        still say that it is absent, and does not change this. Raises `KVHavenError` for an unknown
-        tier or namespace, and for a local tier.
+        With `tail`, it is a tail of which so many tokens are stored. Leases that wait for a lookup
+        of the chunk continue; if that lookup says later that it is absent, this changes nothing.
+        Raises `KVHavenError` for an unknown tier or namespace, and for a local tier.
         """
         part = self._owners.part(namespace, tenant)
-        self._tiers.presence(tier).arrived(part, key, tail)
+        self._leases.arrived(tier, part, key, tail)
 
     def tier_read_done(
         self, tier: TierName, key: ChunkKey, extent: Extent, checksums: tuple[Checksum, ...] | None

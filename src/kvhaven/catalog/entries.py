@@ -144,6 +144,7 @@ class Entry:
         "extent",
         "fresh",
         "holding",
+        "kept",
         "key",
         "leases",
         "listed",
@@ -179,6 +180,7 @@ class Entry:
         self.slab = slab
         self.state = state
         self.tail = tail  # stored tokens of an incomplete chunk at a prompt's end; 0: a full chunk
+        self.kept = tail > 0  # a tail that somebody waits for: it ages as a full chunk
         self.bitmap = 0  # written shards; complete when resident
         self.checksums: list[Checksum | None] | tuple[Checksum, ...] = ()
         self.leases = 0
@@ -204,7 +206,7 @@ class Entry:
     @property
     def order(self) -> int:
         """The eviction order that it belongs to: one for each extent length, and one for tails."""
-        return -self.extent.length if self.tail else self.extent.length
+        return -self.extent.length if self.tail and not self.kept else self.extent.length
 
     @property
     def pinned(self) -> bool:

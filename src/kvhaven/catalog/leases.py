@@ -156,6 +156,12 @@ class Leases:
         """Process a tier's answer; see `Catalog.tier_looked_up`."""
         self._work.start(self._tell(self._lookups.answered(tier, number, found, tail)))
 
+    def arrived(self, tier: TierName, namespace: NamespaceState, key: ChunkKey, tail: int) -> None:
+        """Record that a shared tier has a chunk now; see `Catalog.arrived`."""
+        lookup = self._tiers.presence(tier).arrived(namespace, key, tail)
+        if lookup is not None:
+            self._work.start(self._tell(lookup))
+
     def tier_offline(self, tier: TierName) -> None:
         """End the wait of all leases for lookups in a tier."""
         self._work.start(self._tell(*self._lookups.offline(tier)))
@@ -234,6 +240,7 @@ class Leases:
         space.publish(entry)
         entry.fresh = entry not in self.waiters
         if not entry.fresh:
+            space.settle(entry)
             self._work.start(self._hand_over(entry))
         return entry
 
@@ -304,7 +311,7 @@ class Leases:
         if end is End.OTHER and got == len(piece) and first + got < len(keys):
             end = End.PIECE
         if lease.tail is not None and first + got == len(keys):
-            self._add_tail(lease, lease.tail)
+            end = self._add_tail(lease, lease.tail)
         # Chunks behind a gap are touched as well: a request is a use, even if it is not served.
         self._tiers.touch(piece[got - 1 :: -1] if end is End.PIECE else piece[::-1])
         lease.limited = end is End.LIMIT
@@ -325,6 +332,8 @@ class Leases:
         for key in keys:
             entry = stripes[key[0]].get(key)
             if entry is None or entry.state is not resident or entry.holding is not holding:
+                break
+            if entry.tail:  # a lying node's: keys of tails and of full chunks never coincide
                 break
             if reach is not None and not within(entry.extent, reach):
                 break
@@ -348,21 +357,23 @@ class Leases:
         lease.sources += sources
         return len(found)
 
-    def _add_tail(self, lease: Lease, key: ChunkKey) -> None:
-        """Lease the tail behind a complete chain, or wait for it if another node computes it."""
+    def _add_tail(self, lease: Lease, key: ChunkKey) -> End:
+        """Lease the tail behind a complete chain, or wait for it; return why the lease ends."""
         space, namespace, entry = self._space, lease.namespace, self._space.find(key)
         if entry is None:
-            entry = self._promote_tail(lease, key)
+            entry, end = self._promote_tail(lease, key)
+            if end is not End.OTHER:
+                return end
         if entry is None:
             self._lookups.wait(lease, namespace, key)
-            return
+            return End.NOWHERE
         reach = self._sessions.reach(lease.session)
         if (
             not entry.tail
             or entry.holding is not space.place.find(namespace)
             or not (reach is None or within(entry.extent, reach))
         ):
-            return
+            return End.OTHER
         if entry.state is State.PROMOTING:
             self._await(lease, entry)
         elif entry.state is State.RESIDENT and (
@@ -373,22 +384,36 @@ class Leases:
                 space.touch_tail(entry)
             lease.slots.append(entry)
             lease.sources.append(entry.take_source())
+        return End.OTHER
 
-    def _promote_tail(self, lease: Lease, key: ChunkKey) -> Entry | None:
-        """Promote a tail that another node has, if it is known and there is room."""
+    def _promote_tail(self, lease: Lease, key: ChunkKey) -> tuple[Entry | None, End]:
+        """Promote a tail that another node has, if it is known and there is room.
+
+        Otherwise returns None, with `End.LIMIT` if it can be promoted when other reads have ended.
+        """
         space, namespace = self._space, lease.namespace
         size, reach = namespace.extent_bytes, self._sessions.reach(lease.session)
         for tier in self._tiers.shared.values():
             tokens = tier.tail_tokens(key, namespace) if tier.online else 0
             if not tokens or self._room() < size:
                 continue
-            if self._budget().take(tier, size, self.tier_limit(tier)) is None:
-                for extent in space.allocate(namespace, 1, reach):
-                    entry = space.insert(namespace, key, None, extent, State.PROMOTING, tokens)
-                    self._tiers.read(tier, entry)
-                    self._begun += 1
-                    return entry
-        return None
+            end = self._budget().take(tier, size, self.tier_limit(tier))
+            if end is not None:
+                return None, end
+            # A tail is of no use without its chain, whose last chunk would be evicted first.
+            found = [space.find(last) for last in lease.keys[-1:]]
+            pinned = [e for e in found if e is not None and e.state is State.RESIDENT]
+            for last in pinned:
+                space.lease(last)
+            extents = space.allocate(namespace, 1, reach)
+            for last in pinned:
+                space.unlease(last)
+            for extent in extents:
+                entry = space.insert(namespace, key, None, extent, State.PROMOTING, tokens)
+                self._tiers.read(tier, entry)
+                self._begun += 1
+                return entry, End.OTHER
+        return None, End.OTHER
 
     def _room(self) -> int:
         """Return the bytes that may still be pinned."""
@@ -464,7 +489,8 @@ class Leases:
             if entry is None:
                 usable = tier is not None
             else:
-                usable = entry.holding is holding and entry.state is not State.RESERVED
+                shared = entry.holding is holding and not entry.tail
+                usable = shared and entry.state is not State.RESERVED
             if not usable or again:
                 self.foreign += self._lookups.is_foreign(key, namespace)
                 return plan, End.NOWHERE if entry is None and not again else End.OTHER

@@ -46,10 +46,13 @@ class Loans:
         """Return whether a chunk could be lent, apart from the limit."""
         return self._find(part, key) is not None
 
-    def tail_tokens(self, part: NamespaceState, key: ChunkKey) -> int:
-        """Return the stored tokens of a tail that could be lent, 0 if there is none."""
+    def keep_tail(self, part: NamespaceState, key: ChunkKey) -> int:
+        """Keep a tail until it was lent once; see `Catalog.keep_tail`."""
         entry = self._find(part, key)
-        return entry.tail if entry is not None else 0
+        if entry is None or not entry.tail:
+            return 0
+        self._space.keep(entry)
+        return entry.tail
 
     def lend(self, part: NamespaceState, key: ChunkKey) -> Loan | None:
         """Pin a resident chunk; see `Catalog.lend`."""
@@ -67,6 +70,7 @@ class Loans:
         """End a loan; an unknown number is not an error."""
         entry = self.open.pop(number, None)
         if entry is not None:
+            self._space.settle(entry)
             self._space.unlease(entry)
 
     def _find(self, part: NamespaceState, key: ChunkKey) -> Entry | None:

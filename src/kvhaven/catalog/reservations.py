@@ -113,6 +113,12 @@ class Reservations:
             self._space.list(entry)
         return CommitResult.WAITING, None
 
+    def open(self, part: NamespaceState, key: ChunkKey) -> bool:
+        """Return whether ranks are writing this chunk, and none has given it up."""
+        entry = self._space.find(key)
+        reserved = entry is not None and entry.state is State.RESERVED
+        return reserved and entry is not None and entry.namespace is part
+
     def abort(self, member_id: MemberId, key: ChunkKey, generation: int) -> None:
         """End a member's part without a commit: the reservation is retired."""
         entry = self._close(self._sessions.members.get(member_id), key, generation)

@@ -193,6 +193,7 @@ class ResidentChunks(Generic[S]):
         """Make a chunk visible: all its shards are written and have checksums."""
         if entry.state is State.RESERVED:
             self.reserved_bytes -= entry.extent.length
+            self.settle(entry)
         entry.state = State.RESIDENT
         entry.owner = None
         entry.writers = None
@@ -220,9 +221,21 @@ class ResidentChunks(Generic[S]):
 
     def touch_tail(self, entry: Entry) -> None:
         """Record a use of a resident tail."""
+        self.settle(entry)
         self._stamp([entry])
         self.orders.touched([entry])
         self.tails.used(entry.key)
+
+    def keep(self, tail: Entry) -> None:
+        """Let a tail age as a full chunk until `settle`, because somebody waits for it.
+
+        A new tail does so until it is resident, or if it was promoted, until its first use.
+        """
+        self._reorder(tail, kept=True)
+
+    def settle(self, entry: Entry) -> None:
+        """Let a tail be evicted before all full chunks again; a full chunk stays as it is."""
+        self._reorder(entry, kept=False)
 
     def arrange(self, entries: Sequence[Entry]) -> None:
         """Put resident chunks of one namespace in order, given from tail to head; not a use."""
@@ -357,6 +370,16 @@ class ResidentChunks(Generic[S]):
             else:
                 yield
 
+    def _reorder(self, entry: Entry, *, kept: bool) -> None:
+        if entry.kept is kept:
+            return
+        listed = entry.listed
+        if listed:
+            self.orders.removed(entry)
+        entry.kept = kept
+        if listed:
+            self.orders.added(entry)
+
     def _stamp(self, entries: Sequence[Entry]) -> None:
         """Record the use of chunks of one size, and of their slabs."""
         self._clock = clock = self._clock + 1
@@ -395,7 +418,7 @@ class ResidentChunks(Generic[S]):
             oldest = [e for policy in orders.values() if (e := self._oldest(policy)) is not None]
             if not oldest:
                 return
-            victim = min(oldest, key=lambda entry: (not entry.tail, entry.stamp))
+            victim = min(oldest, key=lambda entry: (entry.order > 0, entry.stamp))
             wanted = -(-excess // victim.extent.length)
             count = 1 if len(orders) > 1 else min(most_chunks, wanted)
             before = self.evictions

@@ -130,20 +130,25 @@ class SharedTierIndex(TierTransfers):
         del self.lookups[number]
         for key in lookup.keys:
             del self.pending[key]
-            if found is None:
-                self._believe(key, None, min(FAILED_S, self.spec.lookup_ttl_s), present=False)
-                continue
-            present = found.get(key, 0) == lookup.namespace.complete
+            present = found is not None and found.get(key, 0) == lookup.namespace.complete
             self.found += present
             # A chunk written since the lookup began is present, whatever the lookup saw.
-            if present or not self.holds(key, lookup.namespace):
-                seconds = self.spec.lookup_ttl_s
+            if not present and self.holds(key, lookup.namespace):
+                continue
+            seconds = self.spec.lookup_ttl_s
+            if found is None:
+                self._believe(key, None, min(FAILED_S, seconds), present=False)
+            else:
                 self._believe(key, lookup.namespace, seconds, present=present, tail=tail)
         return lookup
 
-    def arrived(self, namespace: NamespaceState, key: ChunkKey, tail: int = 0) -> None:
-        """Record a chunk as present, or a tail of so many stored tokens."""
+    def arrived(self, namespace: NamespaceState, key: ChunkKey, tail: int = 0) -> Lookup | None:
+        """Record a chunk as present, or a tail of so many stored tokens.
+
+        Returns its pending lookup, for which nothing needs to wait any longer.
+        """
         self._believe(key, namespace, self.spec.lookup_ttl_s, present=True, tail=tail)
+        return self.pending.get(key)
 
     # Reads and writes
 

@@ -11,6 +11,7 @@ from kvhaven.cli.text import size_text
 
 if TYPE_CHECKING:
     from kvhaven.peers.addresses import Address
+    from kvhaven.peers.certificates import Certificates
     from kvhaven.peers.wire import NamespaceFields
     from kvhaven.service.status import ServiceStatus
 
@@ -72,12 +73,13 @@ def measure_peer(
 ) -> None:
     """Connect to a node as a peer does, and measure the connection; no service is needed here.
 
-    Uses the settings of this machine (`peer_token_file`). Exits with status 1 if it fails.
+    Uses the settings of this machine (`peer_token_file`, `peer_cert`). With certificates, the
+    connection that is measured is encrypted. Exits with status 1 if it fails.
     """
     from kvhaven.peers.visit import measure  # noqa: PLC0415 - keeps other commands quick
 
-    address, token = _address_and_token(host)
-    speed = measure(address, token, size << 20)
+    address, token, certificates = _access(host)
+    speed = measure(address, token, size << 20, certificates)
     typer.echo(
         f"peer {address}: node {speed.node[:8]}, round trip {speed.round_trip_s * 1e3:.2f} ms, "
         f"{size_text(int(speed.bytes_per_s))}/s over one connection"
@@ -92,8 +94,7 @@ def diff(host: Host, *, socket: Socket = None) -> None:
     """
     from kvhaven.peers.visit import namespaces  # noqa: PLC0415 - keeps other commands quick
 
-    address, token = _address_and_token(host)
-    theirs = namespaces(address, token)
+    theirs = namespaces(*_access(host))
     ours = [one for one in _status(socket).namespaces if one.fields]
     if not (ours and theirs):
         typer.echo(f"no engine has attached {'there' if ours else 'here'} yet")
@@ -136,9 +137,11 @@ def _status(socket: Path | None) -> "ServiceStatus":
         return msgspec.json.decode(control.status(), type=ServiceStatus)
 
 
-def _address_and_token(host: str) -> "tuple[Address, bytes]":
+def _access(host: str) -> "tuple[Address, bytes, Certificates | None]":
     from kvhaven.config import load_settings  # noqa: PLC0415 - keeps other commands quick
     from kvhaven.peers.addresses import parse_address, read_token  # noqa: PLC0415
+    from kvhaven.peers.certificates import read_certificates  # noqa: PLC0415
 
-    token = read_token(load_settings().settings.peer_token_file)
-    return parse_address(host, "HOST"), token
+    settings = load_settings().settings
+    token = read_token(settings.peer_token_file)
+    return parse_address(host, "HOST"), token, read_certificates(settings)

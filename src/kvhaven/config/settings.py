@@ -270,6 +270,39 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             kind="path",
         ),
     ] = None
+    peer_cert: Annotated[
+        str | None,
+        setting(
+            "Certificate (PEM) of this node for TLS with other nodes; with peer_key and peer_ca.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    peer_key: Annotated[
+        str | None, setting("Key (PEM) of peer_cert.", "a path, or none", kind="path")
+    ] = None
+    peer_ca: Annotated[
+        str | None,
+        setting(
+            "Certificate (PEM) of the authority whose certificates other nodes must have.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    peer_encrypt_data: Annotated[
+        bool,
+        setting(
+            "Encrypt chunks, too, and not only control messages. Slower; needs peer_cert.",
+            "true or false",
+        ),
+    ] = False
+    peer_tenants: Annotated[
+        bool,
+        setting(
+            "Send chunks of requests with a tenant or cache_salt to other nodes, and read theirs.",
+            "true or false",
+        ),
+    ] = True
     peer_streams: Annotated[
         int,
         setting(

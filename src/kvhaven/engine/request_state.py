@@ -63,8 +63,8 @@ class RequestState:
         self.planned_chunks = 0
         self.announced = False
         """Whether its chunks were announced to another node."""
-        self.with_tail = False
-        """Whether the tail of its prompt is saved and looked up, too."""
+        self.asks_tail = self.saves_tail = False
+        """Whether the tail of its prompt is looked up, and saved, too."""
         self.planned_tail = False
         """Whether the tail of its prompt has a planned save or needs none."""
         self.tail: ChunkKey | None = None
@@ -126,11 +126,12 @@ class RequestState:
             self.chain.extend(ids if tokens == len(ids) else ids[:tokens])
 
     def tail_key(self, end: int) -> ChunkKey | None:
-        """Return the key of the tail of the first `end` tokens; None if a full chunk ends there.
+        """Return the key of the tail of the first `end` tokens; None if none is worth keeping.
 
-        Raises `KeyInputError` if the tokens cannot be hashed.
+        The engine computes the last token in any case, so a tail of it alone saves nothing. Raises
+        `KeyInputError` if the tokens cannot be hashed.
         """
-        if not end % self.chunk_size:
+        if end % self.chunk_size <= 1:
             return None
         self.extend_keys(end)
         return self.chain.tail_key(self.request.tokens, end)

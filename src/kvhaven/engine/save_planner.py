@@ -111,7 +111,7 @@ class SavePlanner:
     def tail_due(self, state: RequestState, end: int) -> bool:
         """Return whether `plan_tail` may return a job; as fast as `due`."""
         request = state.request
-        return state.with_tail and not state.planned_tail and end >= request.num_prompt_tokens
+        return state.saves_tail and not state.planned_tail and end >= request.num_prompt_tokens
 
     def plan_tail(self, state: RequestState, end: int) -> list[SaveJob]:
         """Plan the save of the prompt's tail if the prompt is computed at the end of this step.

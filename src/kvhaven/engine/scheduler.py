@@ -126,7 +126,7 @@ class SchedulerSide:
                 state.extend_keys(request.num_tokens)
                 # Only prompts have tails, so it is not looked up for a request with output.
                 prompt = request.num_tokens == request.num_prompt_tokens
-                wanted = state.with_tail and prompt
+                wanted = state.asks_tail and prompt
                 state.tail = state.tail_key(request.num_tokens) if wanted else None
         self._announce(state)
         if not state.permissions.load:
@@ -286,10 +286,7 @@ class SchedulerSide:
         """Note that a request ended or was aborted; its blocks are fenced, not retained."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
-            state.forbid()
-            self._lookups.drop(state)
-            if state.announced:
-                self._client.end_chain(_chain_name(request.request_id))
+            self._leave(request.request_id, state)
         self._lookups.load_ended(request.request_id)
         self._saves.finished(request.request_id)
         self._epoch.finished(request.request_id)
@@ -305,8 +302,7 @@ class SchedulerSide:
         """
         trackers, self._states = self._states, {}
         for request_id, state in trackers.items():
-            state.forbid()
-            self._lookups.drop(state)
+            self._leave(request_id, state)
             self._lookups.load_ended(request_id)
         self._epoch.reset(trackers, self.held_blocks)
 
@@ -346,11 +342,19 @@ class SchedulerSide:
             return None
         state = RequestState(request, self._epoch.root(namespace), self._settings.chunk_size)
         transfer = request.transfer
-        state.with_tail = self._settings.pd_tail or bool(transfer.to) or transfer.awaited
+        state.saves_tail = self._settings.pd_tail or bool(transfer.to)
+        state.asks_tail = state.saves_tail or transfer.awaited
         self._states[request.request_id] = state
         with self._keying(state):
             self._follow(state)
         return state
+
+    def _leave(self, request_id: str, state: RequestState) -> None:
+        """End what a request has begun, after which nothing is loaded or saved for it."""
+        state.forbid()
+        self._lookups.drop(state)
+        if state.announced:
+            self._client.end_chain(_chain_name(request_id))
 
     def _note(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Note the requests that a step starts or resumes, before its saves are planned.
@@ -394,8 +398,7 @@ class SchedulerSide:
             tokens = state.request.num_prompt_tokens
             state.extend_keys(tokens)
             keys = state.chain.keys[: tokens // state.chunk_size]
-            saved = state.with_tail and not state.request.resumable
-            tail = state.tail_key(tokens) if saved else None
+            tail = None if state.request.resumable else state.tail_key(tokens)
             name = _chain_name(state.request.request_id)
             self._client.offer_chain(name, transfer.to, keys, state.chain.tenant, tail)
             state.announced = True

@@ -89,10 +89,14 @@ def read_token(path: str | None, setting: str = "peer_token_file") -> bytes:
     return token
 
 
-def require_token(listen: Address, token: bytes) -> None:
-    """Raise `ConfigError` for a listener that other machines reach and that asks for no token."""
-    if not token and not is_loopback(listen):
+def require_secret(listen: Address, *, secret: bool) -> None:
+    """Raise `ConfigError` for a listener that other machines reach and that asks for no proof.
+
+    `secret`: there is a token, or a certificate.
+    """
+    if not secret and not is_loopback(listen):
         raise ConfigError(
             f"peer_listen: {listen} can be reached by other machines, and no token is set; set "
-            "peer_token_file to the same file on all nodes, or listen at 127.0.0.1"
+            "peer_token_file to the same file on all nodes, or peer_cert, peer_key and peer_ca, or "
+            "listen at 127.0.0.1"
         )

@@ -12,6 +12,8 @@ from typing import Final, Protocol
 from kvhaven.catalog.loans import Loan
 from kvhaven.errors import ConfigError, KVHavenError, ProtocolError
 from kvhaven.peers.addresses import Address
+from kvhaven.peers.certificates import Certificates
+from kvhaven.peers.dial import Tickets
 from kvhaven.peers.nixl import KIND, NixlChannel, TcpOnly
 from kvhaven.peers.wire import (
     REQUEST,
@@ -24,6 +26,7 @@ from kvhaven.peers.wire import (
     Described,
     Fetch,
     Following,
+    GetTicket,
     Has,
     HasReply,
     Lent,
@@ -39,12 +42,20 @@ from kvhaven.peers.wire import (
     Request,
     Stale,
     Stream,
+    Ticket,
     welcome,
 )
 from kvhaven.protocol import KeyList, tenant_of
 from kvhaven.tiers.base import Namespace
 from kvhaven.tiers.executor import be_nice
-from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, ShardId, TenantId
+from kvhaven.types import (
+    NO_TENANT,
+    Checksum,
+    ChunkKey,
+    NamespaceDigest,
+    ShardId,
+    TenantId,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +108,9 @@ class PeerListener:
     """TCP listener. Each connection has a thread at nice 10, which serves one request at a time.
 
     Bytes go from the arena to the socket without a copy in this process. A chunk is pinned while
-    one of its shards is being sent, and no longer, whatever becomes of the peer.
+    one of its shards is being sent, and no longer, whatever becomes of the peer. With
+    `certificates`, a connection is encrypted, or has a ticket and only fetches chunks. Without
+    `tenants`, chunks of a tenant are not sent, and its chains not expected.
     """
 
     def __init__(
@@ -107,10 +120,16 @@ class PeerListener:
         token: bytes,
         lender: Lender,
         receiver: Receiver,
+        certificates: Certificates | None = None,
         channel: NixlChannel | TcpOnly | None = None,
+        *,
+        tenants: bool = True,
     ) -> None:
         self._node = node
         self._token = token
+        self._certificates = certificates
+        self._tenants = tenants
+        self._tickets = Tickets()
         self._lender = lender
         self._receiver = receiver
         self._channel = channel or TcpOnly("this node has no other channel")
@@ -171,7 +190,7 @@ class PeerListener:
     def _serve(self, stream: Stream) -> None:
         try:
             be_nice()
-            node = welcome(stream, self._node, self._token, time.monotonic() + _HANDSHAKE_S)
+            node = self._welcome(stream, time.monotonic() + _HANDSHAKE_S)
             self._admit(stream)
             _log.info("%s: connected, node %s", stream.title, node[:8])
             while True:
@@ -184,6 +203,15 @@ class PeerListener:
             _log.exception("%s: disconnected after an unexpected error", stream.title)
         finally:
             self._ended(stream)
+
+    def _welcome(self, stream: Stream, deadline: float) -> str:
+        """Do the handshake; return the other node's name. Raises `PeerError`."""
+        certificates = self._certificates
+        redeem = None
+        if certificates is not None:
+            stream.secure(lambda sock: certificates.listen(sock, deadline))
+            redeem = None if stream.encrypted else self._tickets.redeem
+        return welcome(stream, self._node, self._token, deadline, redeem)
 
     def _admit(self, stream: Stream) -> None:
         """Count a connection of a node of the cluster. Raises `PeerError` if there are too many."""
@@ -202,21 +230,41 @@ class PeerListener:
             self._unknown.discard(stream)
 
     def _answer(self, stream: Stream, node: str, request: Request) -> None:
+        data_only = self._certificates is not None and not stream.encrypted
+        if data_only and not isinstance(request, Fetch):
+            raise ProtocolError(f"{stream.title}: {type(request).__name__} needs TLS")
+        kept = isinstance(request, Has | Fetch | Borrow | Offer) and not self._may_share(
+            request.tenant
+        )
         if isinstance(request, Ping):
             stream.send(Pong(), time.monotonic() + _SEND_S)
         elif isinstance(request, Has):
             keys, tenant = KeyList(request.keys), tenant_of(request.tenant)
             there = self._lender.has(NamespaceDigest(request.namespace), keys, tenant)
-            stream.send(HasReply(bytes(there)), time.monotonic() + _SEND_S)
+            answer = HasReply(bytes(len(keys)) if kept else bytes(there))
+            stream.send(answer, time.monotonic() + _SEND_S)
         elif isinstance(request, Offer):
-            stream.send(self._receiver.offered(node, request), time.monotonic() + _SEND_S)
+            refusal = Following(yes=False, reason="peer_tenants is off on this node")
+            expected = refusal if kept else self._receiver.offered(node, request)
+            stream.send(expected, time.monotonic() + _SEND_S)
+        elif isinstance(request, GetTicket):
+            closed = self._certificates is None or self._certificates.encrypt_data
+            ticket = Ticket(b"", b"") if closed else self._tickets.issue()
+            stream.send(ticket, time.monotonic() + _SEND_S)
+        elif kept:
+            stream.send(Absent(), time.monotonic() + _SEND_S)
         elif isinstance(request, Progress):
             stream.send(self._receiver.progressed(node, request), time.monotonic() + _SEND_S)
         elif isinstance(request, Probe):
             _send_zeros(stream, request.size)
         elif isinstance(request, Describe):
             stream.send(_described(self._lender.namespaces()), time.monotonic() + _SEND_S)
-        elif isinstance(request, OpenChannel):
+        else:
+            self._give(stream, request)
+
+    def _give(self, stream: Stream, request: OpenChannel | Borrow | Fetch) -> None:
+        """Give a shard, or a channel for shards."""
+        if isinstance(request, OpenChannel):
             known = request.kind == KIND
             offer = self._channel.offer() if known else Channel(reason="unknown channel")
             stream.send(offer, time.monotonic() + _SEND_S)
@@ -224,6 +272,9 @@ class PeerListener:
             self._lend_shard(stream, request)
         else:
             self._send_shard(stream, request)
+
+    def _may_share(self, tenant: bytes) -> bool:
+        return self._tenants or tenant_of(tenant) == NO_TENANT
 
     def _send_shard(self, stream: Stream, request: Fetch) -> None:
         namespace, tenant = NamespaceDigest(request.namespace), tenant_of(request.tenant)

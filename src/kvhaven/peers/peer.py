@@ -4,7 +4,6 @@
 import asyncio
 import contextlib
 import functools
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,8 @@ import xxhash
 
 from kvhaven.errors import ProtocolError, TierError
 from kvhaven.peers.addresses import Address
+from kvhaven.peers.certificates import Certificates
+from kvhaven.peers.dial import dial
 from kvhaven.peers.nixl import ChannelError, Hold, NixlRoute
 from kvhaven.peers.wire import (
     FETCHED,
@@ -22,9 +23,11 @@ from kvhaven.peers.wire import (
     HAS_REPLY,
     MOST_KEYS,
     PONG,
+    TICKET,
     Absent,
     Fetch,
     Following,
+    GetTicket,
     Has,
     Offer,
     PeerError,
@@ -32,7 +35,7 @@ from kvhaven.peers.wire import (
     Progress,
     SilentPeerError,
     Stream,
-    greet,
+    Ticket,
 )
 from kvhaven.protocol import batches
 from kvhaven.tiers.base import StoredShard
@@ -89,6 +92,7 @@ class Peer:
         token: bytes,
         deadline_s: float,
         streams: int,
+        certificates: Certificates | None = None,
         route: NixlRoute | None = None,
     ) -> None:
         self.address = address
@@ -105,6 +109,7 @@ class Peer:
         self.breaker = Breaker(time.monotonic, threshold=3, pause_s=1.0, max_pause_s=30.0)
         self._self = node
         self._token = token
+        self._certificates = certificates
         self._deadline_s = deadline_s
         # Over NIXL, a thread borrows or verifies a shard while others wait for their transfers.
         threads = streams if route is None else 2 * streams
@@ -114,7 +119,8 @@ class Peer:
         self._control = TierExecutor(1)
         self._data = TierExecutor(threads, per_core=threads)
         self._lock = threading.Lock()
-        self._idle: list[Stream] = []
+        self._idle: dict[bool, list[Stream]] = {False: [], True: []}
+        """Connections without a request, by whether they are for data alone."""
 
     @property
     def usable(self) -> bool:
@@ -246,12 +252,13 @@ class Peer:
             return Checksum(answer.checksum)
 
         with self._slots:
-            return self._with_stream(read)
+            return self._with_stream(read, data=True)
 
     def disconnect(self) -> None:
         """Close the idle connections."""
         with self._lock:
-            streams, self._idle = self._idle, []
+            streams = [*self._idle[False], *self._idle[True]]
+            self._idle = {False: [], True: []}
         for stream in streams:
             stream.close()
 
@@ -264,16 +271,17 @@ class Peer:
     def _deadline(self) -> float:
         return time.monotonic() + self._deadline_s
 
-    def _with_stream(self, work: Callable[[Stream], T]) -> T:
-        """Do a request on an idle connection, or on a new one.
+    def _with_stream(self, work: Callable[[Stream], T], *, data: bool = False) -> T:
+        """Do a request on an idle connection, or on a new one; `data`: it needs no encryption.
 
         A connection that was idle may have been closed meanwhile: then a new one is tried once.
         """
+        data = data and self._certificates is not None and not self._certificates.encrypt_data
         with self._lock:
-            stream = self._idle.pop() if self._idle else None
+            stream = self._idle[data].pop() if self._idle[data] else None
         if stream is not None:
             try:
-                return self._done(stream, work(stream))
+                return self._done(stream, work(stream), data=data)
             except SilentPeerError:  # it would be silent for as long again
                 stream.close()
                 raise
@@ -283,35 +291,37 @@ class Peer:
             except BaseException:
                 stream.close()
                 raise
-        stream = self._connect()
+        stream = self._connect_for_data() if data else self._connect()
         try:
-            return self._done(stream, work(stream))
+            return self._done(stream, work(stream), data=data)
         except BaseException:
             stream.close()
             raise
 
-    def _done(self, stream: Stream, result: T) -> T:
+    def _done(self, stream: Stream, result: T, *, data: bool) -> T:
         with self._lock:
-            keep = len(self._idle) < self._most_idle
+            keep = len(self._idle[data]) < self._most_idle
             if keep:
-                self._idle.append(stream)
+                self._idle[data].append(stream)
         if not keep:
             stream.close()
         return result
 
     def _connect(self) -> Stream:
-        deadline = self._deadline
-        try:
-            sock = socket.create_connection(
-                (self.address.host, self.address.port), timeout=self._deadline_s
-            )
-        except (OSError, UnicodeError) as error:  # no DNS name may be like that
-            reason = getattr(error, "strerror", None) or str(error)
-            raise PeerError(f"{self.title} cannot be reached: {reason}") from error
-        stream = Stream(sock, self.title)
-        try:
-            self.node = greet(stream, self._self, self._token, deadline)
-        except BaseException:
-            stream.close()
-            raise
+        stream, self.node = dial(
+            self.address, self._self, self._token, self._certificates, self._deadline_s
+        )
+        return stream
+
+    def _connect_for_data(self) -> Stream:
+        """Return a connection without TLS if the peer has a ticket for it, else one with TLS."""
+
+        def ask(stream: Stream) -> Ticket:
+            stream.send(GetTicket(), self._deadline)
+            return stream.receive(TICKET, self._deadline)
+
+        ticket = self._with_stream(ask)
+        if not ticket.id:
+            return self._connect()
+        stream, _ = dial(self.address, self._self, b"", None, self._deadline_s, ticket)
         return stream

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvhaven.errors import ProtocolError, TierError, TierMissError
 from kvhaven.peers.addresses import Address, resolve
+from kvhaven.peers.certificates import Certificates
 from kvhaven.peers.nixl import KIND, NixlChannel, TcpOnly
 from kvhaven.peers.peer import AwayError, ChunkName, Peer, PeerStatus
 from kvhaven.peers.wire import (
@@ -20,7 +21,7 @@ from kvhaven.peers.wire import (
 from kvhaven.tiers.base import Namespace, StoredShard, TierAudit, TierHealth
 from kvhaven.tiers.executor import Lane, TierExecutor
 from kvhaven.tiers.format.codec import DamagedShardError
-from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, TenantId
+from kvhaven.types import NO_TENANT, Checksum, ChunkKey, NamespaceDigest, TenantId
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class PeerTier:
 
     `node` is this service's name, different at each start: an address that leads back here is
     ignored. `deadline_s` is the longest silence of a peer. `streams` is the number of shards that
-    are read concurrently from one peer.
+    are read concurrently from one peer. With `certificates`, connections are encrypted. Without
+    `tenants`, chunks of a tenant are neither looked up nor read.
     """
 
     name = "peer"
@@ -54,6 +56,8 @@ class PeerTier:
         token: bytes,
         deadline_s: float = 1.0,
         streams: int = 2,
+        certificates: Certificates | None = None,
+        tenants: bool = True,
         channel: NixlChannel | TcpOnly | None = None,
     ) -> None:
         self.node = uuid.uuid4().hex
@@ -61,6 +65,8 @@ class PeerTier:
         self._token = token
         self._deadline_s = deadline_s
         self._streams = streams
+        self._certificates = certificates
+        self._tenants = tenants
         self._channel = channel or TcpOnly("")
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[Address, Peer] = {}
@@ -147,7 +153,8 @@ class PeerTier:
         """Ask all peers for the chunks of these shards."""
         wanted: dict[tuple[NamespaceDigest, TenantId], dict[ChunkKey, None]] = {}
         for shard in shards:
-            wanted.setdefault((shard.namespace, shard.tenant), {})[shard.key] = None
+            if self._tenants or shard.tenant == NO_TENANT:
+                wanted.setdefault((shard.namespace, shard.tenant), {})[shard.key] = None
         usable = self._usable()
         there: set[ChunkName] = set()
         answered = False
@@ -161,13 +168,15 @@ class PeerTier:
                 peer.found += len(found)
                 for chunk in found:
                     self.located(chunk, peer)
-        if shards and not answered:
+        if wanted and not answered:
             raise TierError(f"no peer answered: {self._last_error}")
         return [(shard.namespace, shard.tenant, shard.key) in there for shard in shards]
 
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read from the peer that had the chunk, or from any other that has it."""
         best = self._where.get((shard.namespace, shard.tenant, shard.key))
+        if not (self._tenants or shard.tenant == NO_TENANT):
+            raise TierMissError("peer_tenants is off: chunks of tenants stay on their nodes")
         peers = sorted(self._usable(), key=lambda peer: peer is not best)
         if not peers:
             raise TierError(f"no peer can be reached: {self._last_error}")
@@ -278,7 +287,13 @@ class PeerTier:
         for address in [one for one in found if one not in self._peers]:
             route = self._channel.route(f"peer {address}")
             self._peers[address] = Peer(
-                address, self.node, self._token, self._deadline_s, self._streams, route
+                address,
+                self.node,
+                self._token,
+                self._deadline_s,
+                self._streams,
+                self._certificates,
+                route,
             )
         for address in [one for one in self._peers if one not in found]:
             await self._peers.pop(address).close(self._deadline_s)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Visits of tools to a node's listener: its speed, and the namespaces of its engines."""
 
-import socket
 import statistics
 import time
 import uuid
@@ -10,17 +9,17 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from kvhaven.peers.addresses import Address
+from kvhaven.peers.certificates import Certificates
+from kvhaven.peers.dial import dial
 from kvhaven.peers.wire import (
     DESCRIBED,
     PONG,
     PROBED,
     Describe,
     NamespaceFields,
-    PeerError,
     Ping,
     Probe,
     Stream,
-    greet,
 )
 
 _DEADLINE_S: Final = 5.0
@@ -37,9 +36,14 @@ class Speed(NamedTuple):
     bytes_per_s: float
 
 
-def measure(address: Address, token: bytes, size: int) -> Speed:
-    """Ping a node and receive `size` bytes from it. Raises `PeerError`."""
-    with _visit(address, token) as (stream, node):
+def measure(
+    address: Address, token: bytes, size: int, certificates: Certificates | None = None
+) -> Speed:
+    """Ping a node and receive `size` bytes from it, encrypted if there are certificates.
+
+    Raises `PeerError`.
+    """
+    with _visit(address, token, certificates) as (stream, node):
         trips = []
         for _ in range(_PINGS):
             begin = time.perf_counter()
@@ -55,25 +59,23 @@ def measure(address: Address, token: bytes, size: int) -> Speed:
     return Speed(node, statistics.median(trips), size / seconds)
 
 
-def namespaces(address: Address, token: bytes) -> Sequence[NamespaceFields]:
+def namespaces(
+    address: Address, token: bytes, certificates: Certificates | None = None
+) -> Sequence[NamespaceFields]:
     """Return the newest namespaces of a node's engines. Raises `PeerError`."""
-    with _visit(address, token) as (stream, _):
+    with _visit(address, token, certificates) as (stream, _):
         stream.send(Describe(), _deadline())
         return stream.receive(DESCRIBED, _deadline()).namespaces
 
 
 @contextmanager
-def _visit(address: Address, token: bytes) -> Iterator[tuple[Stream, str]]:
+def _visit(
+    address: Address, token: bytes, certificates: Certificates | None
+) -> Iterator[tuple[Stream, str]]:
     """Connect; yield the connection and the node's name."""
-    title = f"peer {address}"
+    stream, node = dial(address, uuid.uuid4().hex, token, certificates, _DEADLINE_S)
     try:
-        sock = socket.create_connection((address.host, address.port), timeout=_DEADLINE_S)
-    except (OSError, UnicodeError) as error:  # no DNS name may be like that
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PeerError(f"{title} cannot be reached: {reason}") from error
-    stream = Stream(sock, title)
-    try:
-        yield stream, greet(stream, uuid.uuid4().hex, token, _deadline())
+        yield stream, node
     finally:
         stream.close()
 

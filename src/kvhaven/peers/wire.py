@@ -11,6 +11,7 @@ import hmac
 import math
 import os
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.protocol import Key, MaybeKey, Sum, Tenant
 from kvhaven.types import KEY_BYTES, ShardId
 
-VERSION: Final = 4
+VERSION: Final = 5
 FRAME_LIMIT: Final = 1 << 20
 HANDSHAKE_LIMIT: Final = 1 << 10
 """Longest frame in bytes before the other side has proved that it knows the token."""
@@ -33,6 +34,7 @@ MOST_OFFERED: Final = 1 << 13
 """Keys in an `Offer`."""
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
+TICKET_BYTES: Final = 16
 
 _LENGTH: Final = struct.Struct("<I")
 _MOST_SAID: Final = 200
@@ -43,6 +45,7 @@ _RECEIVE: Final = 1 << 20
 M = TypeVar("M")
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+TicketId = Annotated[bytes, msgspec.Meta(max_length=TICKET_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
@@ -63,11 +66,15 @@ class PeerMessage(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 class PeerHello(PeerMessage, frozen=True, tag=True):
-    """First message of the node that connects. `node` differs for each start of a service."""
+    """First message of the node that connects. `node` differs for each start of a service.
+
+    With `ticket`, the secret of that ticket takes the place of the token.
+    """
 
     node: Name
     nonce: Nonce
     version: int = VERSION
+    ticket: TicketId = b""
 
 
 class PeerWelcome(PeerMessage, frozen=True, tag=True):
@@ -233,6 +240,17 @@ class Probed(PeerMessage, frozen=True, tag=True):
     """Answer to `Probe`: the bytes follow."""
 
 
+class GetTicket(PeerMessage, frozen=True, tag=True):
+    """Ask, over TLS, for a ticket with which one connection without TLS is accepted."""
+
+
+class Ticket(PeerMessage, frozen=True, tag=True):
+    """Answer to `GetTicket`: valid once, for 10 s. Both empty: only TLS is accepted."""
+
+    id: TicketId
+    secret: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
+
+
 class NamespaceFields(msgspec.Struct, frozen=True):
     """A namespace of a node's engines."""
 
@@ -250,7 +268,9 @@ class Described(PeerMessage, frozen=True, tag=True):
     namespaces: list[NamespaceFields]
 
 
-Request = Ping | Has | Fetch | OpenChannel | Borrow | Offer | Progress | Probe | Describe
+Request = (
+    Ping | Has | Fetch | OpenChannel | Borrow | Offer | Progress | Probe | GetTicket | Describe
+)
 REQUEST: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 PONG: Final = msgspec.msgpack.Decoder(Pong)
 HAS_REPLY: Final = msgspec.msgpack.Decoder(HasReply)
@@ -262,6 +282,7 @@ LENT: Final[msgspec.msgpack.Decoder[Lent | Absent | Stale]] = msgspec.msgpack.De
 RETURNED: Final = msgspec.msgpack.Decoder(Returned)
 PROBED: Final = msgspec.msgpack.Decoder(Probed)
 DESCRIBED: Final = msgspec.msgpack.Decoder(Described)
+TICKET: Final = msgspec.msgpack.Decoder(Ticket)
 FOLLOWING: Final = msgspec.msgpack.Decoder(Following)
 _HELLO: Final = msgspec.msgpack.Decoder(PeerHello)
 _PROOF: Final = msgspec.msgpack.Decoder(PeerProof)
@@ -288,6 +309,16 @@ class Stream:
         # The kernel's timeouts: with Python's, each call would be preceded by a poll.
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it is a TLS connection."""
+        return isinstance(self._socket, ssl.SSLSocket)
+
+    def secure(self, wrap: Callable[[socket.socket], socket.socket]) -> None:
+        """Replace the socket by what `wrap` makes of it, before anything is sent or received."""
+        self._socket = wrap(self._socket)
+        self._socket.settimeout(None)
 
     def send(self, message: PeerMessage, deadline: float) -> None:
         """Send a message."""
@@ -343,7 +374,8 @@ class Stream:
     def shut_down(self) -> None:
         """End the connection; a call in another thread ends. That thread then calls `close`."""
         with contextlib.suppress(OSError):  # the other side was first
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # That of a TLS socket would let a call in another thread go on without TLS.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection. Called by the thread that uses it, or if none does."""
@@ -360,7 +392,10 @@ class Stream:
         if left <= 0:
             raise SilentPeerError(f"{self.title}: no answer in time")
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, option, _timeval(left))
+            if self.encrypted:  # TLS tries again for ever when the kernel's timeout has passed
+                self._socket.settimeout(left)
+            else:
+                self._socket.setsockopt(socket.SOL_SOCKET, option, _timeval(left))
         except OSError as error:  # closed by another thread
             raise self._failed(error) from error
 
@@ -376,12 +411,13 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
 
 
-def greet(stream: Stream, node: str, token: bytes, deadline: float) -> str:
+def greet(stream: Stream, node: str, token: bytes, deadline: float, ticket: bytes = b"") -> str:
     """Do the part of the handshake of the node that connects; return the other node's name.
 
-    Raises `PeerError` if the other node refuses, speaks another version or does not know the token.
+    With the id of a ticket, `token` is its secret. Raises `PeerError` if the other node refuses,
+    speaks another version or does not know the token.
     """
-    hello = PeerHello(node, os.urandom(NONCE_BYTES))
+    hello = PeerHello(node, os.urandom(NONCE_BYTES), ticket=ticket)
     stream.send(hello, deadline)
     answer = stream.receive(_WELCOME, deadline)
     if isinstance(answer, PeerRefused):
@@ -397,15 +433,28 @@ def greet(stream: Stream, node: str, token: bytes, deadline: float) -> str:
     return answer.node
 
 
-def welcome(stream: Stream, node: str, token: bytes, deadline: float) -> str:
+def welcome(
+    stream: Stream,
+    node: str,
+    token: bytes,
+    deadline: float,
+    redeem: Callable[[bytes], bytes | None] | None = None,
+) -> str:
     """Do the part of the handshake of the node that listens; return the other node's name.
 
-    Raises `PeerError` after telling the other node why it is refused.
+    With `redeem`, the other node must have a ticket: it returns the secret of a ticket, which it
+    does once. Raises `PeerError` after telling the other node why it is refused.
     """
     hello = stream.receive(_HELLO, deadline)
     if hello.version != VERSION:
         reason = f"peer protocol version {hello.version} was offered; this node has {VERSION}"
         refuse(stream, f"{reason}: install the same KVHaven on all nodes", deadline)
+    if redeem is not None:
+        secret = redeem(hello.ticket)
+        if secret is None:
+            reason = "this node requires TLS: set peer_cert, peer_key and peer_ca on all nodes"
+            refuse(stream, reason, deadline)
+        token = secret
     nonce = os.urandom(NONCE_BYTES)
     proof = _proof(token, "listens", node, hello.nonce, nonce)
     stream.send(PeerWelcome(node, nonce, proof), deadline)

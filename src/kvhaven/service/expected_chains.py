@@ -36,6 +36,8 @@ class _Chain:
 
     Each lookup is answered once: its answer begins with its removal. A chunk in `arrived` is
     answered as present, by the job that was started when it arrived, or when it is expected.
+    `others` are its chunks that had a lookup already, most often of another chain that begins with
+    the same chunks. If that chain ends without them, this one answers the lookups.
     """
 
     def __init__(self, peer: Peer, namespace: Namespace, offer: Offer, now: float) -> None:
@@ -48,9 +50,15 @@ class _Chain:
         self.tenant = tenant_of(offer.tenant)
         self.lookups: dict[ChunkKey, int] = {}
         self.arrived: set[ChunkKey] = set()
+        self.others: set[ChunkKey] = set()
         self.heard = self.moved = now
         """Times of its last message, and of its last chunk."""
         self.ended = False
+
+    def can_inherit(self, chain: "_Chain", key: ChunkKey) -> bool:
+        """Return whether this chain may still bring a chunk that an ended one has not brought."""
+        alike = self.namespace is chain.namespace and self.tenant == chain.tenant
+        return alike and not self.ended and key not in self.arrived
 
 
 class ExpectedChains:
@@ -74,6 +82,8 @@ class ExpectedChains:
         self._clock = clock
         self._calls = LoopCalls()
         self._chains: dict[tuple[str, str], _Chain] = {}
+        self._heirs: dict[ChunkKey, dict[_Chain, None]] = {}
+        """Chains by their `others`."""
         self.accepted = self.completed = self.stalled = 0
 
     def __len__(self) -> int:
@@ -158,8 +168,13 @@ class ExpectedChains:
             part, end = chain.keys[first : first + _PIECE], first + _PIECE
             tail = chain.tail if end >= len(chain.keys) else None
             catalog = self._driver.catalog
-            chain.lookups |= catalog.expected(_TIER, digest, part, chain.tenant, tail)
-            for key in chain.arrived.intersection([*part, tail]):
+            numbers = catalog.expected(_TIER, digest, part, chain.tenant, tail)
+            chain.lookups |= numbers
+            wanted = part if tail is None else [*part, tail]
+            for key in [key for key in wanted if key not in numbers]:
+                chain.others.add(key)
+                self._heirs.setdefault(key, {})[chain] = None
+            for key in chain.arrived.intersection(wanted):
                 self._answer(chain, key, came=True)
             yield
 
@@ -174,7 +189,18 @@ class ExpectedChains:
     def _ending(self, chain: _Chain) -> Job:
         for part in batches([key for key in chain.lookups if key not in chain.arrived], _PIECE):
             for key in part:
-                self._answer(chain, key, came=False)
+                heirs = self._heirs.get(key, ())
+                heir = next((other for other in heirs if other.can_inherit(chain, key)), None)
+                if heir is None:
+                    self._answer(chain, key, came=False)
+                else:
+                    heir.lookups[key] = chain.lookups.pop(key)
+            yield
+        for part in batches(list(chain.others), _PIECE):
+            for key in part:
+                del self._heirs[key][chain]
+                if not self._heirs[key]:
+                    del self._heirs[key]
             yield
 
     def _answer(self, chain: _Chain, key: ChunkKey, *, came: bool) -> None:

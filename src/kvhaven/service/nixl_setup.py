@@ -24,7 +24,7 @@ def make_channel(settings: Settings, memory: ArenaMemory) -> NixlChannel | TcpOn
     if settings.peers is None and settings.peer_listen is None:
         return TcpOnly("")
     rdma = rdma_devices()
-    reason = reason_for_tcp(settings.transfer_channel, rdma)
+    reason = _forbidden(settings) or reason_for_tcp(settings.transfer_channel, rdma)
     if reason:
         asked = settings.transfer_channel == "nixl"
         _log.log(logging.WARNING if asked else logging.INFO, "peers: TCP is used: %s", reason)
@@ -37,3 +37,12 @@ def make_channel(settings: Settings, memory: ArenaMemory) -> NixlChannel | TcpOn
     )
     # Network cards register memory for writing, which a read-only mapping does not allow.
     return NixlChannel(memory, settings.nixl_backends.split(), environment, protect=not rdma)
+
+
+def _forbidden(settings: Settings) -> str:
+    """Return why NIXL may not be used; empty if it may."""
+    if settings.peer_encrypt_data:
+        return "peer_encrypt_data is on, and NIXL does not encrypt"
+    if not settings.peer_tenants:
+        return "peer_tenants is off, and with NIXL a peer could read all of this node's memory"
+    return ""

@@ -30,7 +30,10 @@ _LOOK_AHEAD: Final = 64
 _PIECE: Final = 512
 """Chunks that are looked up in one event: 0.5 ms."""
 _QUIET_S: Final = 4 * BEAT_S
-"""A chain whose request has ended is over when no chunk was saved for this long."""
+"""A chain whose request has ended is over when no chunk was saved for this long.
+
+If only its tail is missing and no rank is writing it, a quarter of this is enough: the tail found
+no space, or its request was aborted."""
 _LONGEST_QUIET_S: Final = 120.0
 """Any chain is over when no chunk was saved for this long."""
 _MOST_CHAINS: Final = 1024
@@ -206,12 +209,11 @@ class OfferedChains:
 
     def _is_over(self, chain: _Chain) -> bool:
         quiet = self._clock() - chain.moved
-        return (
-            not chain.missing
-            or quiet >= _LONGEST_QUIET_S
-            or (not chain.computing and quiet >= _QUIET_S)
-            or not self._attached(chain.session)
-        )
+        patience = _LONGEST_QUIET_S if chain.computing else _QUIET_S
+        if not chain.computing and chain.tail in chain.missing and len(chain.missing) == 1:
+            saving = self._driver.catalog.is_being_saved(chain.digest, chain.tail, chain.tenant)
+            patience = patience if saving else BEAT_S
+        return not chain.missing or quiet >= patience or not self._attached(chain.session)
 
     def _look_for(self, chain: _Chain, keys: Sequence[ChunkKey]) -> None:
         there = self._driver.catalog.has(chain.digest, keys, chain.tenant)
@@ -226,7 +228,7 @@ class OfferedChains:
         self._forget(chain, key)
         if key == chain.tail:
             catalog = self._driver.catalog
-            chain.tail_tokens = catalog.tail_tokens(chain.digest, key, chain.tenant)
+            chain.tail_tokens = catalog.keep_tail(chain.digest, key, chain.tenant)
         else:
             chain.arrived.append(index)
         chain.moved = self._clock()

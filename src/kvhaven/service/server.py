@@ -14,7 +14,8 @@ from kvhaven.catalog.actions import Action, SessionId, TierName, Update
 from kvhaven.catalog.policies import make_policy
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError, ProtocolError
-from kvhaven.peers.addresses import parse_address, read_token, require_token
+from kvhaven.peers.addresses import parse_address, read_token, require_secret
+from kvhaven.peers.certificates import read_certificates
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.nixl import NixlChannel, TcpOnly
 from kvhaven.peers.tier import PeerTier
@@ -158,10 +159,14 @@ class Service:
             return None
         address = parse_address(self._settings.peer_listen, "peer_listen")
         token = read_token(self._settings.peer_token_file)
-        require_token(address, token)
+        certificates = read_certificates(self._settings)
+        require_secret(address, secret=bool(token) or certificates is not None)
         node = self._peers.node if self._peers is not None else self.id
         lender = ArenaLender(self.driver, self.arena)
-        listener = PeerListener(address, node, token, lender, self._expected, channel)
+        tenants = self._settings.peer_tenants
+        listener = PeerListener(
+            address, node, token, lender, self._expected, certificates, channel, tenants=tenants
+        )
         logger.info("peers: listening at %s, port %d", address, listener.port)
         return listener
 

@@ -14,6 +14,7 @@ from kvhaven.catalog.tier_spec import MEMORY
 from kvhaven.config import Settings
 from kvhaven.errors import ConfigError
 from kvhaven.peers.addresses import parse_peers, read_token
+from kvhaven.peers.certificates import read_certificates
 from kvhaven.peers.tier import PeerTier
 from kvhaven.tenants import quotas_of
 from kvhaven.tiers.base import Tier
@@ -51,6 +52,8 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
             token=read_token(settings.peer_token_file),
             deadline_s=settings.peer_deadline_ms / 1000,
             streams=settings.peer_streams,
+            certificates=read_certificates(settings),
+            tenants=settings.peer_tenants,
         )
     for url in (settings.remote_url or "").split():
         tier = open_tier(url, _options(settings))

@@ -74,7 +74,7 @@ def test_a_chain_is_announced_once(bench: Bench) -> None:
     assert refused(bench) == before + 1
 
 
-@pytest.mark.parametrize("tokens", [1, 15])
+@pytest.mark.parametrize("tokens", [2, 15])
 def test_a_prompt_shorter_than_a_chunk_is_announced_as_a_tail(bench: Bench, tokens: int) -> None:
     side, request = bench.side(), make_request(tokens, params=ANNOUNCED)
     before = refused(bench)

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS between nodes: who is let in, what is encrypted, and what a ticket is good for."""
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvhaven.config import Settings
+from kvhaven.errors import ConfigError, TierMissError
+from kvhaven.keys import tenant_id
+from kvhaven.peers import dial as dialing
+from kvhaven.peers import visit
+from kvhaven.peers.addresses import Address, require_secret
+from kvhaven.peers.certificates import Certificates, read_certificates
+from kvhaven.peers.dial import Tickets, dial
+from kvhaven.peers.listener import PeerListener
+from kvhaven.peers.tier import PeerTier
+from kvhaven.peers.wire import (
+    FOLLOWING,
+    HAS_REPLY,
+    TICKET,
+    GetTicket,
+    Has,
+    Offer,
+    PeerError,
+    SilentPeerError,
+)
+from tests.unit.test_peers import PIECE, SPACE, Held, NoChains, local, reached
+
+TOKEN = b"a token of the cluster"
+PAYLOAD = bytes(PIECE.payload[: PIECE.shard.payload_bytes])
+
+
+class Authority:
+    """A certificate authority, made with openssl; `node` returns the files of a node's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.ca = folder / "ca.pem"
+        new = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+        self._openssl(*new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=cluster")
+
+    def node(
+        self, name: str, *, encrypt_data: bool = False, ca: Path | None = None
+    ) -> Certificates:
+        """Return a new certificate of this authority."""
+        key, cert = f"{name}.key", f"{name}.pem"
+        new = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+        self._openssl(*new, "-keyout", key, "-out", "request", "-subj", f"/CN={name}")
+        sign = ["x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key"]
+        self._openssl(*sign, "-CAcreateserial", "-out", cert, "-days", "2")
+        paths = (str(self.folder / cert), str(self.folder / key), str(ca or self.ca))
+        return Certificates(*paths, encrypt_data=encrypt_data)
+
+    def _openssl(self, *arguments: str) -> None:
+        command = ["openssl", *arguments]
+        subprocess.run(command, check=True, capture_output=True, cwd=self.folder)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed: apt-get install openssl")
+    return Authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@contextlib.contextmanager
+def listening(
+    certificates: Certificates | None, token: bytes = b"", *, tenants: bool = True
+) -> Iterator[PeerListener]:
+    address = Address("127.0.0.1", 0)
+    made = PeerListener(address, "there", token, Held(), NoChains(), certificates, tenants=tenants)
+    yield made
+    made.close()
+
+
+@contextlib.asynccontextmanager
+async def tier_at(
+    port: int,
+    certificates: Certificates | None,
+    token: bytes = b"",
+    deadline_s: float = 5.0,
+    *,
+    tenants: bool = True,
+) -> AsyncIterator[PeerTier]:
+    tier = PeerTier(
+        [local(port)],
+        token=token,
+        deadline_s=deadline_s,
+        certificates=certificates,
+        tenants=tenants,
+    )
+    await tier.start()
+    try:
+        yield tier
+    finally:
+        await tier.close(1)
+
+
+class Wire:
+    """A relay to a port, which keeps all bytes that pass, and can stop to pass any."""
+
+    def __init__(self, port: int) -> None:
+        self.seen = bytearray()
+        self.stopped = threading.Event()
+        self._to = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._open = [self._server]
+        self.port: int = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ours, _ = self._server.accept()
+                theirs = socket.create_connection(("127.0.0.1", self._to))
+                self._open += [ours, theirs]
+                for pair in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=self._pass, args=pair, daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen += data
+                if not self.stopped.is_set():
+                    sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for sock in self._open:
+            with contextlib.suppress(OSError):  # the other side was first
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+
+@contextlib.contextmanager
+def wire_to(port: int) -> Iterator[Wire]:
+    wire = Wire(port)
+    try:
+        yield wire
+    finally:
+        wire.close()
+
+
+@pytest.mark.parametrize("encrypt_data", [False, True])
+@pytest.mark.parametrize("token", [b"", TOKEN])
+async def test_keys_are_encrypted_and_chunks_if_wanted(
+    authority: Authority, token: bytes, *, encrypt_data: bool
+) -> None:
+    ours = authority.node("a", encrypt_data=encrypt_data)
+    with listening(authority.node("b"), token) as listener, wire_to(listener.port) as wire:
+        async with tier_at(wire.port, ours, token) as tier:
+            await reached(tier)
+            assert list(await tier.contains([PIECE.shard])) == [True]
+            assert bytes(SPACE.digest) not in bytes(wire.seen)
+            into = memoryview(bytearray(PIECE.shard.payload_bytes))
+            for _ in range(3):
+                assert await tier.read(PIECE.shard, into) == PIECE.checksum
+            assert into == PAYLOAD
+        assert (PAYLOAD not in bytes(wire.seen)) == encrypt_data
+
+
+async def test_either_node_can_have_chunks_encrypted(authority: Authority) -> None:
+    there = authority.node("b", encrypt_data=True)
+    with listening(there) as listener, wire_to(listener.port) as wire:
+        async with tier_at(wire.port, authority.node("a")) as tier:
+            await reached(tier)
+            into = memoryview(bytearray(PIECE.shard.payload_bytes))
+            assert await tier.read(PIECE.shard, into) == PIECE.checksum
+        assert PAYLOAD not in bytes(wire.seen)
+
+
+@pytest.mark.parametrize("who", ["stranger", "nobody", "token", "trusting"])
+async def test_only_nodes_with_a_certificate_of_the_authority_are_let_in(
+    authority: Authority, tmp_path: Path, who: str
+) -> None:
+    others = Authority(tmp_path / "others")
+    ours = {
+        "stranger": others.node("x", ca=authority.ca),  # it is not known to the listener
+        "nobody": None,
+        "token": None,
+        "trusting": others.node("y"),  # it does not know the listener's authority
+    }[who]
+    token = TOKEN if who == "token" else b""
+    with listening(authority.node("b"), token) as listener:
+        async with tier_at(listener.port, ours, token) as tier:
+            (peer,) = tier.peers()
+            assert not peer.up
+            assert "peer_cert" in peer.error or "alert" in peer.error, peer.error
+
+
+async def test_a_node_with_certificates_says_that_the_other_has_none(authority: Authority) -> None:
+    with listening(None) as listener:
+        async with tier_at(listener.port, authority.node("a")) as tier:
+            (peer,) = tier.peers()
+            assert not peer.up
+            assert "both nodes need peer_cert" in peer.error
+
+
+def test_the_token_counts_beside_the_certificate(authority: Authority) -> None:
+    with (
+        listening(authority.node("b"), TOKEN) as listener,
+        pytest.raises(PeerError, match="another token"),
+    ):
+        dial(local(listener.port), "me", b"", authority.node("a"), 5)
+
+
+def test_a_ticket_is_good_for_one_connection_and_for_chunks_alone(authority: Authority) -> None:
+    with listening(authority.node("b")) as listener:
+        there = local(listener.port)
+        control, _ = dial(there, "me", b"", authority.node("a"), 5)
+        end = time.monotonic() + 60
+        control.send(GetTicket(), end)
+        ticket = control.receive(TICKET, end)
+        data, _ = dial(there, "me", b"", None, 5, ticket)
+        with pytest.raises(PeerError, match="requires TLS"):
+            dial(there, "me", b"", None, 5, ticket)
+        data.send(Has(SPACE.digest, PIECE.shard.key), end)
+        with pytest.raises(PeerError, match="closed"):
+            data.receive(HAS_REPLY, end)
+        control.send(Has(SPACE.digest, PIECE.shard.key), end)
+        assert control.receive(HAS_REPLY, end).there == b"\1"
+        control.send(GetTicket(), end)
+        second = control.receive(TICKET, end)
+        forged = type(second)(second.id, bytes(32))
+        with pytest.raises(PeerError, match="another token"):
+            dial(there, "me", b"", None, 5, forged)
+        for stream in (control, data):
+            stream.close()
+
+
+def test_tickets_end_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    tickets = Tickets()
+    first = tickets.issue()
+    assert tickets.redeem(first.id) == first.secret
+    assert tickets.redeem(first.id) is None
+    assert tickets.redeem(b"") is None
+    given = [tickets.issue() for _ in range(dialing._MOST_TICKETS + 1)]
+    assert tickets.redeem(given[0].id) is None
+    assert tickets.redeem(given[1].id) == given[1].secret
+    monkeypatch.setattr(dialing, "_TICKET_S", 0.0)
+    late = tickets.issue()
+    assert tickets.redeem(late.id) is None
+
+
+@pytest.mark.parametrize("encrypt_data", [False, True])
+async def test_a_peer_that_falls_silent_is_given_up_in_time(
+    authority: Authority, *, encrypt_data: bool
+) -> None:
+    with listening(authority.node("b")) as listener, wire_to(listener.port) as wire:
+        ours = authority.node("a", encrypt_data=encrypt_data)
+        async with tier_at(wire.port, ours, deadline_s=1.0) as tier:
+            await reached(tier)
+            peer = next(iter(tier._peers.values()))
+            into = memoryview(bytearray(PIECE.shard.payload_bytes))
+            await peer.fetch(PIECE.shard, into)
+            wire.stopped.set()
+            with pytest.raises(SilentPeerError):
+                async with asyncio.timeout(60):
+                    await peer.fetch(PIECE.shard, into)
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16", b"\x16\x03\x01\x00\x05hello", b"\x05\0\0\0hello"])
+def test_who_says_nothing_or_nonsense_is_disconnected(
+    authority: Authority, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvhaven.peers.listener._HANDSHAKE_S", 0.2)
+    with listening(authority.node("b")) as listener:
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=60) as sock:
+            sock.sendall(said)
+            while sock.recv(1 << 16):
+                pass
+        dial(local(listener.port), "me", b"", authority.node("a"), 60)[0].close()
+
+
+def test_renewed_certificates_are_used_without_a_restart(authority: Authority) -> None:
+    with listening(authority.node("old")) as listener:
+        ours = authority.node("a")
+        dial(local(listener.port), "me", b"", ours, 5)[0].close()
+        key = authority.folder / "old.key"
+        kept = key.read_bytes()
+        key.write_bytes(b"half of a k")
+        dial(local(listener.port), "me", b"", ours, 5)[0].close()  # with the last good ones
+        key.write_bytes(kept)
+        other = Authority(authority.folder / "other")
+        other.node("new")
+        for name in ("key", "pem"):
+            shutil.copy(other.folder / f"new.{name}", authority.folder / f"old.{name}")
+        with pytest.raises(PeerError):
+            dial(local(listener.port), "me", b"", ours, 5)
+
+
+def test_tools_visit_over_tls(authority: Authority) -> None:
+    with listening(authority.node("b")) as listener:
+        speed = visit.measure(local(listener.port), b"", 1 << 20, authority.node("a"))
+        assert speed.node == "there"
+        with pytest.raises(PeerError, match="requires TLS"):
+            visit.namespaces(local(listener.port), b"")
+
+
+def test_settings_that_do_not_fit_are_named(authority: Authority, tmp_path: Path) -> None:
+    authority.node("a")
+    cert, key, ca = (str(authority.folder / name) for name in ("a.pem", "a.key", "ca.pem"))
+    assert read_certificates(Settings()) is None
+    assert read_certificates(Settings(peer_cert=cert, peer_key=key, peer_ca=ca)) is not None
+    with pytest.raises(ConfigError, match="peer_key, peer_ca: not set, but peer_cert is"):
+        read_certificates(Settings(peer_cert=cert))
+    with pytest.raises(ConfigError, match="peer_encrypt_data: on, but there are no"):
+        read_certificates(Settings(peer_encrypt_data=True))
+    with pytest.raises(ConfigError, match="peer_cert, peer_key: cannot use"):
+        read_certificates(Settings(peer_cert=cert, peer_key=ca, peer_ca=ca))
+    with pytest.raises(ConfigError, match="peer_ca: cannot use"):
+        read_certificates(Settings(peer_cert=cert, peer_key=key, peer_ca=str(tmp_path / "no")))
+    with pytest.raises(ConfigError, match="peer_cert, peer_key and peer_ca"):
+        require_secret(Address("0.0.0.0", 1), secret=False)
+    require_secret(Address("0.0.0.0", 1), secret=True)
+
+
+async def test_chunks_of_tenants_stay_where_they_are_if_wanted() -> None:
+    alice = tenant_id("alice")
+    shard = msgspec.structs.replace(PIECE.shard, tenant=alice)
+    into = memoryview(bytearray(shard.payload_bytes))
+    with listening(None, tenants=False) as listener:
+        async with tier_at(listener.port, None) as tier:
+            await reached(tier)
+            assert list(await tier.contains([shard, PIECE.shard])) == [False, True]
+            with pytest.raises(TierMissError):
+                await tier.read(shard, into)
+            stream, _ = dial(local(listener.port), "me", b"", None, 5)
+            end = time.monotonic() + 60
+            stream.send(Offer("1", SPACE.digest, PIECE.shard.key, alice), end)
+            assert "peer_tenants" in stream.receive(FOLLOWING, end).reason
+            stream.close()
+    with listening(None) as listener:
+        async with tier_at(listener.port, None, tenants=False) as tier:
+            await reached(tier)
+            assert list(await tier.contains([shard, PIECE.shard])) == [False, True]
+            assert list(await tier.contains([shard])) == [False]
+            with pytest.raises(TierMissError, match="peer_tenants"):
+                await tier.read(shard, into)

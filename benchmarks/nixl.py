@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads from another node's memory over NIXL, against NIXL alone with the same descriptors.
 
-Both move 256 MiB in shards of 4 MiB, four at a time, from the shared memory of one process to that
+Both move 64 MiB in shards of 4 MiB, four at a time, from the shared memory of one process to that
 of another, by NIXL's READ with `UCX_TLS=tcp,self`. NIXL alone advances its transfers as our helpers
 do (no progress thread, a pause of 0.1 ms), which was its fastest setting, and is measured with the
 xxh3-128 of all bytes (`peer.nixl`), computed in two threads, and without (`peer.nixl.unverified`):
@@ -48,10 +48,12 @@ from kvhaven.types import (
 )
 
 _SHARD: Final = 4 << 20
-_SHARDS: Final = 64
+_SHARDS: Final = 16
 _BYTES: Final = _SHARD * _SHARDS
 _AT_ONCE: Final = 2
-_ROUNDS: Final = 21
+_ROUNDS: Final = 80
+_SAY: Final = 10
+"""Rounds of which one is shown."""
 _WANTED: Final = 0.90
 _READY_S: Final = 60.0
 _PAUSE_S: Final = 1e-4
@@ -137,6 +139,7 @@ async def _alternate(
                 limits.append(limit)
                 verified.append(limit_verified)
                 tcp.append(plain_rate)
+            if number % _SAY == 1:
                 say(
                     f"peer {rate:.2f} GB/s; NIXL alone with xxh3 {limit_verified:.2f} (ratio "
                     f"{rate / limit_verified:.2f}), without {limit:.2f}; our TCP {plain_rate:.2f}"

@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick servers demo demo-fleet test test-quick test-ceph test-wheels bench bench-tiers docs lint format clean
+.PHONY: help setup setup-quick servers demo demo-fleet test test-quick test-ceph test-wheels test-vllm bench bench-tiers bench-fleet docs lint format clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -44,11 +44,18 @@ test-wheels: setup-quick  ## Install KVHaven's wheel into a bare Python 3.11, 3.
 demo-fleet: setup  ## Show a prefill node and an unlike decode node behind the router
 	@$(PYTHON) examples/fleet/main.py
 
+test-vllm:  ## Test the connector with another vLLM: make test-vllm VERSION=0.30.0 (in .venv-vllm-0.30.0)
+	@$(PYTHON3) scripts/setup-venv --venv .venv-vllm-$(VERSION) --vllm $(VERSION)
+	@.venv-vllm-$(VERSION)/bin/python scripts/test_vllm.py --version $(VERSION) $(ARGS)
+
 bench: setup servers  ## Measure, and compare with the limits of this machine
 	@$(PYTHON) -m benchmarks
 
 bench-tiers: setup servers  ## Measure disk, shared directory, S3 and Redis, and time to first token from each
 	@$(PYTHON) -m benchmarks tiers
+
+bench-fleet: setup  ## Measure several nodes: transfers, the router, tails, prefill and decode apart
+	@$(PYTHON) -m benchmarks fleet nixl route affinity tails apart
 
 docs:  ## Build the documentation site in build/site; a warning or a broken link fails
 	@$(PYTHON3) scripts/setup-venv --venv .venv-docs --docs

@@ -35,6 +35,9 @@ _SUBJECTS = {
     "fleet": "fleet",
     "nixl": "nixl",
     "route": "route",
+    "affinity": "affinity",
+    "apart": "apart",
+    "tails": "tails",
     "operate": "operate",
 }
 """Module of each subject, whose `measure(say)` returns its results; quick ones first."""
@@ -45,6 +48,9 @@ _OF_THEIR_OWN = {
     "fleet": "bench-fleet.json",
     "nixl": "bench-fleet.json",
     "route": "bench-fleet.json",
+    "affinity": "bench-fleet.json",
+    "apart": "bench-fleet.json",
+    "tails": "bench-fleet.json",
     "operate": "bench-operate.json",
 }
 """Subjects that are measured only if they are named, and the files of their results."""

@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads from another node's memory over TCP, against bare sockets that carry the same bytes.
 
-Both move 256 MiB in shards of 4 MiB over two connections from a process that keeps them in shared
-memory, and compute the xxh3-128 of what arrives. The connections are on loopback: this measures the
-protocol and the threads, not a network.
+Both move shards of 4 MiB over two connections from a process that keeps them in shared memory, and
+compute the xxh3-128 of what arrives, in threads at nice 10.
+
+- `peer.tcp`: 256 MiB over loopback: the protocol and the threads, not a network.
+- `peer.tcp.1g`, `peer.tcp.4g`: between two network namespaces, over a link that `tbf` limits to 1
+  and 4 Gbit (root only).
 """
 
 import asyncio
+import contextlib
 import mmap
 import multiprocessing
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Final
 
 import xxhash
 
+from benchmarks.networks import NoLinkError, link
 from benchmarks.results import Result, at_least
 from kvhaven.catalog.loans import Loan
 from kvhaven.errors import KVHavenError
@@ -27,6 +33,7 @@ from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
 from kvhaven.peers.wire import Following, Offer, Progress
 from kvhaven.tiers.base import Namespace, StoredShard
+from kvhaven.tiers.executor import be_nice
 from kvhaven.types import (
     Checksum,
     ChunkKey,
@@ -41,38 +48,83 @@ from kvhaven.types import (
 _SHARD: Final = 4 << 20
 _SHARDS: Final = 64
 _STREAMS: Final = 2
-_ROUNDS: Final = 7
-_WANTED: Final = 0.85
 _ID: Final = ShardId(0, (0, 1), (0, 1))
 _SPACE: Final = Namespace(NamespaceDigest(b"f" * 32), {}, ShardTable((Shard(_ID, _SHARD),)))
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Size of a comparison, and its target."""
+
+    shards: int
+    rounds: int
+    wanted: float
+    what: str
+
+
+_LOOPBACK: Final = _Plan(_SHARDS, 15, 0.85, "bare sockets with xxh3")
+_THROUGH: Final = "bare sockets with xxh3 through the same link"
+_LINKS: Final = {
+    "peer.tcp.1g": ("1gbit", _Plan(_SHARDS // 4, 5, 0.95, _THROUGH)),
+    "peer.tcp.4g": ("4gbit", _Plan(_SHARDS, 5, 0.95, _THROUGH)),
+}
+
+
 def measure(say: Callable[[str], None]) -> list[Result]:
-    """Measure `peer.tcp`: medians of rounds that alternate."""
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(theirs,), daemon=True
-    )
+    """Measure all: medians of rounds that alternate."""
+    with _sender("127.0.0.1") as ports:
+        results = [_compare("peer.tcp", "127.0.0.1", ports, _LOOPBACK, say)]
+    try:
+        with link() as ends, contextlib.ExitStack() as stack:
+            with ends.far.inside():
+                ports = stack.enter_context(_sender(ends.far.address))
+            stack.enter_context(ends.near.inside())
+            for name, (rate, plan) in _LINKS.items():
+                ends.limit(rate)
+                results.append(_compare(name, ends.far.address, ports, plan, say))
+    except NoLinkError as reason:
+        say(f"skipped: {', '.join(_LINKS)}: {reason}")
+    return results
+
+
+@contextlib.contextmanager
+def _sender(host: str) -> Iterator[tuple[int, int]]:
+    """Start a process that serves both protocols; yield its ports."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(host, theirs), daemon=True)
     process.start()
     try:
-        peer_port, bare_port = ours.recv()
-        into = mmap.mmap(-1, _SHARD * _SHARDS)
-        buffers = [memoryview(into)[at * _SHARD : (at + 1) * _SHARD] for at in range(_SHARDS)]
-        rates, limits = asyncio.run(_alternate(peer_port, bare_port, buffers, say))
+        yield ours.recv()
     finally:
         process.kill()
-    return [at_least("peer.tcp", rates, "GB/s", limits, _WANTED, "bare sockets with xxh3")]
+
+
+def _compare(
+    name: str, host: str, ports: tuple[int, int], plan: "_Plan", say: Callable[[str], None]
+) -> Result:
+    with mmap.mmap(-1, _SHARD * plan.shards) as memory:
+        views = [memoryview(memory)[at * _SHARD : (at + 1) * _SHARD] for at in range(plan.shards)]
+        rates, limits = asyncio.run(_alternate(host, ports, views, plan.rounds, say))
+        for view in views:
+            view.release()
+    return at_least(name, rates, "GB/s", limits, plan.wanted, plan.what)
 
 
 async def _alternate(
-    peer_port: int, bare_port: int, buffers: Sequence[memoryview], say: Callable[[str], None]
+    host: str,
+    ports: tuple[int, int],
+    buffers: Sequence[memoryview],
+    rounds: int,
+    say: Callable[[str], None],
 ) -> tuple[list[float], list[float]]:
-    tier = PeerTier([Address("127.0.0.1", peer_port)], token=b"", streams=_STREAMS)
+    peer_port, bare_port = ports
+    tier = PeerTier([Address(host, peer_port)], token=b"", streams=_STREAMS)
     await tier.start()
-    bare = [socket.create_connection(("127.0.0.1", bare_port)) for _ in range(_STREAMS)]
+    bare = [socket.create_connection((host, bare_port)) for _ in range(_STREAMS)]
     rates, limits = [], []
     try:
-        for number in range(_ROUNDS + 1):
+        for number in range(rounds + 1):
             limit = await asyncio.to_thread(_read_bare, bare, buffers)
             began = time.perf_counter()
             await _read_peer(tier, buffers)
@@ -105,6 +157,7 @@ def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) ->
     """Read the same bytes; return GB/s."""
 
     def read(sock: socket.socket, part: Sequence[memoryview]) -> None:
+        be_nice()
         for buffer in part:
             sock.sendall(b"!")
             got, hashed = 0, xxhash.xxh3_128()
@@ -179,17 +232,18 @@ class _NoChains:
         return Following(yes=False)
 
 
-def _serve(orders: Connection) -> None:
+def _serve(host: str, orders: Connection) -> None:
     """Serve both protocols until killed."""
     held = _Held()
     try:
-        listener = PeerListener(Address("127.0.0.1", 0), "bench", b"", held, _NoChains())
+        listener = PeerListener(Address(host, 0), "bench", b"", held, _NoChains())
     except KVHavenError as error:
         raise SystemExit(str(error)) from error
-    bare = socket.create_server(("127.0.0.1", 0))
+    bare = socket.create_server((host, 0))
     orders.send((listener.port, bare.getsockname()[1]))
 
     def serve(sock: socket.socket) -> None:
+        be_nice()
         at = 0
         while sock.recv(1):
             sock.sendall(held.map[at * _SHARD : (at + 1) * _SHARD])

@@ -255,8 +255,11 @@ def kill_node(fleet: Fleet) -> None:
     fleet.services["prefill"].kill()
 
 
-def stream(url: str, prompt: str, max_tokens: int) -> tuple[float, str]:
-    """Return the seconds to the first token of a streamed answer, and its text."""
+def stream(url: str, prompt: str, max_tokens: int, **more: object) -> tuple[float, str]:
+    """Return the seconds to the first token of a streamed answer, and its text.
+
+    `more` are further fields of the request.
+    """
     body = {
         "model": "demo",
         "prompt": prompt,
@@ -264,6 +267,7 @@ def stream(url: str, prompt: str, max_tokens: int) -> tuple[float, str]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        **more,
     }
     address = urlsplit(url)
     assert address.hostname is not None

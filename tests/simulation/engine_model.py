@@ -178,10 +178,15 @@ class Runner:
             connector.start_load_kv(None)
         connector.wait_for_save()
         self._linger()
-        results = connector.get_transfer_results(output.finished_req_ids)
-        result.connector.finished_sending = results.finished_sending or None
-        result.connector.finished_recving = results.finished_recving or None
-        result.connector.failed_recving = results.failed_recving
+        if hasattr(connector, "get_transfer_results"):
+            results = connector.get_transfer_results(output.finished_req_ids)
+            result.connector.finished_sending = results.finished_sending or None
+            result.connector.finished_recving = results.finished_recving or None
+            result.connector.failed_recving = results.failed_recving
+        else:  # vLLM 0.29
+            sent, received = connector.get_finished(output.finished_req_ids)
+            result.connector.finished_sending = sent or None
+            result.connector.finished_recving = received or None
         result.connector.invalid_block_ids = connector.get_block_ids_with_load_errors()
         result.connector.kv_connector_stats = connector.get_kv_connector_stats()
         result.connector.kv_connector_worker_meta = pickle.loads(
@@ -215,9 +220,9 @@ class Runner:
             self._requests.pop(name, None)
         starts: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
-            self._requests[new.req_id] = self._begin(
-                new.req_id, list(new.prompt_token_ids), new.block_ids
-            )
+            # For vLLM's V2 runner, a resumed request is a new one, with its output.
+            tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
+            self._requests[new.req_id] = self._begin(new.req_id, list(tokens), new.block_ids)
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):

@@ -193,8 +193,10 @@ class Simulation:
             while self.engine.in_flight:
                 self.engine.take()
             # vLLM raises when a load is under way or its blocks are held.
-            held = len(scheduler.requests) > sum(scheduler.get_request_counts())
-            running = not (scheduler.kv_holding_waiting or held)
+            live = {request.request_id for request in scheduler.running}
+            blocks = scheduler.kv_cache_manager.get_block_ids
+            held = any(any(blocks(name)) for name in scheduler.requests.keys() - live)
+            running = not held
         if scheduler.reset_prefix_cache(running, connector) and (connector or update):
             # What a weight update does; everything the engine holds was dropped.
             self.model.weights += 1

@@ -368,7 +368,8 @@ class Engine:
 
     def _count(self, data: dict[str, Any]) -> None:
         for name, amount in data.items():
-            if isinstance(amount, dict):  # a MultiConnector's child
-                self._count(amount.get("data", amount))
+            child = getattr(amount, "data", amount)  # MultiConnector has an object or a dictionary
+            if isinstance(child, dict):
+                self._count(child.get("data", child))
             else:
-                self.counters[name] = self.counters.get(name, 0) + amount
+                self.counters[name] = self.counters.get(name, 0) + child

@@ -79,6 +79,13 @@ class Pod:
         return found
 
 
+def addresses_of(peers: str | None) -> list[Address]:
+    """Return the addresses of the setting `peers`, which names no register here."""
+    addresses, registers = parse_peers(peers or "")
+    assert not registers
+    return addresses
+
+
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -319,7 +326,7 @@ def test_the_settings_of_a_guides_commands_are_accepted(path: Path) -> None:
             if word.startswith("KVHAVEN_")
         )
         settings = load_settings({}, environment).settings
-        for address in parse_peers(settings.peers or ""):
+        for address in addresses_of(settings.peers):
             assert address.port == parse_address(settings.peer_listen or "", "").port
         checked += len(environment)
     assert checked >= 4
@@ -356,7 +363,7 @@ def test_a_nodes_settings_are_accepted_and_its_token_is_mounted(name: str) -> No
     listen = parse_address(settings.peer_listen, "peer_listen")
     assert listen.port in service.ports.values()
     assert settings.peers
-    assert parse_peers(settings.peers)
+    assert addresses_of(settings.peers)
     path = PurePosixPath(settings.peer_token_file or "")
     if str(path) in service.mounts:  # a secret of Compose is a file
         assert service.mounts[str(path)] == "kvhaven-token"
@@ -391,7 +398,7 @@ def test_compose_ports_and_names_exist(path: Path) -> None:
         if one.runs("kvhaven", "serve")
     }
     for peers in (one.settings.peers for one in containers.values()):
-        assert set(parse_peers(peers or "")) <= addresses
+        assert set(addresses_of(peers)) <= addresses
     for option in ("--prefill", "--decode"):
         node = parse_node(router.option(option), option)
         url = urlsplit(node.url)
@@ -413,7 +420,7 @@ def assert_prefill_knows_decode(service: Container, decode: Sequence[Node]) -> N
     A chain is offered only to such an address; a name that `dns://` stands for is known by its
     numbers.
     """
-    peers = parse_peers(service.settings.peers or "")
+    peers = addresses_of(service.settings.peers)
     for node in decode:
         assert parse_address(node.peer, "") in peers, f"{node.peer} is not in {peers}"
 
@@ -501,7 +508,7 @@ def test_kubernetes_names_lead_to_pods(folder: Path) -> None:
         service = pods[urlsplit(node.url).hostname or ""].one("kvhaven", "serve")
         assert_prefill_knows_decode(service, decode)
     for pod in pods.values():
-        for address in parse_peers(pod.one("kvhaven", "serve").settings.peers or ""):
+        for address in addresses_of(pod.one("kvhaven", "serve").settings.peers):
             assert address.host in (services if address.dynamic else pods)
             assert address.port == PORT
 

@@ -127,6 +127,14 @@ def _annotations(kind: type[Any]) -> Iterator[tuple[str, Any]]:
     yield from inspect.get_annotations(kind).items()
 
 
+def skip_other_versions() -> None:
+    """Skip a test that compares with lists of names which were read against one version."""
+    import vllm
+
+    if not vllm.__version__.startswith("0.32."):
+        pytest.skip("the lists of names are those that differ from vLLM 0.32")
+
+
 UNREACHED = {name for entry in UNREACHED_CLASSES.values() for name in entry.split()}
 
 
@@ -199,6 +207,7 @@ def test_no_name_is_in_two_lists() -> None:
 
 def test_every_name_is_one_of_vllm() -> None:
     """A typing error would leave a field undecided, or hide one of a later version."""
+    skip_other_versions()
     classes = config_classes()
     for kind, fields in CONFIG_FIELDS.items():
         others = set(OTHER_VERSIONS.get(kind, "").split())
@@ -216,6 +225,7 @@ def test_every_name_is_one_of_vllm() -> None:
 def test_every_variable_is_one_of_vllm() -> None:
     import vllm.envs
 
+    skip_other_versions()
     assert set(names(ENVIRONMENT)) - vllm.envs.environment_variables.keys() == set(
         OTHER_VARIABLES.split()
     )
@@ -240,6 +250,7 @@ def hashed_by(kind: type[Any]) -> set[str]:
 
 
 def test_fields_that_vllm_hashes_for_its_compiler_are_ignored_knowingly() -> None:
+    skip_other_versions()
     found = {}
     for name, kind in config_classes().items():
         if name == "VllmConfig" or name not in CONFIG_FIELDS or "compute_hash" not in vars(kind):

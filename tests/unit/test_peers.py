@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 import struct
 import threading
@@ -29,6 +30,7 @@ from kvhaven.peers.wire import (
     Ping,
     Pong,
     Progress,
+    SilentPeerError,
     Stream,
     welcome,
 )
@@ -266,3 +268,27 @@ async def test_without_any_peer_it_is_offline_and_raises() -> None:
                 await tier.contains([PIECE.shard])
             with pytest.raises(TierError, match="no peer"):
                 await tier.read(PIECE.shard, memoryview(bytearray(len(PIECE.payload))))
+
+
+@pytest.mark.parametrize("direction", ["send", "receive"])
+def test_a_stream_ends_at_its_deadline_although_bytes_keep_moving(direction: str) -> None:
+    """Every part that moves is in time, but all of it would take minutes."""
+
+    def move(sock: socket.socket) -> None:
+        for _ in range(400):
+            if direction == "send":
+                sock.recv(10_000)
+            else:
+                sock.send(bytes(100))
+            time.sleep(0.01)
+
+    with rogue(move) as port:
+        stream = Stream(socket.create_connection(("127.0.0.1", port)), "test")
+        deadline = time.monotonic() + 0.5
+        data = memoryview(bytearray(64 << 20))
+        if direction == "send":
+            call = functools.partial(stream.send_bytes, data, deadline)
+        else:
+            call = functools.partial(stream.receive_into, data, deadline, silence_s=30)
+        with contextlib.closing(stream), pytest.raises(SilentPeerError):
+            call()

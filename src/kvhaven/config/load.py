@@ -211,6 +211,7 @@ _SERVICE_ONLY = (
     *_TIERS_ONLY,
     "peer_listen",
     "peers",
+    "peer_address",
     "peer_token_file",
     "peer_cert",
     "peer_key",

@@ -256,10 +256,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     peers: Annotated[
         str | None,
         setting(
-            "Other nodes whose memory is read. dns://name:port stands for all nodes behind a name.",
-            "one or more host:port separated by spaces, or none",
+            "Other nodes whose memory is read. dns://name:port stands for all nodes behind a name, "
+            "redis://host:port/db for all that register there.",
+            "one or more host:port or such URLs separated by spaces, or none",
             least=1,
             most=4096,
+        ),
+    ] = None
+    peer_address: Annotated[
+        str | None,
+        setting(
+            "Address that this node registers in Redis, where other nodes reach its peer_listen.",
+            "host:port, or none: the address of the interface towards Redis",
+            least=1,
+            most=256,
         ),
     ] = None
     peer_token_file: Annotated[

@@ -155,9 +155,7 @@ def _check_limits(info: SettingInfo, value: Value) -> None:
 
 def refuse(info: SettingInfo, raw: RawValue, reason: str = "") -> NoReturn:
     """Raise a `ConfigError` with the key, its origin, its value and the allowed values."""
-    shown = MASK if info.secret or info.kind == "quotas" else repr(raw.value)
-    if info.kind == "urls":
-        shown = redacted(shown)
+    shown = MASK if info.secret or info.kind == "quotas" else redacted(repr(raw.value))
     because = f" ({reason})" if reason else ""
     raise ConfigError(
         f"setting {info.name} = {shown}, from {raw.origin}, is refused{because}; "
@@ -171,8 +169,8 @@ def shown_value(info: SettingInfo, value: Value) -> tuple[Value, str]:
         return MASK, MASK
     if value is None:
         return None, "none"
-    if info.kind == "urls":
-        return redacted(str(value)), redacted(str(value))
+    if isinstance(value, str):
+        return redacted(value), redacted(value)
     if isinstance(value, bool):
         return value, str(value).lower()
     if info.kind == "size" and isinstance(value, int):

@@ -14,7 +14,10 @@ from kvhaven.types import NamespaceDigest
 logger = logging.getLogger(__name__)
 
 HeldBlocks = Callable[[], Iterable[int]]
-"""Returns the blocks of group 0 whose KV the engine uses, or may reuse for other requests."""
+"""Returns the blocks of group 0 whose KV the engine uses, or may reuse for other requests.
+
+Where it is None, the engine did not tell: then every block may be one.
+"""
 
 _LATE_STEPS: Final = 64
 """Maximum number of steps between the first use of a load and the report of its failure.
@@ -48,6 +51,9 @@ class Epoch:
         """Whether old KV can be told apart; False after `reset` or `doubt` failed midway."""
         self._salt = b""
         self._old_blocks: set[int] = set()
+        self._new_blocks: set[int] | None = None
+        """The only trusted blocks, after KV was distrusted in an engine that did not tell which
+        blocks it holds; None: all but `_old_blocks` are trusted."""
         self._old_requests: set[str] = set()
         self._adapter_of_request: dict[str, CacheName] = {}
         self._adapter_of_block: dict[int, CacheName | None] = {}
@@ -89,7 +95,9 @@ class Epoch:
         requests, blocks = self._adapter_of_request, self._adapter_of_block
         old = {name for name in {*running, *requests} if concerned(requests.get(name))}
         self._old_requests |= old
-        if held is not None:
+        if held is None:
+            self._trust_no_block()
+        else:
             self._old_blocks.update(
                 block
                 for block in held()
@@ -102,7 +110,9 @@ class Epoch:
 
         Running requests go on; one that is preempted and finds its own blocks counts as later.
         """
-        if held is not None:
+        if held is None:
+            self._trust_no_block()
+        else:
             self._old_blocks.update(held())
 
     def next_step(self) -> None:
@@ -175,9 +185,9 @@ class Epoch:
         """
         self.placed(request_id, blocks)
         self._load_over(request_id)
-        if self._old_blocks or self._old_requests:
+        if self._old_blocks or self._old_requests or self._new_blocks is not None:
             self._old_requests.discard(request_id)
-            if not self._old_blocks.isdisjoint(blocks[:computed_blocks]):
+            if self._any_old(blocks[:computed_blocks]):
                 self._old_requests.add(request_id)
         self._writes(request_id, blocks[computed_blocks:])
         return request_id not in self._old_requests
@@ -193,6 +203,29 @@ class Epoch:
             self._old_blocks.update(blocks)
         elif self._old_blocks:
             self._old_blocks.difference_update(blocks)
+        if self._new_blocks is not None:
+            if request_id in self._old_requests:
+                self._new_blocks.difference_update(blocks)
+            else:
+                self._new_blocks.update(blocks)
+
+    def _any_old(self, blocks: Sequence[int]) -> bool:
+        if not self._old_blocks.isdisjoint(blocks):
+            return True
+        return self._new_blocks is not None and not self._new_blocks.issuperset(blocks)
+
+    def _trust_no_block(self) -> None:
+        """Distrust all blocks until each is written anew: the engine does not tell which it holds.
+
+        Blocks that KVHaven loads count as found, so requests with hits are then not saved.
+        """
+        if self._new_blocks is None:
+            logger.warning(
+                "the engine does not tell which blocks its prefix cache holds: from now on, "
+                "requests that find KV there or in KVHaven are only saved if it was computed after "
+                "the last error, reset or preemption"
+            )
+        self._new_blocks = set()
 
     def finished(self, request_id: str) -> None:
         """Forget a request. Its load may still be running and write its blocks."""

@@ -93,8 +93,8 @@ class SchedulerSide:
         self._left_alone: set[str] = set()
         self._complaints: set[str] = set()
         self._in_doubt = False
-        self.held_blocks: HeldBlocks | None = None
-        """Set by engines that keep KV of finished requests (a prefix cache)."""
+        self.held_blocks: HeldBlocks | None = None if shared else tuple
+        """Set by engines that keep KV of finished requests (a prefix cache, `shared`)."""
         self.stats = SchedulerStats()
 
     # --- calls of the engine ----------------------------------------------------------------

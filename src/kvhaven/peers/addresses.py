@@ -12,6 +12,7 @@ PORT: Final = 7420
 """Port where none is given."""
 _LEAST_TOKEN: Final = 16
 _DNS: Final = "dns://"
+_REGISTERS: Final = ("redis://", "rediss://")
 _MOST_PORT: Final = 65535
 
 
@@ -49,9 +50,15 @@ def parse_address(text: str, setting: str, default_port: int = PORT) -> Address:
     return Address(host, number, dynamic)
 
 
-def parse_peers(text: str) -> list[Address]:
-    """Return the addresses of the setting `peers`, separated by spaces or commas."""
-    return [parse_address(word, "peers") for word in text.replace(",", " ").split()]
+def parse_peers(text: str) -> tuple[list[Address], list[str]]:
+    """Return the addresses and the URLs of registers in the setting `peers`.
+
+    They are separated by spaces or commas. Raises `ConfigError`.
+    """
+    words = text.replace(",", " ").split()
+    registers = [word for word in words if word.startswith(_REGISTERS)]
+    addresses = [parse_address(word, "peers") for word in words if word not in registers]
+    return addresses, registers
 
 
 def resolve(address: Address) -> list[Address]:

@@ -8,10 +8,10 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
-from kvhaven.errors import ProtocolError, TierError, TierMissError
-from kvhaven.peers.addresses import Address, resolve
+from kvhaven.errors import ConfigError, ProtocolError, TierError, TierMissError
+from kvhaven.peers.addresses import Address, parse_address, resolve
 from kvhaven.peers.certificates import Certificates
 from kvhaven.peers.nixl import KIND, NixlChannel, TcpOnly
 from kvhaven.peers.peer import AwayError, ChunkName, Peer, PeerStatus
@@ -32,6 +32,18 @@ _MOST_KNOWN: Final = 100_000
 """Chunks whose peer is remembered."""
 
 
+class Register(Protocol):
+    """A place where nodes find each other. Its methods block, and are called in a thread."""
+
+    title: str
+
+    def members(self) -> list[str]:
+        """Register this node again; return the addresses of all. Raises `TierError`."""
+
+    def leave(self) -> None:
+        """Remove this node."""
+
+
 class PeerTier:
     """Tier over the memory of other nodes' services. `Tier` documents the methods.
 
@@ -43,7 +55,8 @@ class PeerTier:
     `node` is this service's name, different at each start: an address that leads back here is
     ignored. `deadline_s` is the longest silence of a peer. `streams` is the number of shards that
     are read concurrently from one peer. With `certificates`, connections are encrypted. Without
-    `tenants`, chunks of a tenant are neither looked up nor read.
+    `tenants`, chunks of a tenant are neither looked up nor read. Nodes in `registers` are peers,
+    besides those at `addresses`.
     """
 
     name = "peer"
@@ -59,9 +72,12 @@ class PeerTier:
         certificates: Certificates | None = None,
         tenants: bool = True,
         channel: NixlChannel | TcpOnly | None = None,
+        registers: Sequence[Register] = (),
     ) -> None:
         self.node = uuid.uuid4().hex
         self._addresses = tuple(addresses)
+        self._registers = tuple(registers)
+        self._registered: dict[Register, list[Address]] = {}
         self._token = token
         self._deadline_s = deadline_s
         self._streams = streams
@@ -132,6 +148,10 @@ class PeerTier:
             self._keeper.cancel()
         for task in self._tasks:
             task.cancel()
+        for register in self._registers:
+            with contextlib.suppress(TierError, TimeoutError):  # the entry expires
+                async with asyncio.timeout(deadline_s):
+                    await self._names.run(Lane.READ, register.leave)
         closing = [peer.close(deadline_s) for peer in self._peers.values()]
         await asyncio.gather(self._names.close(deadline_s), *closing)
         if self._keeper is not None:  # its call has ended now, or is abandoned
@@ -284,6 +304,14 @@ class PeerTier:
                 # Its members stay while the name service is away.
                 self._last_error = f"{address} cannot be resolved: {error}"
             found |= dict.fromkeys(self._resolved.get(address, ()))
+        for register in self._registers:
+            try:
+                words = await self._names.run(Lane.READ, register.members)
+            except TierError as error:
+                self._last_error = str(error)
+            else:
+                self._registered[register] = _addresses(words, register.title)
+            found |= dict.fromkeys(self._registered.get(register, ()))
         for address in [one for one in found if one not in self._peers]:
             route = self._channel.route(f"peer {address}")
             self._peers[address] = Peer(
@@ -326,3 +354,17 @@ class PeerTier:
                 task.add_done_callback(self._tasks.discard)
         if probing:
             peer.breaker.probed(success=peer.up)
+
+
+def _addresses(words: Sequence[str], title: str) -> list[Address]:
+    """Return the valid ones of registered addresses; anybody may have written the others."""
+    found = []
+    for word in words:
+        try:
+            address = parse_address(word, title)
+        except ConfigError as error:
+            _log.debug("%s", error)
+            continue
+        if word.isprintable() and not address.dynamic:
+            found.append(address)
+    return found

@@ -40,7 +40,7 @@ _LENGTH: Final = struct.Struct("<I")
 _MOST_SAID: Final = 200
 """Characters of an error that are shown, since the other side may have chosen them."""
 _RECEIVE: Final = 1 << 20
-"""Largest piece in bytes that is received or sent before the deadline is checked again."""
+"""Largest piece in bytes that is received before the deadline is checked again."""
 
 M = TypeVar("M")
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -306,6 +306,8 @@ class Stream:
         self.title = title
         self.limit = HANDSHAKE_LIMIT
         self._socket = sock
+        self._waits: dict[int, float] = {}
+        """The socket's timeouts in seconds, by option; 0 is that of all calls."""
         # The kernel's timeouts: with Python's, each call would be preceded by a poll.
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -338,12 +340,17 @@ class Stream:
             raise ProtocolError(f"{self.title}: malformed message: {said}") from error
 
     def send_bytes(self, data: memoryview, deadline: float) -> None:
-        """Send raw bytes."""
+        """Send raw bytes.
+
+        In one call of the kernel: in pieces of 1 MiB it takes 1.4 times as much CPU time. Apart
+        from the message before them: behind it, the kernel copies them to unaligned memory.
+        """
         sent = 0
         while sent < len(data):
-            self._wait_at_most(deadline, socket.SO_SNDTIMEO)
+            # The timeout is that of the whole call, however often it waits for space.
+            self._wait_at_most(deadline - time.monotonic(), socket.SO_SNDTIMEO)
             try:
-                sent += self._socket.send(data[sent : sent + _RECEIVE])
+                sent += self._socket.send(data[sent:])
             except OSError as error:
                 raise self._failed(error) from error
 
@@ -361,7 +368,7 @@ class Stream:
         """
         got = 0
         while got < len(into):
-            self._wait_at_most(min(deadline, time.monotonic() + silence_s), socket.SO_RCVTIMEO)
+            self._wait_at_most(min(deadline - time.monotonic(), silence_s), socket.SO_RCVTIMEO)
             try:
                 count = self._socket.recv_into(into[got : got + _RECEIVE])
             except OSError as error:
@@ -387,17 +394,21 @@ class Stream:
         self.receive_into(memoryview(body), deadline)
         return body
 
-    def _wait_at_most(self, deadline: float, option: int) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
+    def _wait_at_most(self, seconds: float, option: int) -> None:
+        if seconds <= 0:
             raise SilentPeerError(f"{self.title}: no answer in time")
+        if self.encrypted:  # TLS tries again for ever when one of the kernel's timeouts has passed
+            option = 0
+        if seconds == self._waits.get(option):
+            return
         try:
-            if self.encrypted:  # TLS tries again for ever when the kernel's timeout has passed
-                self._socket.settimeout(left)
+            if self.encrypted:
+                self._socket.settimeout(seconds)
             else:
-                self._socket.setsockopt(socket.SOL_SOCKET, option, _timeval(left))
+                self._socket.setsockopt(socket.SOL_SOCKET, option, _timeval(seconds))
         except OSError as error:  # closed by another thread
             raise self._failed(error) from error
+        self._waits[option] = seconds
 
     def _failed(self, error: OSError) -> PeerError:
         if isinstance(error, TimeoutError | BlockingIOError):

@@ -13,9 +13,9 @@ from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.tier_spec import MEMORY
 from kvhaven.config import Settings
 from kvhaven.errors import ConfigError
-from kvhaven.peers.addresses import parse_peers, read_token
+from kvhaven.peers.addresses import parse_address, parse_peers, read_token
 from kvhaven.peers.certificates import read_certificates
-from kvhaven.peers.tier import PeerTier
+from kvhaven.peers.tier import PeerTier, Register
 from kvhaven.tenants import quotas_of
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
@@ -23,6 +23,7 @@ from kvhaven.tiers.filesystem.usage import Limits
 from kvhaven.tiers.health import START_WAIT_S
 from kvhaven.tiers.local.lock import check_place
 from kvhaven.tiers.local.tier import DiskTier
+from kvhaven.tiers.optional import import_optional
 from kvhaven.tiers.registry import TierOptions, open_tier
 from kvhaven.tiers.shared.store import SharedStore
 
@@ -47,13 +48,15 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
         )
         tiers[TierName(disk.name)] = disk
     if settings.peers is not None:
+        addresses, registers = parse_peers(settings.peers)
         tiers[TierName(PeerTier.name)] = PeerTier(
-            parse_peers(settings.peers),
+            addresses,
             token=read_token(settings.peer_token_file),
             deadline_s=settings.peer_deadline_ms / 1000,
             streams=settings.peer_streams,
             certificates=read_certificates(settings),
             tenants=settings.peer_tenants,
+            registers=[_register(url, settings) for url in registers],
         )
     for url in (settings.remote_url or "").split():
         tier = open_tier(url, _options(settings))
@@ -80,6 +83,24 @@ def _write_mode(settings: Settings, tier: Tier) -> WriteMode:
     if isinstance(tier, PeerTier):
         return WriteMode.OFF
     return WriteMode(settings.remote_write if tier.shared else settings.disk_write)
+
+
+def _register(url: str, settings: Settings) -> Register:
+    """Return the register of nodes at `url`. A node that does not listen only reads it."""
+    make = import_optional("redis.members", "redis", "peers at redis://").RedisMembers
+    register: Register
+    if settings.peer_listen is None:
+        register = make(url)
+        return register
+    name = "peer_listen" if settings.peer_address is None else "peer_address"
+    own = parse_address(settings.peer_address or settings.peer_listen, name)
+    if not own.port or own.dynamic:
+        raise ConfigError(
+            f"{name}: {own} cannot be registered for other nodes; expected host:port with the port "
+            "at which they reach this node (peer_address, if it is not that of peer_listen)"
+        )
+    register = make(url, own.host, own.port)
+    return register
 
 
 def store_at(url: str, settings: Settings) -> SharedStore:

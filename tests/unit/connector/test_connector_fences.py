@@ -158,10 +158,16 @@ def test_after_a_reset_nothing_cached_before_is_found(bench: Bench) -> None:
     assert bench.leases() == 0
 
 
-def test_what_is_found_in_a_cache_in_doubt_is_not_saved(bench: Bench) -> None:
+BOUND = pytest.mark.parametrize("bound", [True, False], ids=["pool", "no-pool"])
+"""A scheduler that does not give its block pool leaves all blocks in doubt, until written anew."""
+
+
+@BOUND
+def test_what_is_found_in_a_cache_in_doubt_is_not_saved(bench: Bench, *, bound: bool) -> None:
     side, running = bench.side(), make_request(48, "running")
     run_new(side, running, 20, blocks=range(12))
-    bind(side, Pool(range(16)))
+    if bound:
+        bind(side, Pool(range(16)))
     # It was scheduled with a new block; another one was preempted in the same step.
     output = scheduled(cached=[(running, [12], 20, 28)])
     assert saved_chunks(side.plan_step(output, cache_in_doubt=True)) == 2
@@ -175,10 +181,14 @@ def test_what_is_found_in_a_cache_in_doubt_is_not_saved(bench: Bench) -> None:
     assert saved_chunks(plan) == 2  # the others are being saved already
 
 
-def test_what_is_computed_from_old_kv_is_not_saved_in_the_new_epoch(bench: Bench) -> None:
+@BOUND
+def test_what_is_computed_from_old_kv_is_not_saved_in_the_new_epoch(
+    bench: Bench, *, bound: bool
+) -> None:
     side, running = bench.side(), make_request(48, "running")
     run_new(side, running, 20, blocks=range(12))
-    bind(side, Pool(range(12)))
+    if bound:
+        bind(side, Pool(range(12)))
     side.reset()
     # It goes on, with old KV and a new block.
     plan = side.plan_step(scheduled(cached=[(running, [12], 20, 28)]))

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvhaven.engine.scheduler import SchedulerSide
 from kvhaven.errors import IncompatibleEngineError, LayoutError
+from kvhaven.integrations.vllm import OLDEST_VLLM
 from kvhaven.integrations.vllm.compat import require_supported_engine, require_supported_vllm
 from kvhaven.integrations.vllm.connector import KVHavenConnector
 from tests.simulation.connector_kit import make_request, wait_until
@@ -422,6 +423,7 @@ def test_risc_v_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 TURNS_REUSE_OFF = {
+    "benchmarks/forward/main.py": "it runs no engine for clients",
     "v1/engine/core.py": "attention that is not causal: refused by the KV's spec",
     "config/vllm.py": "an encoder alone: it has no KV",
     "engine/arg_utils.py": "RISC-V: require_supported_model",
@@ -455,13 +457,29 @@ def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused(
 
 
 @pytest.mark.parametrize("method", ["on_new_request", "handle_preemptions", "bind_gpu_block_pool"])
-def test_an_old_vllm_is_refused_with_what_it_lacks(
+def test_a_vllm_without_a_hook_is_refused_with_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     require_supported_vllm()
     monkeypatch.delattr(KVConnectorBase_V1, method)
-    with pytest.raises(IncompatibleEngineError, match=f"lacks {method} in its connector"):
+    with pytest.raises(IncompatibleEngineError, match=rf"\(it lacks {method}\); expected vLLM 0"):
         require_supported_vllm()
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.9.2", "0.28.1rc2.dev7+g12ab"])
+def test_an_old_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    said = f"not supported; expected vLLM {OLDEST_VLLM} "
+    with pytest.raises(IncompatibleEngineError, match=said):
+        require_supported_vllm()
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.33.1.dev1+cpu", "1.0.0", "0.1.dev1+g12ab", "dev"])
+def test_a_vllm_that_is_newer_or_tells_no_version_is_taken(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    require_supported_vllm()
 
 
 def test_a_rank_that_is_there_already_is_refused(

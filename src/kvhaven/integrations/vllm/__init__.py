@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Integration of KVHaven with vLLM; imports of vLLM and torch are deferred until needed."""
 
+from typing import Final
+
 NAME = "KVHavenConnector"
 MODULE = "kvhaven.integrations.vllm.connector"
+OLDEST_VLLM: Final = "0.29"
+"""Older versions are refused; pyproject.toml and the documentation have the same number."""
 
 
 def register() -> None:

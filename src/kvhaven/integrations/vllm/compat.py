@@ -4,6 +4,7 @@
 import inspect
 import logging
 import platform
+import re
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -13,6 +14,7 @@ import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvhaven.errors import IncompatibleEngineError, UnreportedLoadError
+from kvhaven.integrations.vllm import OLDEST_VLLM
 from kvhaven.types import ShardId
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ _NEEDED = (
     "update_state_after_alloc",
     "bind_gpu_block_pool",
 )
-"""Methods of the base class that KVHaven requires for correctness (vLLM 0.29 has them all)."""
+"""Methods of the base class that KVHaven requires for correctness."""
 
 _WITHOUT = "Serve this model without KVHaven: leave --kv-transfer-config out."
 
@@ -44,15 +46,23 @@ _SERVED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 
 
 def require_supported_vllm() -> None:
-    """Raise `IncompatibleEngineError` if this vLLM lacks methods that the connector requires."""
+    """Raise `IncompatibleEngineError` for an older vLLM, or one without methods that are required.
+
+    A build from sources without git's tags has a version below 0.2, which says nothing.
+    """
     missing = [name for name in _NEEDED if not hasattr(KVConnectorBase_V1, name)]
     parameters = inspect.signature(KVConnectorBase_V1.__init__).parameters
     if "kv_cache_config" not in parameters:
         missing.append("the constructor's kv_cache_config")
-    if missing:
+    release = re.match(r"(\d+)\.(\d+)", str(vllm.__version__))
+    version = tuple(map(int, release.groups())) if release else (0, 0)
+    oldest = tuple(map(int, OLDEST_VLLM.split(".")))
+    if missing or (0, 2) <= version < oldest:
+        lacks = f" (it lacks {', '.join(missing)})" if missing else ""
         raise IncompatibleEngineError(
-            f"vLLM {vllm.__version__} lacks {', '.join(missing)} in its connector interface; "
-            "KVHaven needs vLLM 0.29 or newer and was tested with 0.32"
+            f"vLLM {vllm.__version__}: its connector interface is not supported{lacks}; expected "
+            f"vLLM {OLDEST_VLLM} or newer. Install one, or serve without KVHaven: leave "
+            "--kv-transfer-config out."
         )
 
 
@@ -329,3 +339,7 @@ def _kinds(spec: Any) -> set[str]:
     """Return the kinds of KV in a group, whose layers may have several similar kinds."""
     nested = getattr(spec, "kv_cache_specs", None)
     return {type(part).__name__ for part in (nested.values() if nested else (spec,))}
+
+
+# Checked on import: modules that are imported after this one use names that older versions lack.
+require_supported_vllm()

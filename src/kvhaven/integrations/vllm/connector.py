@@ -20,7 +20,6 @@ from kvhaven.integrations.vllm.compat import (
     report_error,
     require_supported_engine,
     require_supported_model,
-    require_supported_vllm,
 )
 from kvhaven.integrations.vllm.encoder_cache import watch_encoder_cache
 from kvhaven.integrations.vllm.platforms import require_supported_platform
@@ -75,7 +74,6 @@ class KVHavenConnector(KVConnectorBase_V1):
         role: KVConnectorRole,
         kv_cache_config: "KVCacheConfig",
     ) -> None:
-        require_supported_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported_engine(vllm_config, kv_cache_config)
         require_supported_platform(vllm_config)

@@ -184,8 +184,9 @@ def scheduled_requests(output: "SchedulerOutput") -> list[ScheduledRequest]:
 def leaves_uncomputed_blocks(config: "VllmConfig", output: "SchedulerOutput") -> bool:
     """Return whether vLLM's prefix cache may hold blocks since this step that are not computed.
 
-    With priority scheduling, vLLM (0.32) may preempt a request that it has already scheduled in the
-    same step. The blocks of the tokens that it then does not compute stay in the prefix cache.
+    With priority scheduling, vLLM (0.29 to 0.33) may preempt a request that it has already
+    scheduled in the same step. The blocks of the tokens that it then does not compute stay in the
+    prefix cache.
     """
     by_priority = config.scheduler_config.policy == "priority"
     return by_priority and bool(output.preempted_req_ids)

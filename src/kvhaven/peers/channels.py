@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of the channel by which shards are read from peers: TCP or NIXL.
 
-Without RDMA, TCP moved 1.6 times as many bytes per second as NIXL (`peer.nixl.tcp` in the
+Without RDMA, TCP moved 1.7 times as many bytes per second as NIXL (`peer.nixl.tcp` in the
 benchmarks), so `auto` chooses NIXL only where a network card can do RDMA.
 """
 

@@ -15,6 +15,7 @@ import pytest
 
 from kvhaven.catalog.loans import Loan
 from kvhaven.errors import TierError
+from kvhaven.peers import tier as tiers
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
@@ -296,3 +297,44 @@ def test_a_stream_ends_at_its_deadline_although_bytes_keep_moving(direction: str
             call = functools.partial(stream.receive_into, data, deadline, silence_s=30)
         with contextlib.closing(stream), pytest.raises(SilentPeerError):
             call()
+
+
+async def test_a_peer_that_was_away_returns_when_it_answers_however_long_it_was(
+    listener: PeerListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left out because its answers failed, and then it was not there at all."""
+    away, connections = threading.Event(), 0
+
+    def relay(sock: socket.socket) -> None:
+        nonlocal connections
+        connections += 1
+        if away.is_set():
+            return
+        with socket.create_connection(("127.0.0.1", listener.port)) as far:
+            threading.Thread(target=copy, args=(far, sock), daemon=True).start()
+            copy(sock, far)
+
+    def copy(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while (data := source.recv(1 << 16)) and not away.is_set():
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+    monkeypatch.setattr(tiers, "_PING_S", 0.01)
+    with rogue(relay) as port:
+        async with tier_of(local(port)) as tier:
+            await reached(tier)
+            away.set()
+            (peer,) = tier._peers.values()
+            for _ in range(3):
+                peer.breaker.failed()
+            first, before = peer.breaker.pause_s, connections
+            while connections < before + 20:  # noqa: ASYNC110  pings
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(peer.breaker, "_since", -1e9)  # a long time ago
+            while connections < before + 40:  # noqa: ASYNC110  pings
+                await asyncio.sleep(0.01)
+            assert not peer.usable
+            assert peer.breaker.pause_s == first
+            away.clear()
+            await reached(tier)

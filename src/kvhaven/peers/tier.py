@@ -347,9 +347,6 @@ class PeerTier:
     async def _look_after(self, peer: Peer) -> None:
         if peer.own:
             return
-        probing = peer.breaker.take_probe()
-        if not (probing or peer.breaker.closed):
-            return
         try:
             node = await peer.ping()
         except Exception as error:  # noqa: BLE001  this peer is away; the others are kept
@@ -370,8 +367,9 @@ class PeerTier:
                 task = asyncio.create_task(peer.negotiate(), name="kvhaven-peers-negotiate")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-        if probing:
-            peer.breaker.probed(success=peer.up)
+            # Not before: a pause that grew while it was away would go on when it is back.
+            if peer.breaker.take_probe():
+                peer.breaker.probed(success=True)
 
 
 def _addresses(words: Sequence[str], title: str) -> list[Address]:

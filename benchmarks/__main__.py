@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks by subject: `make bench`, or `python -m benchmarks [SUBJECT...]`.
 
-Without a subject, all are measured except `tiers` (`make bench-tiers`), `fleet`, `route`,
+Without a subject, all are measured except `tiers` (`make bench-tiers`), `fleet`, `nixl`, `route`,
 `affinity`, `tails` and `apart` (`make bench-fleet`), `identity` and `operate`. Each subject
-measures its limit in the same run, alternating with the measured operation, and takes medians.
-Other load on the machine changes the results.
+measures its limit in the same run, alternating with the measured operation, and takes medians. Other
+load on the machine changes the results.
 """
 
 import argparse
@@ -34,6 +34,7 @@ _SUBJECTS = {
     "identity": "identities",
     "tiers": "tiers",
     "fleet": "fleet",
+    "nixl": "nixl",
     "route": "route",
     "affinity": "affinity",
     "apart": "apart",
@@ -46,6 +47,7 @@ _OF_THEIR_OWN = {
     "tiers": "bench-tiers.json",
     "identity": "bench.json",
     "fleet": "bench-fleet.json",
+    "nixl": "bench-fleet.json",
     "route": "bench-fleet.json",
     "affinity": "bench-fleet.json",
     "apart": "bench-fleet.json",

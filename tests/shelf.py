@@ -86,8 +86,8 @@ class Shelf:
     def offered(self, node: str, offer: Offer) -> Following:
         return Following(yes=False, reason="a test")
 
-    def progressed(self, node: str, progress: Progress) -> Following:
+    def pulled(self, node: str, pull: Pull) -> Following:
         return Following(yes=False, reason="a test")
 
-    def pulled(self, node: str, pull: Pull) -> Following:
+    def progressed(self, node: str, progress: Progress) -> Following:
         return Following(yes=False, reason="a test")

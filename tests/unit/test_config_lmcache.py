@@ -35,6 +35,10 @@ UNDERSTOOD = [
     ("save_decode_cache", "False", "save_decode_cache", False),
     ("save_unfull_chunk", "true", "pd_tail", True),
     ("save_unfull_chunk", "False", "pd_tail", False),
+    ("transfer_channel", "nixl", "transfer_channel", "auto"),
+    ("transfer_channel", "py_socket", "transfer_channel", "tcp"),
+    ("nixl_backends", "UCX", "nixl_backends", "UCX"),
+    ("nixl_backends", '["UCX", "LIBFABRIC"]', "nixl_backends", "UCX LIBFABRIC"),
     ("priority_limit", "3", "priority_limit", 3),
     ("enable_kv_events", "False", "kv_events", False),
     ("force_skip_save", "1", "force_skip_save", True),
@@ -49,6 +53,13 @@ UNDERSTOOD = [
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
     return tmp_path / "lmcache.yaml"
+
+
+def test_a_channel_that_is_not_there_is_named() -> None:
+    loaded = load_settings({}, {"LMCACHE_TRANSFER_CHANNEL": "mooncake"})
+    assert loaded.settings.transfer_channel == "auto"
+    (note,) = loaded.notes
+    assert "transfer_channel (LMCACHE_TRANSFER_CHANNEL): this channel is not supported" in note
 
 
 def test_every_setting_that_is_understood_has_a_case() -> None:

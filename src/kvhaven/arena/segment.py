@@ -98,6 +98,11 @@ class Segment:
         """All bytes, writable."""
         return self._mapping.memory
 
+    @property
+    def address(self) -> int:
+        """Address of byte 0 in this process."""
+        return self._mapping.address
+
     def mapped_by_others(self, byte: int) -> bool:
         """Return whether a process holds the lock on `byte`, that is, still maps the segment."""
         return byte_is_locked(self.fd, byte)

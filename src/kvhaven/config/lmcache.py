@@ -59,6 +59,12 @@ TAKEN = {
         "pd_tail",
         "applies to the end of prompts only: kept in memory for 60 s, never written to tiers",
     ),
+    "transfer_channel": Taken(
+        "transfer_channel",
+        "`nixl` becomes `auto`: NIXL between nodes with RDMA, and elsewhere TCP, which is faster "
+        "there; `py_socket` becomes `tcp`",
+    ),
+    "nixl_backends": Taken("nixl_backends", "for reads between nodes only, not for storage"),
     "priority_limit": Taken("priority_limit"),
     "enable_kv_events": Taken("kv_events", "enabled by default"),
     "force_skip_save": Taken(
@@ -86,7 +92,7 @@ NOT_TAKEN = (
         "directory, s3:// or redis://",
     ),
     Left(
-        ("enable_pd", "enable_xpyd", "pd_*", "transfer_channel", "enable_nixl", "nixl_*"),
+        ("enable_pd", "enable_xpyd", "pd_*", "enable_nixl", "nixl_*"),
         "set peer_listen and peers on all nodes, and put `kvhaven route` in front of them; nodes "
         "of both roles have the same settings",
     ),
@@ -138,6 +144,10 @@ NOT_TAKEN = (
 
 _NAIVE = {"remote_serde": "naive", "use_gds": "true", "py_enable_gc": "true"}
 """Values that are LMCache's defaults and enable nothing; they cause no warning."""
+
+
+_CHANNELS = {"nixl": "auto", "py_socket": "tcp"}
+"""Values of LMCache's transfer_channel."""
 
 
 class Skipped(msgspec.Struct, frozen=True):
@@ -225,6 +235,9 @@ def _not_taken(name: str, raw: RawValue) -> str | None:
         return "host memory is always used; max_local_cpu_size sets its size"
     if name == "max_local_cpu_size" and _is_zero(raw):
         return "host memory is always used; its size is KVHaven's own setting or default"
+    if name == "transfer_channel" and not _is_off(raw):
+        known = str(raw.value).lower() in _CHANNELS
+        return None if known else "this channel is not supported; auto chooses between NIXL and TCP"
     if name == "remote_url" and _is_foreign(raw):
         return _advice(name)
     if name in TAKEN or _is_off(raw) or str(raw.value).lower() == _NAIVE.get(name):
@@ -248,9 +261,19 @@ def _is_foreign(raw: RawValue) -> bool:
 
 def _ours(name: str, raw: RawValue) -> RawValue:
     """Return a value in KVHaven's notation; the host in LMCache's `fs://` URLs is dropped."""
+    if name == "transfer_channel":
+        return RawValue(_CHANNELS.get(str(raw.value).lower(), raw.value), raw.origin)
+    if name == "nixl_backends":
+        return RawValue(_words(raw.value), raw.origin)
     if name != "remote_url" or not str(raw.value).lower().startswith("fs://"):
         return raw
     return RawValue(f"fs://{urlsplit(str(raw.value)).path}", raw.origin)
+
+
+def _words(value: object) -> str:
+    """Return the words of a list, or of its text, separated by spaces."""
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return " ".join(text.translate(str.maketrans("[],'\"", "     ")).split())
 
 
 def _is_off(raw: RawValue) -> bool:

@@ -340,6 +340,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             least=10,
         ),
     ] = 1000.0
+    transfer_channel: Annotated[
+        Literal["auto", "tcp", "nixl"],
+        setting(
+            "How shards are read from peers; auto: NIXL between nodes with RDMA, else TCP.",
+            "auto, tcp or nixl",
+        ),
+    ] = "auto"
+    nixl_backends: Annotated[
+        str,
+        setting(
+            "Backends of NIXL by which nodes read from each other.",
+            "one or more names separated by spaces, such as UCX or LIBFABRIC",
+            least=1,
+            most=256,
+        ),
+    ] = "UCX"
     pd_wait_ms: Annotated[
         float,
         duration(

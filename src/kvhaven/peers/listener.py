@@ -14,9 +14,13 @@ from kvhaven.errors import ConfigError, KVHavenError, ProtocolError
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.certificates import Certificates
 from kvhaven.peers.dial import Tickets
+from kvhaven.peers.nixl import KIND, NixlChannel, TcpOnly
 from kvhaven.peers.wire import (
     REQUEST,
+    RETURNED,
     Absent,
+    Borrow,
+    Channel,
     Chunk,
     Describe,
     Described,
@@ -25,8 +29,10 @@ from kvhaven.peers.wire import (
     GetTicket,
     Has,
     HasReply,
+    Lent,
     NamespaceFields,
     Offer,
+    OpenChannel,
     PeerError,
     PeerMessage,
     Ping,
@@ -36,6 +42,7 @@ from kvhaven.peers.wire import (
     Progress,
     Pull,
     Request,
+    Stale,
     Stream,
     Ticket,
     welcome,
@@ -43,7 +50,14 @@ from kvhaven.peers.wire import (
 from kvhaven.protocol import KeyList, tenant_of
 from kvhaven.tiers.base import Namespace
 from kvhaven.tiers.executor import be_nice
-from kvhaven.types import NO_TENANT, ChunkKey, NamespaceDigest, TenantId
+from kvhaven.types import (
+    NO_TENANT,
+    Checksum,
+    ChunkKey,
+    NamespaceDigest,
+    ShardId,
+    TenantId,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +126,7 @@ class PeerListener:
         lender: Lender,
         chains: Chains,
         certificates: Certificates | None = None,
+        channel: NixlChannel | TcpOnly | None = None,
         *,
         tenants: bool = True,
     ) -> None:
@@ -122,6 +137,7 @@ class PeerListener:
         self._tickets = Tickets()
         self._lender = lender
         self._chains = chains
+        self._channel = channel or TcpOnly("this node has no other channel")
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
         self._unknown: set[Stream] = set()
@@ -222,8 +238,8 @@ class PeerListener:
         data_only = self._certificates is not None and not stream.encrypted
         if data_only and not isinstance(request, Fetch):
             raise ProtocolError(f"{stream.title}: {type(request).__name__} needs TLS")
-        if isinstance(request, Fetch):
-            self._send_shard(stream, request)
+        if isinstance(request, OpenChannel | Borrow | Fetch):
+            self._give(stream, request)
         elif isinstance(request, Probe):
             _send_zeros(stream, request.size)
         elif isinstance(request, Offer | Pull | Progress):
@@ -252,13 +268,27 @@ class PeerListener:
             return self._chains.offered(node, request)
         return self._chains.pulled(node, request)
 
+    def _give(self, stream: Stream, request: OpenChannel | Borrow | Fetch) -> None:
+        """Give a shard, or a channel for shards."""
+        if isinstance(request, OpenChannel):
+            known = request.kind == KIND
+            offer = self._channel.offer() if known else Channel(reason="unknown channel")
+            stream.send(offer, time.monotonic() + _SEND_S)
+        elif isinstance(request, Borrow):
+            self._lend_shard(stream, request)
+        else:
+            self._send_shard(stream, request)
+
     def _may_share(self, tenant: bytes) -> bool:
         return self._tenants or tenant_of(tenant) == NO_TENANT
 
-    def _send_shard(self, stream: Stream, request: Fetch) -> None:
+    def _loan(self, request: Fetch | Borrow) -> Loan | None:
         namespace, tenant = NamespaceDigest(request.namespace), tenant_of(request.tenant)
         share = self._may_share(request.tenant)
-        loan = self._lender.lend(namespace, ChunkKey(request.key), tenant) if share else None
+        return self._lender.lend(namespace, ChunkKey(request.key), tenant) if share else None
+
+    def _send_shard(self, stream: Stream, request: Fetch) -> None:
+        loan = self._loan(request)
         deadline = time.monotonic() + _SEND_S
         if loan is None:
             stream.send(Absent(), deadline)
@@ -278,6 +308,43 @@ class PeerListener:
         finally:
             self._lender.returned(loan)
         stream.send(Absent(), deadline)
+
+    def _lend_shard(self, stream: Stream, request: Borrow) -> None:
+        """Pin a shard while the peer reads it by itself."""
+        deadline = time.monotonic() + _SEND_S
+        if self._channel.address(request.channel, 0) is None:
+            stream.send(Stale(), deadline)
+            return
+        loan = self._loan(request)
+        if loan is None:
+            stream.send(Absent(), deadline)
+            return
+        self._channel.lent(1)
+        try:
+            place = _place(loan, request.shard, request.payload_bytes)
+            if place is None:
+                stream.send(Absent(), deadline)
+                return
+            offset, checksum = place
+            address = self._channel.address(request.channel, loan.extent.offset + offset)
+            if address is None:
+                stream.send(Stale(), deadline)
+                return
+            stream.send(Lent(request.key, request.shard, checksum, address), deadline)
+            stream.receive(RETURNED, deadline)
+        finally:
+            self._channel.lent(-1)
+            self._lender.returned(loan)
+
+
+def _place(loan: Loan, shard: ShardId, payload_bytes: int) -> tuple[int, Checksum] | None:
+    """Return a shard's offset in its loan's extent, and its checksum; None if there is none."""
+    table = loan.namespace.table
+    for entry, offset, checksum in zip(table.shards, table.offsets, loan.checksums, strict=True):
+        size = loan.namespace.shard_bytes(entry.payload_bytes, loan.tail)
+        if (entry.id, size) == (shard, payload_bytes):
+            return offset, checksum
+    return None
 
 
 def _send_zeros(stream: Stream, size: int) -> None:

@@ -2,6 +2,7 @@
 """One other node, seen from this one: its connections and threads, its state."""
 
 import asyncio
+import contextlib
 import functools
 import threading
 import time
@@ -11,10 +12,11 @@ from typing import Final, TypeVar
 import msgspec
 import xxhash
 
-from kvhaven.errors import ProtocolError
+from kvhaven.errors import ProtocolError, TierError
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.certificates import Certificates
 from kvhaven.peers.dial import dial
+from kvhaven.peers.nixl import ChannelError, Hold, NixlRoute
 from kvhaven.peers.wire import (
     FETCHED,
     FOLLOWING,
@@ -63,6 +65,9 @@ class PeerStatus(msgspec.Struct, frozen=True):
     shards_read: int
     shards_damaged: int
     error: str
+    channel: str = "tcp"
+    """How shards are read: `tcp` or `nixl`; `channel_reason` says why it is TCP."""
+    channel_reason: str = ""
 
 
 ChunkName = tuple[NamespaceDigest, TenantId, ChunkKey]
@@ -89,6 +94,7 @@ class Peer:
         deadline_s: float,
         streams: int,
         certificates: Certificates | None = None,
+        route: NixlRoute | None = None,
     ) -> None:
         self.address = address
         self.title = f"peer {address}"
@@ -96,6 +102,9 @@ class Peer:
         self.own = False
         """Whether the address is this node's own."""
         self.error = "not connected yet"
+        self.route = route
+        """The way over NIXL; None if this node reads over TCP alone."""
+        self._negotiating = False
         self.node = ""
         self.found = self.read = self.damaged = 0
         self.breaker = Breaker(time.monotonic, threshold=3, pause_s=1.0, max_pause_s=30.0)
@@ -103,9 +112,13 @@ class Peer:
         self._token = token
         self._certificates = certificates
         self._deadline_s = deadline_s
-        self._most_idle = streams + 1
+        # Over NIXL, a thread borrows or verifies a shard while others wait for their transfers.
+        threads = streams if route is None else 2 * streams
+        self._slots = threading.BoundedSemaphore(streams)
+        """Held while a shard is read over TCP."""
+        self._most_idle = threads + 1
         self._control = TierExecutor(1)
-        self._data = TierExecutor(streams, per_core=streams)
+        self._data = TierExecutor(threads, per_core=threads)
         self._lock = threading.Lock()
         self._idle: dict[bool, list[Stream]] = {False: [], True: []}
         """Connections without a request, by whether they are for data alone."""
@@ -144,7 +157,25 @@ class Peer:
         Raises `PeerError`, `TierError`, and `DamagedShardError` if the bytes do not have the
         checksum of the rank that computed them.
         """
-        return await self._data.run(Lane.READ, functools.partial(self._fetch, shard, into))
+        hold = Hold()
+        try:
+            return await self._data.run(
+                Lane.READ, functools.partial(self._fetch, shard, into, hold)
+            )
+        finally:
+            if hold.helper is not None and self.route is not None:
+                await hold.ended(self.route.is_closed)
+
+    async def negotiate(self) -> None:
+        """Agree on NIXL with the peer if that is due; it is read over TCP meanwhile, and else."""
+        if self.route is None or not self.route.due or self._negotiating:
+            return
+        self._negotiating = True
+        try:
+            with contextlib.suppress(PeerError, ProtocolError, TierError):  # the next ping tells
+                await self._data.run(Lane.BACKGROUND, self._negotiate)
+        finally:
+            self._negotiating = False
 
     async def close(self, deadline_s: float) -> None:
         """End running requests within `deadline_s` seconds, and disconnect, for good."""
@@ -192,8 +223,20 @@ class Peer:
 
         return self._with_stream(tell)
 
-    def _fetch(self, shard: StoredShard, into: memoryview) -> Checksum | None:
+    def _negotiate(self) -> None:
         self._require()
+        route, deadline_s = self.route, self._deadline_s
+        if route is not None:
+            self._with_stream(lambda stream: route.negotiate(stream, deadline_s))
+
+    def _fetch(self, shard: StoredShard, into: memoryview, hold: Hold) -> Checksum | None:
+        self._require()
+        route = self.route
+        if route is not None and route.open:
+            with contextlib.suppress(ChannelError):
+                return self._with_stream(
+                    lambda stream: route.read(stream, shard, into, self._deadline_s, hold)
+                )
 
         def read(stream: Stream) -> Checksum | None:
             request = Fetch(
@@ -212,7 +255,8 @@ class Peer:
                 raise DamagedShardError(f"{self.title}: wrong bytes arrived", hashed.digest())
             return Checksum(answer.checksum)
 
-        return self._with_stream(read, data=True)
+        with self._slots:
+            return self._with_stream(read, data=True)
 
     def disconnect(self) -> None:
         """Close the idle connections."""

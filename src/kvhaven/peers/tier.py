@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from kvhaven.errors import ConfigError, ProtocolError, TierError, TierMissError
 from kvhaven.peers.addresses import Address, parse_address, resolve
 from kvhaven.peers.certificates import Certificates
+from kvhaven.peers.nixl import KIND, NixlChannel, TcpOnly
 from kvhaven.peers.peer import AwayError, ChunkName, Peer, PeerStatus
 from kvhaven.peers.wire import (
     PeerError,
@@ -75,6 +76,7 @@ class PeerTier:
         streams: int = 2,
         certificates: Certificates | None = None,
         tenants: bool = True,
+        channel: NixlChannel | TcpOnly | None = None,
         registers: Sequence[Register] = (),
     ) -> None:
         self.node = uuid.uuid4().hex
@@ -86,6 +88,8 @@ class PeerTier:
         self._streams = streams
         self._certificates = certificates
         self._tenants = tenants
+        self._channel = channel or TcpOnly("")
+        self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[Address, Peer] = {}
         self._where: dict[ChunkName, Peer] = {}
         self._damages: dict[Address, deque[float]] = {}
@@ -96,6 +100,10 @@ class PeerTier:
         self._epoch = 0
         self._reads = self._misses = self._errors = self._rejected = 0
         self._last_error = ""
+
+    def use(self, channel: NixlChannel | TcpOnly) -> None:
+        """Set the channel by which shards are read. Called before `start`."""
+        self._channel = channel
 
     def peers(self) -> list[PeerStatus]:
         """Return the state of every peer."""
@@ -109,6 +117,8 @@ class PeerTier:
                 peer.read,
                 peer.damaged,
                 "this node itself" if peer.own else peer.error,
+                KIND if peer.route is not None and peer.route.open else "tcp",
+                self._channel.reason if peer.route is None else peer.route.reason,
             )
             for peer in self._peers.values()
         ]
@@ -143,6 +153,8 @@ class PeerTier:
         """Disconnect."""
         if self._keeper is not None:
             self._keeper.cancel()
+        for task in self._tasks:
+            task.cancel()
         for register in self._registers:
             with contextlib.suppress(TierError, TimeoutError):  # the entry expires
                 async with asyncio.timeout(deadline_s):
@@ -318,6 +330,7 @@ class PeerTier:
                 self._registered[register] = _addresses(words, register.title)
             found |= dict.fromkeys(self._registered.get(register, ()))
         for address in [one for one in found if one not in self._peers]:
+            route = self._channel.route(f"peer {address}")
             self._peers[address] = Peer(
                 address,
                 self.node,
@@ -325,6 +338,7 @@ class PeerTier:
                 self._deadline_s,
                 self._streams,
                 self._certificates,
+                route,
             )
         for address in [one for one in self._peers if one not in found]:
             self._damages.pop(address, None)
@@ -349,6 +363,10 @@ class PeerTier:
                 _log.info("%s: connected, node %s", peer.title, node[:8])
             peer.own = node == self.node
             peer.up, peer.error = True, ""
+            if not peer.own:  # a test read may take seconds, and other peers are pinged meanwhile
+                task = asyncio.create_task(peer.negotiate(), name="kvhaven-peers-negotiate")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             # Not before: a pause that grew while it was away would go on when it is back.
             if peer.breaker.take_probe():
                 peer.breaker.probed(success=True)

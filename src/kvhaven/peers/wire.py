@@ -23,7 +23,7 @@ from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.protocol import Key, MaybeKey, Sum, Tenant
 from kvhaven.types import KEY_BYTES, ShardId
 
-VERSION: Final = 4
+VERSION: Final = 5
 FRAME_LIMIT: Final = 1 << 20
 HANDSHAKE_LIMIT: Final = 1 << 10
 """Longest frame in bytes before the other side has proved that it knows the token."""
@@ -48,6 +48,7 @@ Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_B
 TicketId = Annotated[bytes, msgspec.Meta(max_length=TICKET_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
+Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
 OfferedKeys = Annotated[bytes, msgspec.Meta(max_length=MOST_OFFERED * KEY_BYTES)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MOST_OFFERED)]
 
@@ -148,6 +149,53 @@ class Absent(PeerMessage, frozen=True, tag=True):
     """Answer to `Fetch`: the peer does not have the shard, or cannot pin it now."""
 
 
+class OpenChannel(PeerMessage, frozen=True, tag=True):
+    """Ask whether shards can be read over another channel than TCP."""
+
+    kind: Name
+
+
+class Channel(PeerMessage, frozen=True, tag=True):
+    """Answer to `OpenChannel`: NIXL's metadata of the agent `id`, or the reason why there is none.
+
+    `probe` is the content of a buffer at `probe_address`, with which the channel is tested.
+    """
+
+    id: Name = ""
+    metadata: Metadata = b""
+    probe_address: Annotated[int, msgspec.Meta(ge=0)] = 0
+    probe: Metadata = b""
+    reason: Name = ""
+
+
+class Borrow(PeerMessage, frozen=True, tag=True):
+    """Ask for a shard's address in the agent `channel`, and pin it until `Returned`."""
+
+    channel: Name
+    namespace: Key
+    key: Key
+    shard: ShardId
+    payload_bytes: int
+    tenant: Tenant = b""
+
+
+class Lent(PeerMessage, frozen=True, tag=True):
+    """Answer to `Borrow`: the shard is pinned at this address, and has this xxh3-128."""
+
+    key: Key
+    shard: ShardId
+    checksum: Sum
+    address: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Stale(PeerMessage, frozen=True, tag=True):
+    """Answer to `Borrow`: that agent has ended. Ask for another channel."""
+
+
+class Returned(PeerMessage, frozen=True, tag=True):
+    """Follows `Lent`: the shard was read, or will not be. Without an answer."""
+
+
 class Offer(PeerMessage, frozen=True, tag=True):
     """Announce a chain that this node's engine is computing, so that the peer reads it meanwhile.
 
@@ -233,11 +281,28 @@ class Described(PeerMessage, frozen=True, tag=True):
     namespaces: list[NamespaceFields]
 
 
-Request = Ping | Has | Fetch | Offer | Pull | Progress | Probe | GetTicket | Describe
+Request = (
+    Ping
+    | Has
+    | Fetch
+    | OpenChannel
+    | Borrow
+    | Offer
+    | Pull
+    | Progress
+    | Probe
+    | GetTicket
+    | Describe
+)
 REQUEST: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 PONG: Final = msgspec.msgpack.Decoder(Pong)
 HAS_REPLY: Final = msgspec.msgpack.Decoder(HasReply)
 FETCHED: Final[msgspec.msgpack.Decoder[Chunk | Absent]] = msgspec.msgpack.Decoder(Chunk | Absent)
+CHANNEL: Final = msgspec.msgpack.Decoder(Channel)
+LENT: Final[msgspec.msgpack.Decoder[Lent | Absent | Stale]] = msgspec.msgpack.Decoder(
+    Lent | Absent | Stale
+)
+RETURNED: Final = msgspec.msgpack.Decoder(Returned)
 PROBED: Final = msgspec.msgpack.Decoder(Probed)
 DESCRIBED: Final = msgspec.msgpack.Decoder(Described)
 TICKET: Final = msgspec.msgpack.Decoder(Ticket)

@@ -69,6 +69,11 @@ class Arena:
         return self._segment.size
 
     @property
+    def address(self) -> int:
+        """Address of byte 0 in the service."""
+        return self._segment.address
+
+    @property
     def descriptors(self) -> list[int]:
         """File descriptors of the segments, in the order of `describe`."""
         return [self._segment.fd]

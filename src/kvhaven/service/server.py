@@ -17,6 +17,7 @@ from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.peers.addresses import parse_address, read_token, require_secret
 from kvhaven.peers.certificates import read_certificates
 from kvhaven.peers.listener import PeerListener
+from kvhaven.peers.nixl import NixlChannel, TcpOnly
 from kvhaven.peers.tier import PeerTier
 from kvhaven.protocol import (
     Abort,
@@ -58,6 +59,7 @@ from kvhaven.service.jobs import Jobs
 from kvhaven.service.lending import ArenaLender
 from kvhaven.service.loads import Loads
 from kvhaven.service.membership import Membership
+from kvhaven.service.nixl_setup import make_channel
 from kvhaven.service.offered_chains import OfferedChains
 from kvhaven.service.pins import OWN_SESSION, Pins
 from kvhaven.service.runtime_settings import RuntimeSettings
@@ -169,7 +171,11 @@ class Service:
 
         Raises `ConfigError` if the peer plane cannot listen.
         """
-        peers = self._listen_to_peers()
+        channel = make_channel(self._settings, self.arena)
+        if self._peers is not None:
+            self._peers.use(channel)
+        peers = self._listen_to_peers(channel)
+        channel.start()
         self.arena.grow(self._grown)
         await asyncio.gather(*(tier.start() for tier in self.tiers.values()))
         self.runner.check_health()
@@ -188,9 +194,10 @@ class Service:
         # First, because connected engines would continue to save chunks.
         for connection in tuple(self._connections):
             connection.close()
+        channel.close()
         await self._end()
 
-    def _listen_to_peers(self) -> PeerListener | None:
+    def _listen_to_peers(self, channel: NixlChannel | TcpOnly) -> PeerListener | None:
         if self._settings.peer_listen is None:
             return None
         address = parse_address(self._settings.peer_listen, "peer_listen")
@@ -201,7 +208,7 @@ class Service:
         tenants = self._settings.peer_tenants
         chains = _Chains(self._expected, self._offered)
         listener = PeerListener(
-            address, self.id, token, lender, chains, certificates, tenants=tenants
+            address, self.id, token, lender, chains, certificates, channel, tenants=tenants
         )
         logger.info("peers: listening at %s, port %d", address, listener.port)
         return listener

@@ -3,8 +3,8 @@
 
 Without a subject, all are measured except `tiers` (`make bench-tiers`), `fleet`, `nixl`, `route`,
 `affinity`, `tails` and `apart` (`make bench-fleet`), `identity` and `operate`. Each subject
-measures its limit in the same run, alternating with the measured operation, and takes medians. Other
-load on the machine changes the results.
+measures its limit in the same run, alternating with the measured operation, and takes medians.
+Other load on the machine changes the results.
 """
 
 import argparse

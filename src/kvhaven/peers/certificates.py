@@ -54,7 +54,7 @@ class Certificates:
     ) -> ssl.SSLSocket:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            return context.wrap_socket(sock, server_side=listens)
+            wrapped = context.wrap_socket(sock, server_side=listens)
         except OSError as error:  # ssl.SSLError is one
             sock.close()
             reason = getattr(error, "verify_message", None) or error.strerror or str(error)
@@ -62,6 +62,10 @@ class Certificates:
                 f"no TLS connection ({reason}): both nodes need peer_cert, peer_key and peer_ca, "
                 "with certificates of one authority"
             ) from error
+        if wrapped.version() is None:  # the other side was gone, so there was no handshake
+            wrapped.close()
+            raise PeerError("the connection was closed before TLS")
+        return wrapped
 
     def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         """Return the contexts of the present files, or of the last ones that could be read."""

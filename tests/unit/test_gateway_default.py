@@ -78,9 +78,9 @@ def test_a_busy_port_is_no_reason_not_to_start(short_dir: Path) -> None:
         settings = {"api_listen": "", "runtime_dir": short_dir}
         with NodeProcess(short_dir / "s.sock", short_dir / "log", **settings) as node:
             assert status_of(node.address).version
-            node.stop()
-        said = (short_dir / "log").read_text()
-    assert "no HTTP API: api_listen: 127.0.0.1:8888 is not free (Address already in use)" in said
+            log = short_dir / "log"
+            eventually(lambda: "no HTTP API: 127.0.0.1:8888 is not free" in log.read_text())
+            assert status_of(node.address).version
 
 
 def test_an_api_that_was_asked_for_is_not_left_out(

@@ -132,6 +132,7 @@ class Gateway:
             return problem(403, "nothing can be changed here: api_token_file is not set")
         if not self._access.may_change(request.headers.get("Authorization", "")):
             return _unauthorized()
+        audit(request, "begins")  # its client may leave before there is a result
         return None
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:

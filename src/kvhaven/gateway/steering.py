@@ -75,7 +75,7 @@ class Steering:
                 return problem(412, "If-Match: the settings have changed; read /config again")
         answer = await self._observer.steer(Configure(values, dry_run, generation))
         if not dry_run:
-            audit(request, f"status {answer.status}: {', '.join(sorted(values))[:_MOST_NAMES]}")
+            audit(request, f"status {answer.status}: {', '.join(sorted(values))[:_MOST_NAMES]!r}")
         return answered(answer)
 
     async def lookup(self, request: web.Request) -> web.Response:

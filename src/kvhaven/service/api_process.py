@@ -7,6 +7,7 @@ import os
 import secrets
 import select
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -18,13 +19,14 @@ from msgspec.structs import replace
 
 from kvhaven.client.unix import prepare_directory
 from kvhaven.config import Settings
-from kvhaven.config.sources import CONFIG_FILE, ENV_PREFIX
+from kvhaven.config.sources import ENV_PREFIX
 from kvhaven.errors import ConfigError, KVHavenError
 from kvhaven.gateway.access import DEFAULT, OFF, access_of
 from kvhaven.peers.addresses import is_loopback, parse_address
 
 _FIRST_PAUSE_S: Final = 0.1
 _LAST_PAUSE_S: Final = 60.0
+_BUSY_PAUSE_S: Final = 1.0
 _START_S: Final = 60.0
 """Time for the first heartbeat: the child imports for a second of CPU, at low priority."""
 _SILENCE_S: Final = 10.0
@@ -45,19 +47,20 @@ logger = logging.getLogger(__name__)
 def api_for(settings: Settings, address: str, *, by_default: bool) -> "ApiProcess | None":
     """Return the API of the service at `address`, not started; None if it is off.
 
-    Without `api_listen`, `by_default` starts it at the default address, and whatever prevents that
-    is a line in the log. On this machine alone, a token file is created if none is set. Raises
-    `ConfigError` as `ApiProcess` does if `api_listen` is set.
+    Without `api_listen`, `by_default` starts it at the default address, as soon as that is free;
+    whatever else prevents it is a line in the log. On this machine alone, a token file is created
+    if none is set. Raises `ConfigError` as `ApiProcess` does if `api_listen` is set.
     """
     if settings.api_listen == OFF or (settings.api_listen is None and not by_default):
         return None
+    wait_for = ""
     try:
         if settings.api_listen is None:
-            require_free(DEFAULT)
+            wait_for = DEFAULT
             settings = replace(settings, api_listen=DEFAULT)
         if settings.api_token_file is None and not is_remote(settings):
             settings = replace(settings, api_token_file=own_token(settings.runtime_path))
-        return ApiProcess(settings, address)
+        return ApiProcess(settings, address, wait_for=wait_for)
     except KVHavenError as error:
         if settings.api_listen not in {None, DEFAULT} or not by_default:
             raise
@@ -65,15 +68,16 @@ def api_for(settings: Settings, address: str, *, by_default: bool) -> "ApiProces
         return None
 
 
-def require_free(listen: str) -> None:
-    """Raise `ConfigError` if another process listens at an address."""
+def _is_free(listen: str) -> bool:
+    """Return whether no other process listens at an address."""
     address = parse_address(listen, "api_listen")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address.host, address.port))
-        except OSError as error:
-            raise ConfigError(f"api_listen: {listen} is not free ({error.strerror})") from error
+        except OSError:
+            return False
+    return True
 
 
 def is_remote(settings: Settings) -> bool:
@@ -88,20 +92,32 @@ def own_token(directory: Path) -> str:
     """Return the file with this user's token, which is created at first. Raises `KVHavenError`."""
     file = directory / _FILE
     prepare_directory(str(file))
-    draft = file.with_name(f"{_FILE}.{os.getpid()}")
     try:
-        if not file.exists():
-            draft.touch(mode=0o600)
-            draft.write_text(f"{secrets.token_hex(32)}\n", encoding="ascii")
-            with contextlib.suppress(FileExistsError):  # another service made it meanwhile
-                file.hardlink_to(draft)
-            draft.unlink()
-        status = file.stat()
+        if not os.path.lexists(file):
+            _publish(file, f"{secrets.token_hex(32)}\n".encode())
+        status = file.lstat()
     except OSError as error:
         raise ConfigError(f"api_token_file: cannot create {file} ({error.strerror})") from error
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(f"api_token_file: other users may read or own {file}; remove it")
+    private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    if not (private and stat.S_ISREG(status.st_mode)):
+        raise ConfigError(
+            f"api_token_file: other users may read or own {file}, or it is no file; remove it"
+        )
     return str(file)
+
+
+def _publish(file: Path, content: bytes) -> None:
+    """Create a private file as a whole, unless another process was first. Raises `OSError`."""
+    draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+    # Exclusive: it follows no link that somebody else has placed.
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+        with contextlib.suppress(FileExistsError):
+            file.hardlink_to(draft)
+    finally:
+        draft.unlink()
 
 
 class ApiProcess:
@@ -110,13 +126,21 @@ class ApiProcess:
     The event loop of the service never waits for the child. The child writes a byte to a pipe every
     second; it is killed if it is silent for `silence_s`, and respawned whenever it ended, after a
     pause of 0.1 s that doubles up to a minute while it ends before its first byte. When the service
-    is killed, the pipe breaks, and the child ends.
+    is killed, the pipe breaks, and the child ends. With `wait_for`, an address, the first child is
+    started when no other process listens there.
 
     Raises `ConfigError` if the settings of the API are not valid or not safe, or if aiohttp is not
     installed.
     """
 
-    def __init__(self, settings: Settings, address: str, *, silence_s: float = _SILENCE_S) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        address: str,
+        *,
+        silence_s: float = _SILENCE_S,
+        wait_for: str = "",
+    ) -> None:
         access_of(settings)
         if find_spec("aiohttp") is None:
             raise ConfigError(
@@ -127,6 +151,7 @@ class ApiProcess:
         """Number of processes started so far."""
         self.process: subprocess.Popen[bytes] | None = None
         self._silence_s = silence_s
+        self._wait_for = wait_for
         self._environment = _environment(settings, address)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="api", daemon=True)
@@ -146,6 +171,14 @@ class ApiProcess:
             self._thread.join(_END_S)
 
     def _run(self) -> None:
+        if self._wait_for and not _is_free(self._wait_for):
+            logger.warning(
+                "no HTTP API: %s is not free; it starts when it is. Set api_listen to another "
+                "address, or to off",
+                self._wait_for,
+            )
+            while not (self._stopping.wait(_BUSY_PAUSE_S) or _is_free(self._wait_for)):
+                pass
         pause_s = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             try:
@@ -196,11 +229,7 @@ class ApiProcess:
 
 def _environment(settings: Settings, address: str) -> dict[str, str]:
     """Return the child's environment: the settings of the API, and none of the others."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name != CONFIG_FILE and name.removeprefix(ENV_PREFIX).lower() not in _PASSED_ON
-    }
+    kept = {n: v for n, v in os.environ.items() if not n.startswith((ENV_PREFIX, "LMCACHE_"))}
     own = {name: getattr(settings, name) for name in _PASSED_ON}
     own["service_address"] = address
     return kept | {

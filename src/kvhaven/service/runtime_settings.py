@@ -192,7 +192,7 @@ class RuntimeSettings:
 
     def taken(self, scheduler: AttachedProcess, generation: int) -> None:
         """Record that a scheduler applies the settings of a generation."""
-        scheduler.settings_taken = generation
+        scheduler.settings_taken = min(generation, self._sent)
 
     def _apply(
         self, settings: Settings, now: Mapping[str, Scalar], later: Mapping[str, Scalar]

@@ -4,6 +4,7 @@
 Requests and answers are JSON; every request is a struct of this module, with its name under `do`.
 """
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Annotated, Final, TypeVar
@@ -13,7 +14,8 @@ import msgspec
 from kvhaven.catalog.actions import LeaseId, TierName
 from kvhaven.catalog.tier_spec import MEMORY, WriteMode
 from kvhaven.errors import KVHavenError
-from kvhaven.protocol import MOST_KEYS, KeyList, Steer, Steered, tenant_of
+from kvhaven.peers.tier import PeerTier
+from kvhaven.protocol import MOST_KEYS, KeyList, Steer, Steered, batches, tenant_of
 from kvhaven.service.admin import Admin, Spawn
 from kvhaven.service.connection import Connection
 from kvhaven.service.driver import Driver
@@ -32,6 +34,9 @@ _PIECE: Final = 256
 """Chunks that one piece of a job looks up."""
 _PROMOTE_S: Final = 600.0
 _PIN_S: Final = 5.0
+_MOVE_S: Final = 600.0
+"""Longest wait of a move for writes; other writes count, too, and may never end under load."""
+_MOST_DIGITS: Final = 20
 MOST_TTL_S: Final = 30 * 86400.0
 MOST_WAIT_S: Final = 3600.0
 _UNKNOWN: Final = 404
@@ -235,7 +240,8 @@ class Steering:
                 request.values, dry_run=request.dry_run, generation=request.generation
             )
         if isinstance(request, Unpin):
-            row = self._pins.unpin(LeaseId(int(request.id))) if request.id.isdecimal() else None
+            number = int(request.id) if _is_number(request.id) else 0  # no lease has this number
+            row = self._pins.unpin(LeaseId(number))
             return _known(row, "pin", request.id)
         if isinstance(request, SwitchTier):
             return self._switch(self._tier(request.tier), request.state)
@@ -250,7 +256,7 @@ class Steering:
             return self._jobs.start("flush", self._flush(request.wait_s))
         chain = self._chain(request)
         if isinstance(request, Move):
-            return self._jobs.start("move", self._move(chain, self._tier(request.to)))
+            return self._jobs.start("move", self._move(chain, self._writable(request.to)))
         if isinstance(request, Verify):
             return self._jobs.start("verify", self._verify(chain))
         return self._jobs.start("prefetch", self._promote(chain))
@@ -312,7 +318,7 @@ class Steering:
                     if present:
                         told.setdefault(key, name)
             for _ in self._walk(chain, places, told):
-                pass
+                await asyncio.sleep(0)
         _send(connection, id_, 200, self._found(chain, places))
 
     @property
@@ -369,9 +375,12 @@ class Steering:
         return {"chunks": checked, "intact_chunks": good, "damaged_chunks": int(good < checked)}
 
     async def _move(self, chain: ChainKeys, tier: TierName) -> Result:
-        with self._driver.event() as catalog:
-            resident = catalog.push(chain.namespace, list(chain.keys), tier, chain.tenant)
-        left = await self._admin.flush(MOST_WAIT_S)
+        resident = 0
+        for part in batches(chain.keys, _PIECE):
+            with self._driver.event() as catalog:
+                resident += catalog.push(chain.namespace, part, tier, chain.tenant)
+            await asyncio.sleep(0)
+        left = await self._admin.flush(_MOVE_S)
         return {"resident_chunks": resident, "outstanding_writes": left}
 
     async def _flush(self, wait_s: float) -> Result:
@@ -385,24 +394,40 @@ class Steering:
             raise ConflictError(f"unknown tier {name[:32]!r}; expected one of: {known}", _UNKNOWN)
         return TierName(name)
 
+    def _writable(self, name: str) -> TierName:
+        """Return the name of a tier that takes writes now. Raises `ConflictError`."""
+        tier = self._tier(name)
+        mode = self._runner.mode_of(tier, self._configured(tier))
+        if mode is WriteMode.OFF or not self._runner.tiers[tier].health().online:
+            raise ConflictError(f"tier {name} takes no writes now: see /v1/tiers for its state")
+        return tier
+
+    def _configured(self, name: TierName) -> WriteMode:
+        settings, tier = self._settings.settings, self._runner.tiers[name]
+        if isinstance(tier, PeerTier):
+            return WriteMode.OFF
+        return WriteMode(settings.remote_write if tier.shared else settings.disk_write)
+
     def _switch(self, name: TierName, state: TierSwitch) -> TierState:
         before = self._driver.catalog.totals().tiers[name].dropped_writes
         self._runner.states[name] = state
-        settings = self._settings.settings
-        shared = self._runner.tiers[name].shared
-        configured = WriteMode(settings.remote_write if shared else settings.disk_write)
         with self._driver.event() as catalog:
-            catalog.switch_tier(name, self._runner.mode_of(name, configured))
+            catalog.switch_tier(name, self._runner.mode_of(name, self._configured(name)))
         self._runner.check_health()
         logger.warning("tier %s was switched: %s", name, state)
         after = self._driver.catalog.totals().tiers[name].dropped_writes
         return TierState(str(name), state, after - before)
 
     def _drain(self, request: Drain) -> Drained:
+        # If the job is refused, nothing has changed.
+        job = self._jobs.start("drain", self._flush(request.wait_s)) if request.on else None
         self._membership.draining = self._saves.draining = request.on
         logger.warning("draining: %s", "on" if request.on else "off")
-        job = self._jobs.start("drain", self._flush(request.wait_s)) if request.on else None
         return Drained(request.on, job)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def _known(found: R | None, kind: str, id_: str) -> R:

@@ -103,3 +103,29 @@ def test_a_token_is_made_once_and_others_may_not_read_it(short_dir: Path) -> Non
     (short_dir / "run" / "api-token").chmod(0o644)
     with pytest.raises(ConfigError, match="other users"):
         own_token(short_dir / "run")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_no_token(short_dir: Path, *, there: bool) -> None:
+    """Who may write to the directory must not choose the token, or the file that gets it."""
+    (short_dir / "run").mkdir(mode=0o700)
+    other = short_dir / "other"
+    if there:
+        other.write_text("a secret of this user\n")
+        other.chmod(0o600)
+    (short_dir / "run" / "api-token").symlink_to(other)
+    with pytest.raises(ConfigError, match="no file; remove it"):
+        own_token(short_dir / "run")
+    assert other.exists() == there
+
+
+def test_the_api_gets_none_of_the_services_settings(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It might refuse them without the others, and need not know passwords."""
+    monkeypatch.setenv("KVHAVEN_WRITE_QUEUE_SIZE", "20GiB")
+    monkeypatch.setenv("KVHAVEN_REMOTE_URL", "redis://:hidden@127.0.0.1:1")
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "redis://:hidden@127.0.0.1:1")
+    environment = ApiProcess(Settings(api_listen="127.0.0.1:1"), node.address)._environment
+    assert "hidden" not in str(environment)
+    assert "KVHAVEN_WRITE_QUEUE_SIZE" not in environment

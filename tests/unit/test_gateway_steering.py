@@ -326,6 +326,7 @@ def test_a_move_writes_to_the_tier_that_it_names(
     engine.save(keys_of(engine, tokens))
     flush(node.address)
     assert node.status().catalog.tiers[DISK].chunks == 0
+    assert post(api, "/v1/move", prompt_of(engine, tokens, to="disk")).status == 409
     post(api, "/v1/tiers/disk", {"state": "on"})
     result = done(api, post(api, "/v1/move", prompt_of(engine, tokens, to="disk")))
     assert result == {"resident_chunks": 3, "outstanding_writes": 0}
@@ -436,6 +437,15 @@ def test_flush_and_drain(api: GatewayThread, engine: Engine, node: NodeThread) -
     assert post(api, "/v1/drain", {"on": False}).json == {"draining": False, "job": None}
     assert engine.save(keys_of(engine, tokens_of(2, 2))) == 2
     eventually(lambda: api.get("/readyz").status == 200)
+
+
+def test_a_drain_that_is_refused_changes_nothing(
+    api: GatewayThread, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvhaven.service.jobs.MOST_RUNNING", 0)
+    assert post(api, "/v1/drain").status == 503
+    assert engine.save(keys_of(engine, tokens_of(1, 2))) == 2
+    assert api.get("/readyz").status == 200
 
 
 # --- clients that are wrong -----------------------------------------------------------------

@@ -494,3 +494,16 @@ def test_a_clear_drops_tails() -> None:
     assert found(node.acquire(keys, tail=TAIL)) == []
     node.catalog.check()
     assert node.catalog.stats().used_bytes == 0
+
+
+def test_keys_that_repeat_leave_no_lookup_behind() -> None:
+    """Other nodes and clients choose the keys: nobody may wait for a lookup that was dropped."""
+    node = Node(tiers=[TierSpec(DISK, 0, shared=True)])
+    one, two = keys_of("a", 2)
+    node.acquire([one, two, one, two])
+    (asked,) = node.of_type(TierLookup)
+    assert isinstance(asked, TierLookup)
+    assert list(asked.keys) == [one, two]
+    node.catalog.tier_looked_up(DISK, asked.number, {})
+    node.catalog.check()
+    assert node.acquire([two]).promoting == 0

@@ -321,6 +321,13 @@ def test_settings_that_do_not_fit_are_named(authority: Authority, tmp_path: Path
         read_certificates(Settings(peer_encrypt_data=True))
     with pytest.raises(ConfigError, match="peer_cert, peer_key: cannot use"):
         read_certificates(Settings(peer_cert=cert, peer_key=ca, peer_ca=ca))
+    locked = tmp_path / "locked.key"
+    command = ["openssl", "ec", "-in", key, "-aes256", "-passout", "pass:x", "-out", str(locked)]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="peer_cert, peer_key: cannot use"):
+        read_certificates(Settings(peer_cert=cert, peer_key=str(locked), peer_ca=ca))
+    with pytest.raises(ConfigError, match="peer_cert, peer_key: cannot use"):
+        read_certificates(Settings(peer_cert="a\0b", peer_key=key, peer_ca=ca))
     with pytest.raises(ConfigError, match="peer_ca: cannot use"):
         read_certificates(Settings(peer_cert=cert, peer_key=key, peer_ca=str(tmp_path / "no")))
     with pytest.raises(ConfigError, match="peer_cert, peer_key and peer_ca"):

@@ -101,7 +101,8 @@ class SharedTierIndex(TierTransfers):
     def ask(self, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> None:
         """Request a lookup of the chunks without a pending one, unless too many are pending."""
         room = MOST_PENDING - len(self.pending)
-        wanted = tuple(key for key in keys if key not in self.pending)[: max(0, room)]
+        new = dict.fromkeys(key for key in keys if key not in self.pending)  # keys may repeat
+        wanted = tuple(new)[: max(0, room)]
         if not wanted:
             return
         self._numbers += 1
@@ -142,7 +143,7 @@ class SharedTierIndex(TierTransfers):
             )
         del self.lookups[number]
         for key in lookup.keys:
-            del self.pending[key]
+            self.pending.pop(key, None)
         return lookup
 
     def answered(self, number: int, found: Mapping[ChunkKey, int] | None, tail: int = 0) -> Lookup:

@@ -78,22 +78,24 @@ class Certificates:
     def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         seen = self._versions()
         contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        contexts[0].num_tickets = 0  # a session that is resumed would outlive the certificate
         for context in contexts:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_REQUIRED
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             try:
-                context.load_cert_chain(self._cert, self._key)
-            except OSError as error:
+                # Without a password OpenSSL would ask the terminal for one, and wait.
+                context.load_cert_chain(self._cert, self._key, password=lambda: "")
+            except (OSError, ValueError) as error:
                 raise ConfigError(
-                    f"peer_cert, peer_key: cannot use {self._cert} with {self._key} "
-                    f"({error.strerror or error}); expected PEM files of a certificate and its key"
+                    f"peer_cert, peer_key: cannot use {self._cert!r} with {self._key!r} "
+                    f"({error}); expected PEM files of a certificate and its key"
                 ) from error
             try:
                 context.load_verify_locations(self._ca)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise ConfigError(
-                    f"peer_ca: cannot use {self._ca} ({error.strerror or error}); expected a PEM "
+                    f"peer_ca: cannot use {self._ca!r} ({error}); expected a PEM "
                     "file with the certificate of the authority"
                 ) from error
         self._seen = seen
@@ -102,7 +104,7 @@ class Certificates:
     def _versions(self) -> object:
         try:
             found = [Path(path).stat() for path in (self._cert, self._key, self._ca)]
-        except OSError:
+        except (OSError, ValueError):
             return None
         return [(one.st_dev, one.st_ino, one.st_mtime_ns, one.st_size) for one in found]
 

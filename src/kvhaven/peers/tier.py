@@ -123,6 +123,10 @@ class PeerTier:
             for peer in self._peers.values()
         ]
 
+    def shares(self, tenant: TenantId) -> bool:
+        """Return whether a tenant's chunks may move between nodes (setting `peer_tenants`)."""
+        return self._tenants or tenant == NO_TENANT
+
     def named(self, node: str) -> Peer | None:
         """Return the peer with a node's name, if it can be reached."""
         return next((peer for peer in self._usable() if peer.node == node), None)
@@ -180,7 +184,7 @@ class PeerTier:
         """Ask all peers for the chunks of these shards."""
         wanted: dict[tuple[NamespaceDigest, TenantId], dict[ChunkKey, None]] = {}
         for shard in shards:
-            if self._tenants or shard.tenant == NO_TENANT:
+            if self.shares(shard.tenant):
                 wanted.setdefault((shard.namespace, shard.tenant), {})[shard.key] = None
         usable = self._usable()
         there: set[ChunkName] = set()
@@ -202,7 +206,7 @@ class PeerTier:
     async def read(self, shard: StoredShard, into: memoryview) -> Checksum:
         """Read from the peer that had the chunk, or from any other that has it."""
         best = self._where.get((shard.namespace, shard.tenant, shard.key))
-        if not (self._tenants or shard.tenant == NO_TENANT):
+        if not self.shares(shard.tenant):
             raise TierMissError("peer_tenants is off: chunks of tenants stay on their nodes")
         peers = sorted(self._usable(), key=lambda peer: peer is not best)
         if not peers:

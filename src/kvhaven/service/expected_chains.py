@@ -115,7 +115,9 @@ class ExpectedChains:
         keys = order.keys[: MOST_OFFERED * KEY_BYTES]
         tail = order.tail if whole else b""
         pull = Pull(f"pull-{next(_numbers)}", digest, keys, order.tenant, tail)
-        peer = self._peers.named(order.source) if self._peers is not None else None
+        if self._peers is None or not self._peers.shares(tenant_of(order.tenant)):
+            return
+        peer = self._peers.named(order.source)
         if peer is not None and not self._begin(order.source, peer, pull):
             self._spawn(self._ask(peer, order.source, pull))
 

@@ -135,6 +135,11 @@ class OfferedChains:
         if self._peers is None:
             self._complain("no peers", "kvhaven.to: this node has no peers; set peers")
             return
+        if not self._peers.shares(tenant_of(order.tenant)):
+            self._complain(
+                "tenant", "kvhaven.to: peer_tenants is off, and the request has a tenant"
+            )
+            return
         try:
             address = parse_address(order.to, "kvhaven.to")
         except ConfigError as error:

@@ -448,8 +448,8 @@ class Engines:
             assert chunk.tail == (TAIL_TOKENS if chunk.key in TAILS else 0)
             if chunk.key in TAILS:
                 self._tail_offered(chunk.key)
-                self._world.awaited.discard(chunk.extent.generation)
-                self._world.check_kept()
+                self._world.awaited.pop(chunk.extent.generation, None)
+                self._world.check_retained()
             unready = [p.id for p in engine.ranks if p.prepared < end_of(chunk.extent)]
             assert not unready, f"{chunk} is offered, but {unready} cannot load it"
             writer = self._world.memory.splits.get(chunk.extent.generation, engine.split)

@@ -310,8 +310,8 @@ class World:
         self.heard = Heard()
         self.tail_used: dict[ChunkKey, float] = {}
         """When each tail was last used, or at least held by somebody when time went by."""
-        self.awaited: set[int] = set()
-        """Generations of tails that a request or another node still waits for."""
+        self.awaited: dict[int, int] = {}
+        """Uses that a request or another node still wants of a tail, by the tail's generation."""
         self.online = {spec.name: True for spec in TIERS}
         for namespace in BY_DIGEST.values():
             self.catalog.add_namespace(namespace)
@@ -348,12 +348,13 @@ class World:
             if entry is not None and entry.pinned:
                 self.tail_used[key] = self.now
 
-    def check_kept(self) -> None:
-        """Assert that no tail is kept like a full chunk for nobody."""
+    def check_retained(self) -> None:
+        """Assert that no tail is retained like a full chunk for nobody."""
         for key in TAILS:
             entry = self.catalog._space.entries.get(key)
-            if entry is not None and entry.kept and entry.state is State.RESIDENT:
-                assert entry.extent.generation in self.awaited, f"{key.hex()} is kept for nobody"
+            if entry is not None and entry.state is State.RESIDENT:
+                wanted = self.awaited.get(entry.extent.generation, 0)
+                assert entry.retained <= wanted, f"{key.hex()} is retained for nobody"
 
     @contextlib.contextmanager
     def tails_go_first(self, namespace: Namespace, tenant: TenantId) -> Iterator[None]:
@@ -367,7 +368,7 @@ class World:
         space, size = self.catalog._space, namespace.table.extent_bytes
         alike = [e for e in space.entries.values() if e.extent.length == size]
         alike = [e for e in alike if not e.holding.cleared]
-        tails = [e for e in alike if e.key in TAILS and not e.kept]
+        tails = [e for e in alike if e.key in TAILS and not e.retained]
         full = [e for e in alike if e not in tails and e.state is State.RESIDENT]
         full = [e for e in full if not space.tails.expired(e.key)]
         busy = any(e.pinned or not e.listed for e in tails)

@@ -41,12 +41,13 @@ class Peers:
         if world.one_in(12):
             digest = world.pick(tuple(BY_DIGEST))
         (has,) = catalog.has(digest, [key], tenant)
-        if world.one_in(2) and (tokens := catalog.keep_tail(digest, key, tenant)):
+        if world.one_in(2) and (tokens := catalog.retain_tail(digest, key, tenant)):
             assert (tokens, key in TAILS, has) == (TAIL_TOKENS, True, True)
             entry = catalog._space.entries[key]
-            assert entry.kept, "a tail that another node will read is not kept"
-            world.awaited.add(entry.extent.generation)
-            world.counts["tail kept"] += 1
+            shards = len(BY_DIGEST[digest].table.shards)
+            assert entry.retained == shards, "a tail that another node will read is not retained"
+            world.awaited[entry.extent.generation] = shards
+            world.counts["tail retained"] += 1
             if world.one_in(2):
                 return
         before = catalog.stats()
@@ -88,6 +89,10 @@ class Peers:
         world.memory.drop(copy)
         for _ in range(1 + world.one_in(4)):
             world.catalog.returned(loan.number)
-        world.awaited.discard(loan.extent.generation)
-        world.check_kept()
+        left = world.awaited.pop(loan.extent.generation, 1) - 1
+        if left:
+            world.awaited[loan.extent.generation] = left
+            entry = world.catalog._space.held_at(loan.extent)
+            assert entry is None or entry.retained == left, "the rest of a tail is not retained"
+        world.check_retained()
         world.counts["returned"] += 1

@@ -177,7 +177,7 @@ class FakeTiers:
             if action.key in TAILS:
                 world.tail_used[action.key] = world.now
                 world.counts["tail promoted"] += 1
-                world.awaited.add(action.extent.generation)
+                world.awaited[action.extent.generation] = 1
         else:
             world.heard.miss(action.tier, action.key, world.now)
         kind = "shared promotion" if action.tier in SHARED else "promotion"
@@ -185,7 +185,7 @@ class FakeTiers:
         world.catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
         entry = world.catalog._space.entries.get(action.key)
         if action.key in TAILS and entry is not None and entry.fresh:
-            assert entry.kept, "a tail that arrived before its request is not kept"
+            assert entry.retained, "a tail that arrived before its request is not retained"
 
     def write(self) -> None:
         """Go on with a write, or end it."""

@@ -499,14 +499,19 @@ def _break_withdrawals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leases, "withdraw", silent)
 
 
-def _break_keeping_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+def _break_retention_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tails that another node will read be evicted first."""
-    monkeypatch.setattr(ResidentChunks, "keep", lambda _, __: None)
+    monkeypatch.setattr(ResidentChunks, "retain", lambda _, __: None)
 
 
-def _break_end_of_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep tails like full chunks after their first use."""
-    monkeypatch.setattr(ResidentChunks, "settle", lambda _, __: None)
+def _break_loans_of_retained_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retain tails until their first shard was lent."""
+    monkeypatch.setattr(ResidentChunks, "returned", ResidentChunks.end_retention)
+
+
+def _break_end_of_retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retain tails after their first use."""
+    monkeypatch.setattr(ResidentChunks, "end_retention", lambda _, __: None)
 
 
 def _break_arrival_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,7 +520,7 @@ def _break_arrival_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def careless(self: ResidentChunks[SlabId], *args: Any, **more: Any) -> Entry:
         entry = insert(self, *args, **more)
-        entry.kept = False
+        entry.retained = 0
         return entry
 
     monkeypatch.setattr(ResidentChunks, "insert", careless)
@@ -607,8 +612,9 @@ BREAKAGES = [
     _break_use_of_tails,
     _break_order_of_tails,
     _break_withdrawals,
-    _break_keeping_of_tails,
-    _break_end_of_keeping,
+    _break_retention_of_tails,
+    _break_loans_of_retained_tails,
+    _break_end_of_retention,
     _break_arrival_of_tails,
     _break_place_of_tails,
     _break_tiers_of_tails,

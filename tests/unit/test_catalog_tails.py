@@ -260,7 +260,7 @@ def test_a_tail_is_lent_to_other_nodes_with_its_length() -> None:
     node.save([TAIL], full, tail=TOKENS)
     digest = node.namespace.digest
     assert node.catalog.has(digest, [full, TAIL, OTHERS[0]]) == [True, True, False]
-    assert [node.catalog.keep_tail(digest, key) for key in (full, TAIL, OTHERS[0])] == [
+    assert [node.catalog.retain_tail(digest, key) for key in (full, TAIL, OTHERS[0])] == [
         *(0, TOKENS, 0)
     ]
     loan = node.catalog.lend(digest, TAIL)
@@ -268,7 +268,7 @@ def test_a_tail_is_lent_to_other_nodes_with_its_length() -> None:
     assert (loan.tail, loan.checksums) == (TOKENS, checksums_of(TAIL))
     alice = tenant_id("alice")
     assert node.catalog.has(digest, [TAIL], alice) == [False]
-    assert node.catalog.keep_tail(digest, TAIL, alice) == 0
+    assert node.catalog.retain_tail(digest, TAIL, alice) == 0
 
 
 def test_whether_a_tail_is_being_saved_is_known() -> None:
@@ -415,7 +415,7 @@ def test_a_tail_that_another_node_will_read_stays_until_it_is_lent() -> None:
     digest = node.namespace.digest
     node.save(old)
     node.save([TAIL], tail=TOKENS)
-    assert node.catalog.keep_tail(digest, TAIL) == TOKENS
+    assert node.catalog.retain_tail(digest, TAIL) == TOKENS
     node.save(new[:2])
     loan = node.catalog.lend(digest, TAIL)
     assert loan is not None
@@ -423,6 +423,21 @@ def test_a_tail_that_another_node_will_read_stays_until_it_is_lent() -> None:
     node.save(new[2:3])
     assert not _is_resident(node, TAIL)
     assert all(_is_resident(node, key) for key in new[:3])
+
+
+def test_a_tail_of_several_shards_stays_until_the_last_was_lent() -> None:
+    node, old, new = Node(pages=8, world_size=2), keys_of("old", 3), keys_of("new", 3)
+    digest = node.namespace.digest
+    node.save(old)
+    node.save([TAIL], tail=TOKENS)
+    node.catalog.retain_tail(digest, TAIL)
+    for shard in range(2):
+        node.save(new[shard : shard + 1])
+        loan = node.catalog.lend(digest, TAIL)
+        assert loan is not None, f"evicted before shard {shard} was lent"
+        node.catalog.returned(loan.number)
+    node.save(new[2:])
+    assert not _is_resident(node, TAIL)
 
 
 def test_a_tail_that_one_rank_has_written_waits_for_the_others_like_a_full_chunk() -> None:

@@ -375,16 +375,16 @@ class Catalog:
         part = self._owners.known_part(namespace, tenant)
         return None if part is None else self._leases.loans.lend(part, key)
 
-    def keep_tail(
+    def retain_tail(
         self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
     ) -> int:
         """Return the stored tokens of a resident tail of this tenant, 0 if there is none.
 
-        Another node will read it: until it was lent or used, it is evicted no sooner than a full
-        chunk.
+        Another node will read it: until each of its shards was lent, or it was used, it is evicted
+        no sooner than a full chunk.
         """
         part = self._owners.known_part(namespace, tenant)
-        return 0 if part is None else self._leases.loans.keep_tail(part, key)
+        return 0 if part is None else self._leases.loans.retain_tail(part, key)
 
     def is_being_saved(
         self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT

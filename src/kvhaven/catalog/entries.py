@@ -144,7 +144,6 @@ class Entry:
         "extent",
         "fresh",
         "holding",
-        "kept",
         "key",
         "leases",
         "listed",
@@ -153,6 +152,7 @@ class Entry:
         "owner",
         "parent",
         "reading",
+        "retained",
         "reused",
         "slab",
         "stamp",
@@ -181,7 +181,7 @@ class Entry:
         self.slab = slab
         self.state = state
         self.tail = tail  # stored tokens of an incomplete chunk at a prompt's end; 0: a full chunk
-        self.kept = tail > 0  # a tail that somebody waits for: it ages as a full chunk
+        self.retained = int(tail > 0)  # uses that a tail waits for, aging as a full chunk meanwhile
         self.bitmap = 0  # written shards; complete when resident
         self.checksums: list[Checksum | None] | tuple[Checksum, ...] = ()
         self.leases = 0
@@ -211,7 +211,7 @@ class Entry:
     @property
     def order(self) -> int:
         """The eviction order that it belongs to: one for each extent length, and one for tails."""
-        return -self.extent.length if self.tail and not self.kept else self.extent.length
+        return -self.extent.length if self.tail and not self.retained else self.extent.length
 
     @property
     def pinned(self) -> bool:

@@ -247,7 +247,7 @@ class Leases:
         space.publish(entry)
         entry.fresh = entry not in self.waiters
         if not entry.fresh:
-            space.settle(entry)
+            space.end_retention(entry)
             self._work.start(self._hand_over(entry))
         return entry
 

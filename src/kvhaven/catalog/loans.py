@@ -46,12 +46,12 @@ class Loans:
         """Return whether a chunk could be lent, apart from the limit."""
         return self._find(part, key) is not None
 
-    def keep_tail(self, part: NamespaceState, key: ChunkKey) -> int:
-        """Keep a tail until it was lent once; see `Catalog.keep_tail`."""
+    def retain_tail(self, part: NamespaceState, key: ChunkKey) -> int:
+        """Retain a tail until all of it was lent; see `Catalog.retain_tail`."""
         entry = self._find(part, key)
         if entry is None or not entry.tail:
             return 0
-        self._space.keep(entry)
+        self._space.retain(entry)
         return entry.tail
 
     def lend(self, part: NamespaceState, key: ChunkKey) -> Loan | None:
@@ -70,7 +70,7 @@ class Loans:
         """End a loan; an unknown number is not an error."""
         entry = self.open.pop(number, None)
         if entry is not None:
-            self._space.settle(entry)
+            self._space.returned(entry)
             self._space.unlease(entry)
 
     def _find(self, part: NamespaceState, key: ChunkKey) -> Entry | None:

@@ -211,7 +211,7 @@ class ResidentChunks(Generic[S]):
         """Make a chunk visible: all its shards are written and have checksums."""
         if entry.state is State.RESERVED:
             self.reserved_bytes -= entry.extent.length
-            self.settle(entry)
+            self.end_retention(entry)
         entry.state = State.RESIDENT
         self.ghosts.back(entry.key)
         entry.owner = None
@@ -244,21 +244,25 @@ class ResidentChunks(Generic[S]):
 
     def touch_tail(self, entry: Entry) -> None:
         """Record a use of a resident tail."""
-        self.settle(entry)
+        self.end_retention(entry)
         self._stamp([entry])
         self.orders.touched([entry])
         self.tails.used(entry.key)
 
-    def keep(self, tail: Entry) -> None:
-        """Let a tail age as a full chunk until `settle`, because somebody waits for it.
+    def retain(self, tail: Entry) -> None:
+        """Let a tail age as a full chunk until each of its shards was lent, or it was used.
 
-        A new tail does so until it is resident, or if it was promoted, until its first use.
+        A new tail ages so until it is resident, or if it was promoted, until its first use.
         """
-        self._reorder(tail, kept=True)
+        self._retain(tail, tail.namespace.shards)
 
-    def settle(self, entry: Entry) -> None:
+    def returned(self, entry: Entry) -> None:
+        """Record that a shard was lent; of a tail that is retained, it may have been the last."""
+        self._retain(entry, max(0, entry.retained - 1))
+
+    def end_retention(self, entry: Entry) -> None:
         """Let a tail be evicted before all full chunks again; a full chunk stays as it is."""
-        self._reorder(entry, kept=False)
+        self._retain(entry, 0)
 
     def arrange(self, entries: Sequence[Entry]) -> None:
         """Put resident chunks of one namespace in order, given from tail to head; not a use."""
@@ -395,14 +399,12 @@ class ResidentChunks(Generic[S]):
             else:
                 yield
 
-    def _reorder(self, entry: Entry, *, kept: bool) -> None:
-        if entry.kept is kept:
-            return
-        listed = entry.listed
-        if listed:
+    def _retain(self, entry: Entry, uses: int) -> None:
+        moves = entry.listed and bool(entry.retained) != bool(uses)
+        if moves:
             self.orders.removed(entry)
-        entry.kept = kept
-        if listed:
+        entry.retained = uses
+        if moves:
             self.orders.added(entry)
 
     def _stamp(self, entries: Sequence[Entry]) -> None:

@@ -282,7 +282,7 @@ class OfferedChains:
         self._forget(chain, key)
         if key == chain.tail:
             catalog = self._driver.catalog
-            chain.tail_tokens = catalog.keep_tail(chain.digest, key, chain.tenant)
+            chain.tail_tokens = catalog.retain_tail(chain.digest, key, chain.tenant)
         else:
             chain.arrived.append(index)
         chain.moved = self._clock()

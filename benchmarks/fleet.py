@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import mmap
 import multiprocessing
-import os
 import socket
 import threading
 import time
@@ -24,25 +23,22 @@ from typing import Final
 
 import xxhash
 
+from benchmarks.lender import NumberedShards
 from benchmarks.networks import NoLinkError, link
 from benchmarks.results import Result, at_least
-from kvhaven.catalog.loans import Loan
 from kvhaven.errors import KVHavenError
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
-from kvhaven.peers.wire import Following, Offer, Progress, Pull
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.tiers.executor import be_nice
 from kvhaven.types import (
-    Checksum,
     ChunkKey,
     Extent,
     NamespaceDigest,
     Shard,
     ShardId,
     ShardTable,
-    TenantId,
 )
 
 _SHARD: Final = 4 << 20
@@ -179,69 +175,16 @@ def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) ->
     return len(buffers) * _SHARD / (time.perf_counter() - began) / 1e9
 
 
-class _Held:
-    """A `Lender` of shards in shared memory."""
-
-    def __init__(self) -> None:
-        self.file = os.memfd_create("bench")
-        os.ftruncate(self.file, _SHARD * _SHARDS)
-        self.map = memoryview(mmap.mmap(self.file, _SHARD * _SHARDS))
-        for at in range(_SHARDS):
-            self.map[at * _SHARD : (at + 1) * _SHARD] = os.urandom(1 << 20) * (_SHARD >> 20)
-        self.checksums = [
-            Checksum(xxhash.xxh3_128_digest(self.map[at * _SHARD : (at + 1) * _SHARD]))
-            for at in range(_SHARDS)
-        ]
-
-    def has(
-        self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
-    ) -> list[bool]:
-        """Return True for every key."""
-        del namespace, tenant
-        return [True] * len(keys)
-
-    def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
-        """Return the shard whose number the key is."""
-        del namespace, tenant
-        at = int.from_bytes(key, "big")
-        return Loan(0, _SPACE, Extent(0, at * _SHARD, _SHARD, at), (self.checksums[at],))
-
-    def memory(self, loan: Loan) -> memoryview:
-        """Return its bytes."""
-        return self.map[loan.extent.offset : loan.extent.offset + _SHARD]
-
-    def returned(self, loan: Loan) -> None:
-        """Do nothing."""
-
-    def namespaces(self) -> Sequence[Namespace]:
-        """Return none."""
-        return ()
-
-
-class _NoChains:
-    """A receiver that expects nothing."""
-
-    def offered(self, node: str, offer: Offer) -> Following:
-        """Refuse."""
-        del node, offer
-        return Following(yes=False)
-
-    def pulled(self, node: str, pull: Pull) -> Following:
-        """Refuse."""
-        del node, pull
-        return Following(yes=False)
-
-    def progressed(self, node: str, progress: Progress) -> Following:
-        """Refuse."""
-        del node, progress
-        return Following(yes=False)
-
-
 def _serve(host: str, orders: Connection) -> None:
     """Serve both protocols until killed."""
-    held = _Held()
+    whole = memoryview(mmap.mmap(-1, _SHARD * _SHARDS))
+
+    def memory_of(extent: Extent) -> memoryview:
+        return whole[extent.offset : extent.offset + extent.length]
+
+    held = NumberedShards(_SPACE, _SHARDS, memory_of)
     try:
-        listener = PeerListener(Address(host, 0), "bench", b"", held, _NoChains())
+        listener = PeerListener(Address(host, 0), "bench", b"", held)
     except KVHavenError as error:
         raise SystemExit(str(error)) from error
     bare = socket.create_server((host, 0))
@@ -251,7 +194,7 @@ def _serve(host: str, orders: Connection) -> None:
         be_nice()
         at = 0
         while sock.recv(1):
-            sock.sendall(held.map[at * _SHARD : (at + 1) * _SHARD])
+            sock.sendall(whole[at * _SHARD : (at + 1) * _SHARD])
             at = (at + 1) % _SHARDS
 
     while True:

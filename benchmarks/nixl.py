@@ -25,26 +25,23 @@ from typing import Any, Final
 
 import xxhash
 
+from benchmarks.lender import NumberedShards
 from benchmarks.results import Result, at_least
 from examples.demo.processes import ProcessError
-from kvhaven.catalog.loans import Loan
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.channels import INSTALL, PACKAGES, helper_environment
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.nixl import NixlChannel
 from kvhaven.peers.tier import PeerTier
-from kvhaven.peers.wire import Following, Offer, Progress, Pull
 from kvhaven.service.arena import SEGMENT, Arena
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.types import (
-    Checksum,
     ChunkKey,
     Extent,
     NamespaceDigest,
     Shard,
     ShardId,
     ShardTable,
-    TenantId,
 )
 
 _SHARD: Final = 4 << 20
@@ -195,71 +192,12 @@ def _ask(
     return process.recv()
 
 
-class _Held:
-    """A `Lender` of the shards in an arena."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        with arena.memory(Extent(SEGMENT, 0, _BYTES, 0)) as memory:
-            memory[:] = os.urandom(1 << 20) * (_BYTES >> 20)
-            self._checksums = [
-                Checksum(xxhash.xxh3_128_digest(memory[at * _SHARD : (at + 1) * _SHARD]))
-                for at in range(_SHARDS)
-            ]
-
-    def has(
-        self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
-    ) -> list[bool]:
-        """Return True for every key."""
-        del namespace, tenant
-        return [True] * len(keys)
-
-    def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
-        """Return the shard whose number the key is."""
-        del namespace, tenant
-        at = int.from_bytes(key, "big")
-        extent = Extent(SEGMENT, at * _SHARD, _SHARD, at)
-        return Loan(0, _SPACE, extent, (self._checksums[at],))
-
-    def memory(self, loan: Loan) -> memoryview:
-        """Return its bytes."""
-        return self._arena.memory(loan.extent)
-
-    def returned(self, loan: Loan) -> None:
-        """Do nothing."""
-
-    def namespaces(self) -> Sequence[Namespace]:
-        """Return none."""
-        return ()
-
-
-class _NoChains:
-    """A receiver that expects nothing."""
-
-    def offered(self, node: str, offer: Offer) -> Following:
-        """Refuse."""
-        del node, offer
-        return Following(yes=False)
-
-    def pulled(self, node: str, pull: Pull) -> Following:
-        """Refuse."""
-        del node, pull
-        return Following(yes=False)
-
-    def progressed(self, node: str, progress: Progress) -> Following:
-        """Refuse."""
-        del node, progress
-        return Following(yes=False)
-
-
 def _node(orders: Connection) -> None:
     """Be a node that holds all shards, until killed; tell the pids of its helpers."""
     arena = Arena(_BYTES, strict=True, first_bytes=_BYTES)
     channel = NixlChannel(arena, ["UCX"], helper_environment([]))
-    held = _Held(arena)
-    listener = PeerListener(
-        Address("127.0.0.1", 0), "bench", b"", held, _NoChains(), channel=channel
-    )
+    held = NumberedShards(_SPACE, _SHARDS, arena.memory, SEGMENT)
+    listener = PeerListener(Address("127.0.0.1", 0), "bench", b"", held, channel=channel)
     channel.start()
     orders.send(listener.port)
     while orders.recv():

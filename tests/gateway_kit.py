@@ -10,6 +10,7 @@ import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -17,7 +18,19 @@ from kvhaven.config import Settings
 from kvhaven.gateway.access import access_of
 from kvhaven.gateway.main import serving
 from kvhaven.gateway.observer import Observer
+from tests.crash.node import NodeThread
 from tests.metrics_kit import check_metrics
+
+
+@contextlib.contextmanager
+def tiered_node(short_dir: Path) -> Iterator[NodeThread]:
+    """Run a service with a disk and a shared directory; verify its counters at the end."""
+    share = short_dir / "share"
+    share.mkdir()
+    settings = {"local_disk": str(short_dir / "disk"), "remote_url": f"file://{share}"}
+    with NodeThread(short_dir / "s.sock", **settings) as node:
+        yield node
+        node.check()
 
 
 @dataclass

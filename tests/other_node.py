@@ -21,7 +21,6 @@ from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.nixl import NixlChannel, TcpOnly
 from kvhaven.peers.nixl_process import PROGRAM
 from kvhaven.peers.tier import PeerTier
-from kvhaven.peers.wire import Following, Offer, Progress, Pull
 from kvhaven.service.arena import SEGMENT, Arena
 from kvhaven.testing.memory_store import MemoryStore, memory_tier
 from kvhaven.testing.tiers import Change, Kit, until
@@ -76,7 +75,7 @@ class _Stored:
 
 
 class OtherNode:
-    """A node's memory and listener: a `Lender` of what tests put there, a `Receiver` of nothing."""
+    """A node's memory and listener: a `Lender` of what tests put there."""
 
     def __init__(self, arena: Arena, channel: NixlChannel | TcpOnly) -> None:
         self.arena = arena
@@ -86,9 +85,7 @@ class OtherNode:
         self._stored: dict[Name, _Stored] = {}
         self._loans: dict[int, _Stored] = {}
         self._number = 0
-        self.listener = PeerListener(
-            Address("127.0.0.1", 0), "other", b"", self, self, channel=channel
-        )
+        self.listener = PeerListener(Address("127.0.0.1", 0), "other", b"", self, channel=channel)
 
     @property
     def address(self) -> Address:
@@ -151,7 +148,7 @@ class OtherNode:
     def close(self) -> None:
         self.listener.close()
 
-    # Lender and Receiver
+    # Lender
 
     def has(
         self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
@@ -179,15 +176,6 @@ class OtherNode:
 
     def namespaces(self) -> Sequence[Namespace]:
         return ()
-
-    def offered(self, node: str, offer: Offer) -> Following:
-        return Following(yes=False, reason="a test")
-
-    def pulled(self, node: str, pull: Pull) -> Following:
-        return Following(yes=False, reason="a test")
-
-    def progressed(self, node: str, progress: Progress) -> Following:
-        return Following(yes=False, reason="a test")
 
     def _free(self, stored: _Stored) -> None:
         if stored.deleted and not stored.loans:

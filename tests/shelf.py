@@ -9,7 +9,6 @@ from typing import Final
 import xxhash
 
 from kvhaven.catalog.loans import Loan
-from kvhaven.peers.wire import Following, Offer, Progress, Pull
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.types import (
     Checksum,
@@ -32,7 +31,7 @@ def as_chunk(shard: StoredShard) -> StoredShard:
 
 
 class Shelf:
-    """A `Lender` of the chunks that were put there, each of one shard; a `Receiver` of nothing."""
+    """A `Lender` of the chunks that were put there, each of one shard."""
 
     def __init__(self) -> None:
         self.open: dict[int, memoryview] = {}
@@ -82,12 +81,3 @@ class Shelf:
 
     def namespaces(self) -> Sequence[Namespace]:
         return ()
-
-    def offered(self, node: str, offer: Offer) -> Following:
-        return Following(yes=False, reason="a test")
-
-    def pulled(self, node: str, pull: Pull) -> Following:
-        return Following(yes=False, reason="a test")
-
-    def progressed(self, node: str, progress: Progress) -> Following:
-        return Following(yes=False, reason="a test")

@@ -142,7 +142,7 @@ class Node:
         for piece in PIECES:
             self.restore(piece)
         where = Address("127.0.0.1", 0)
-        self.listener = PeerListener(where, f"node {seed}", b"", self.shelf, self.shelf)
+        self.listener = PeerListener(where, f"node {seed}", b"", self.shelf)
         self.relay = Relay(self.listener.port, seed)
 
     def restore(self, piece: Piece) -> None:

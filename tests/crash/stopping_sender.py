@@ -54,7 +54,9 @@ def main() -> None:
     shelf.put(shard_of(size), memoryview(bytes([0xEE]) * size))
     Stream.send_bytes = send_and_stop  # type: ignore[method-assign, assignment]
     certificates = Certificates(*files, encrypt_data=True) if files else None
-    listener = PeerListener(Address("127.0.0.1", 0), "zombie", b"", shelf, shelf, certificates)
+    listener = PeerListener(
+        Address("127.0.0.1", 0), "zombie", b"", shelf, certificates=certificates
+    )
     print(listener.port, flush=True)  # noqa: T201 - the test reads it
     sys.stdin.read()
 

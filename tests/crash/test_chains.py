@@ -25,7 +25,7 @@ from tests.crash.engine import CHUNK_SIZE, Engine, prompt
 from tests.crash.node import NodeProcess, eventually, settled, status_of
 from tests.crash.test_peers import connected, node_of, pair_at
 from tests.servers import free_port
-from tests.unit.test_peers import Held, NoChains
+from tests.unit.test_peers import Held
 
 pytestmark = pytest.mark.crash
 
@@ -365,7 +365,7 @@ def test_a_node_that_does_not_have_what_it_names_is_a_miss(
     short_dir: Path, tail: bytes, said: dict[str, Any], reason: str
 ) -> None:
     port, end = free_port(), time.monotonic() + 60
-    rogue = PeerListener(Address("127.0.0.1", 0), "rogue", b"", Held(), NoChains())
+    rogue = PeerListener(Address("127.0.0.1", 0), "rogue", b"", Held())
     with (
         contextlib.closing(rogue),
         node_of(short_dir, "d", port, rogue.port) as node,

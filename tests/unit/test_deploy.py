@@ -80,9 +80,9 @@ class Pod:
 
 
 def addresses_of(peers: str | None) -> list[Address]:
-    """Return the addresses of the setting `peers`, which names no register here."""
-    addresses, registers = parse_peers(peers or "")
-    assert not registers
+    """Return the addresses of the setting `peers`, which names no registry here."""
+    addresses, registries = parse_peers(peers or "")
+    assert not registries
     return addresses
 
 

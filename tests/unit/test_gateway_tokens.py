@@ -20,7 +20,7 @@ from tests.crash.node import MIB, NodeThread, eventually, flush
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
-from tests.gateway_kit import GatewayThread
+from tests.gateway_kit import GatewayThread, tiered_node
 from tests.metrics_kit import samples_of, summed
 
 DISK = TierName("disk")
@@ -28,12 +28,8 @@ DISK = TierName("disk")
 
 @pytest.fixture
 def node(short_dir: Path) -> Iterator[NodeThread]:
-    share = short_dir / "share"
-    share.mkdir()
-    settings = {"local_disk": str(short_dir / "disk"), "remote_url": f"file://{share}"}
-    with NodeThread(short_dir / "s.sock", **settings) as node:
+    with tiered_node(short_dir) as node:
         yield node
-        node.check()
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ from kvhaven.testing.tiers import make_namespace, make_piece
 from kvhaven.types import NO_TENANT, ChunkKey, NamespaceDigest, ShardId, TenantId, align_up
 from tests.crash.workload import events_of_this_run
 from tests.unit.test_peer_tls import wire_to
-from tests.unit.test_peers import PIECE, SPACE, Held, NoChains, frame, local, reached, rogue
+from tests.unit.test_peers import PIECE, SPACE, Held, frame, local, reached, rogue
 
 TOKEN = b"a token of the cluster"
 ANN, BEN = tenant_id("ann"), tenant_id("ben")
@@ -92,7 +92,7 @@ def listening(
     lender: Held | None = None, token: bytes = TOKEN, *, tenants: bool = True
 ) -> Iterator[PeerListener]:
     address = Address("127.0.0.1", 0)
-    made = PeerListener(address, "there", token, lender or Held(), NoChains(), tenants=tenants)
+    made = PeerListener(address, "there", token, lender or Held(), tenants=tenants)
     try:
         yield made
     finally:

@@ -43,7 +43,7 @@ END = time.monotonic() + 3600
 
 @contextlib.contextmanager
 def node(shelf: Shelf, token: bytes = TOKEN) -> Iterator[PeerListener]:
-    listener = PeerListener(Address("127.0.0.1", 0), "there", token, shelf, shelf)
+    listener = PeerListener(Address("127.0.0.1", 0), "there", token, shelf)
     try:
         yield listener
     finally:

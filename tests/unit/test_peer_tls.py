@@ -34,7 +34,7 @@ from kvhaven.peers.wire import (
     PeerError,
     SilentPeerError,
 )
-from tests.unit.test_peers import PIECE, SPACE, Held, NoChains, local, reached
+from tests.unit.test_peers import PIECE, SPACE, Held, local, reached
 
 TOKEN = b"a token of the cluster"
 PAYLOAD = bytes(PIECE.payload[: PIECE.shard.payload_bytes])
@@ -79,7 +79,7 @@ def listening(
     certificates: Certificates | None, token: bytes = b"", *, tenants: bool = True
 ) -> Iterator[PeerListener]:
     address = Address("127.0.0.1", 0)
-    made = PeerListener(address, "there", token, Held(), NoChains(), certificates, tenants=tenants)
+    made = PeerListener(address, "there", token, Held(), certificates=certificates, tenants=tenants)
     yield made
     made.close()
 

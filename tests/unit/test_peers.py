@@ -25,13 +25,9 @@ from kvhaven.peers.wire import (
     REQUEST,
     Chunk,
     Fetch,
-    Following,
-    Offer,
     PeerError,
     Ping,
     Pong,
-    Progress,
-    Pull,
     SilentPeerError,
     Stream,
     welcome,
@@ -75,22 +71,9 @@ class Held:
         return [SPACE]
 
 
-class NoChains:
-    """A receiver that expects nothing."""
-
-    def offered(self, node: str, offer: Offer) -> Following:
-        return Following(yes=False, reason="a test")
-
-    def pulled(self, node: str, pull: Pull) -> Following:
-        return Following(yes=False, reason="a test")
-
-    def progressed(self, node: str, progress: Progress) -> Following:
-        return Following(yes=False, reason="a test")
-
-
 @pytest.fixture
 def listener() -> Iterator[PeerListener]:
-    made = PeerListener(Address("127.0.0.1", 0), "there", b"", Held(), NoChains())
+    made = PeerListener(Address("127.0.0.1", 0), "there", b"", Held())
     yield made
     made.close()
 

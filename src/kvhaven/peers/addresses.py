@@ -12,7 +12,7 @@ PORT: Final = 7420
 """Port where none is given."""
 _LEAST_TOKEN: Final = 16
 _DNS: Final = "dns://"
-_REGISTERS: Final = ("redis://", "rediss://")
+_REGISTRIES: Final = ("redis://", "rediss://")
 _MOST_PORT: Final = 65535
 
 
@@ -51,14 +51,14 @@ def parse_address(text: str, setting: str, default_port: int = PORT) -> Address:
 
 
 def parse_peers(text: str) -> tuple[list[Address], list[str]]:
-    """Return the addresses and the URLs of registers in the setting `peers`.
+    """Return the addresses and the URLs of registries in the setting `peers`.
 
     They are separated by spaces or commas. Raises `ConfigError`.
     """
     words = text.replace(",", " ").split()
-    registers = [word for word in words if word.startswith(_REGISTERS)]
-    addresses = [parse_address(word, "peers") for word in words if word not in registers]
-    return addresses, registers
+    registries = [word for word in words if word.startswith(_REGISTRIES)]
+    addresses = [parse_address(word, "peers") for word in words if word not in registries]
+    return addresses, registries
 
 
 def resolve(address: Address) -> list[Address]:

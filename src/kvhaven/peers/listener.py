@@ -115,7 +115,8 @@ class PeerListener:
     Bytes go from the arena to the socket without a copy in this process. A chunk is pinned while
     one of its shards is being sent, and no longer, whatever becomes of the peer. With
     `certificates`, a connection is encrypted, or has a ticket and only fetches chunks. Without
-    `tenants`, chunks of a tenant are not sent, and its chains not expected.
+    `tenants`, chunks of a tenant are not sent, and its chains not expected. Without `chains`, none
+    are.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class PeerListener:
         node: str,
         token: bytes,
         lender: Lender,
-        chains: Chains,
+        chains: Chains | None = None,
         certificates: Certificates | None = None,
         channel: NixlChannel | TcpOnly | None = None,
         *,
@@ -260,10 +261,12 @@ class PeerListener:
         return Pong() if isinstance(request, Ping) else _described(self._lender.namespaces())
 
     def _follow(self, node: str, request: Offer | Pull | Progress) -> Following:
+        if not (isinstance(request, Progress) or self._may_share(request.tenant)):
+            return Following(yes=False, reason="peer_tenants is off on this node")
+        if self._chains is None:
+            return Following(yes=False, reason="this node follows no chains")
         if isinstance(request, Progress):
             return self._chains.progressed(node, request)
-        if not self._may_share(request.tenant):
-            return Following(yes=False, reason="peer_tenants is off on this node")
         if isinstance(request, Offer):
             return self._chains.offered(node, request)
         return self._chains.pulled(node, request)

@@ -36,7 +36,7 @@ _DAMAGES_S: Final = 60.0
 """A peer from which wrong bytes came so often within this time is left out for a while."""
 
 
-class Register(Protocol):
+class NodeRegistry(Protocol):
     """A place where nodes find each other. Its methods block, and are called in a thread."""
 
     title: str
@@ -60,7 +60,7 @@ class PeerTier:
     `node` is this service's name, different at each start: an address that leads back here is
     ignored. `deadline_s` is the longest silence of a peer. `streams` is the number of shards that
     are read concurrently from one peer. With `certificates`, connections are encrypted. Without
-    `tenants`, chunks of a tenant are neither looked up nor read. Nodes in `registers` are peers,
+    `tenants`, chunks of a tenant are neither looked up nor read. Nodes in `registries` are peers,
     besides those at `addresses`.
     """
 
@@ -77,12 +77,12 @@ class PeerTier:
         certificates: Certificates | None = None,
         tenants: bool = True,
         channel: NixlChannel | TcpOnly | None = None,
-        registers: Sequence[Register] = (),
+        registries: Sequence[NodeRegistry] = (),
     ) -> None:
         self.node = uuid.uuid4().hex
         self._addresses = tuple(addresses)
-        self._registers = tuple(registers)
-        self._registered: dict[Register, list[Address]] = {}
+        self._registries = tuple(registries)
+        self._registered: dict[NodeRegistry, list[Address]] = {}
         self._token = token
         self._deadline_s = deadline_s
         self._streams = streams
@@ -159,10 +159,10 @@ class PeerTier:
             self._keeper.cancel()
         for task in self._tasks:
             task.cancel()
-        for register in self._registers:
+        for registry in self._registries:
             with contextlib.suppress(TierError, TimeoutError):  # the entry expires
                 async with asyncio.timeout(deadline_s):
-                    await self._names.run(Lane.READ, register.leave)
+                    await self._names.run(Lane.READ, registry.leave)
         closing = [peer.close(deadline_s) for peer in self._peers.values()]
         await asyncio.gather(self._names.close(deadline_s), *closing)
         if self._keeper is not None:  # its call has ended now, or is abandoned
@@ -325,14 +325,14 @@ class PeerTier:
                 # Its members stay while the name service is away.
                 self._last_error = f"{address} cannot be resolved: {error}"
             found |= dict.fromkeys(self._resolved.get(address, ()))
-        for register in self._registers:
+        for registry in self._registries:
             try:
-                words = await self._names.run(Lane.READ, register.members)
+                words = await self._names.run(Lane.READ, registry.members)
             except TierError as error:
                 self._last_error = str(error)
             else:
-                self._registered[register] = _addresses(words, register.title)
-            found |= dict.fromkeys(self._registered.get(register, ()))
+                self._registered[registry] = _addresses(words, registry.title)
+            found |= dict.fromkeys(self._registered.get(registry, ()))
         for address in [one for one in found if one not in self._peers]:
             route = self._channel.route(f"peer {address}")
             self._peers[address] = Peer(

@@ -39,7 +39,7 @@ class _Chain:
     Each lookup is answered once: its answer begins with its removal. A chunk in `arrived` is
     answered as present, by the job that was started when it arrived, or when it is expected.
     `others` are its chunks that had a lookup already, most often of another chain that begins with
-    the same chunks. If that chain ends without them, this one answers the lookups.
+    the same chunks. If that chain ends without them, this one takes over the lookups.
     """
 
     def __init__(self, peer: Peer, namespace: Namespace, offer: Offer | Pull, now: float) -> None:
@@ -59,7 +59,7 @@ class _Chain:
         self.refused = False
         """Whether the peer does not say which chunks it has."""
 
-    def can_inherit(self, chain: "_Chain", key: ChunkKey) -> bool:
+    def can_take_over(self, chain: "_Chain", key: ChunkKey) -> bool:
         """Return whether this chain may still bring a chunk that an ended one has not brought."""
         alike = self.namespace is chain.namespace and self.tenant == chain.tenant
         return alike and not self.ended and key not in self.arrived
@@ -89,7 +89,7 @@ class ExpectedChains:
         self._clock = clock
         self._calls = LoopCalls()
         self._chains: dict[tuple[str, str], _Chain] = {}
-        self._heirs: dict[ChunkKey, dict[_Chain, None]] = {}
+        self._successors: dict[ChunkKey, dict[_Chain, None]] = {}
         """Chains by their `others`."""
         self.accepted = self.completed = self.stalled = 0
 
@@ -213,7 +213,7 @@ class ExpectedChains:
             wanted = part if tail is None else [*part, tail]
             for key in [key for key in wanted if key not in numbers]:
                 chain.others.add(key)
-                self._heirs.setdefault(key, {})[chain] = None
+                self._successors.setdefault(key, {})[chain] = None
             for key in chain.arrived.intersection(wanted):
                 self._answer(chain, key, came=True)
             yield
@@ -229,10 +229,10 @@ class ExpectedChains:
     def _ending(self, chain: _Chain) -> Job:
         for part in batches([key for key in chain.lookups if key not in chain.arrived], _PIECE):
             for key in part:
-                heirs = self._heirs.get(key, ())
-                heir = next((other for other in heirs if other.can_inherit(chain, key)), None)
-                if heir is not None:
-                    heir.lookups[key] = chain.lookups.pop(key)
+                others = self._successors.get(key, ())
+                successor = next((one for one in others if one.can_take_over(chain, key)), None)
+                if successor is not None:
+                    successor.lookups[key] = chain.lookups.pop(key)
                 elif chain.refused:
                     self._driver.catalog.withdrawn(_TIER, chain.lookups.pop(key))
                 else:
@@ -240,9 +240,9 @@ class ExpectedChains:
             yield
         for part in batches(list(chain.others), _PIECE):
             for key in part:
-                del self._heirs[key][chain]
-                if not self._heirs[key]:
-                    del self._heirs[key]
+                del self._successors[key][chain]
+                if not self._successors[key]:
+                    del self._successors[key]
             yield
 
     def _answer(self, chain: _Chain, key: ChunkKey, *, came: bool) -> None:

@@ -15,7 +15,7 @@ from kvhaven.config import Settings
 from kvhaven.errors import ConfigError
 from kvhaven.peers.addresses import parse_address, parse_peers, read_token
 from kvhaven.peers.certificates import read_certificates
-from kvhaven.peers.tier import PeerTier, Register
+from kvhaven.peers.tier import NodeRegistry, PeerTier
 from kvhaven.tenants import quotas_of
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.executor import TierExecutor
@@ -48,7 +48,7 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
         )
         tiers[TierName(disk.name)] = disk
     if settings.peers is not None:
-        addresses, registers = parse_peers(settings.peers)
+        addresses, registries = parse_peers(settings.peers)
         tiers[TierName(PeerTier.name)] = PeerTier(
             addresses,
             token=read_token(settings.peer_token_file),
@@ -56,7 +56,7 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
             streams=settings.peer_streams,
             certificates=read_certificates(settings),
             tenants=settings.peer_tenants,
-            registers=[_register(url, settings) for url in registers],
+            registries=[_registry(url, settings) for url in registries],
         )
     for url in (settings.remote_url or "").split():
         tier = open_tier(url, _options(settings))
@@ -85,13 +85,13 @@ def _write_mode(settings: Settings, tier: Tier) -> WriteMode:
     return WriteMode(settings.remote_write if tier.shared else settings.disk_write)
 
 
-def _register(url: str, settings: Settings) -> Register:
-    """Return the register of nodes at `url`. A node that does not listen only reads it."""
-    make = import_optional("redis.members", "redis", "peers at redis://").RedisMembers
-    register: Register
+def _registry(url: str, settings: Settings) -> NodeRegistry:
+    """Return the registry of nodes at `url`. A node that does not listen only reads it."""
+    make = import_optional("redis.node_registry", "redis", "peers at redis://").RedisRegistry
+    registry: NodeRegistry
     if settings.peer_listen is None:
-        register = make(url)
-        return register
+        registry = make(url)
+        return registry
     name = "peer_listen" if settings.peer_address is None else "peer_address"
     own = parse_address(settings.peer_address or settings.peer_listen, name)
     if not own.port or own.dynamic:
@@ -99,8 +99,8 @@ def _register(url: str, settings: Settings) -> Register:
             f"{name}: {own} cannot be registered for other nodes; expected host:port with the port "
             "at which they reach this node (peer_address, if it is not that of peer_listen)"
         )
-    register = make(url, own.host, own.port)
-    return register
+    registry = make(url, own.host, own.port)
+    return registry
 
 
 def store_at(url: str, settings: Settings) -> SharedStore:

@@ -11,12 +11,14 @@ from kvhaven.config import Settings
 from kvhaven.errors import ConfigError, TierError
 from kvhaven.peers.addresses import Address, parse_peers
 from kvhaven.peers.listener import PeerListener
-from kvhaven.peers.tier import PeerTier, Register
+from kvhaven.peers.tier import NodeRegistry, PeerTier
 from kvhaven.service.tier_setup import make_tiers
 from tests import servers
-from tests.unit.test_peers import Held, NoChains
+from tests.unit.test_peers import Held
 
-members = pytest.importorskip("kvhaven.tiers.redis.members", reason="pip install kvhaven[redis]")
+node_registry = pytest.importorskip(
+    "kvhaven.tiers.redis.node_registry", reason="pip install kvhaven[redis]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +32,21 @@ def url(server: str) -> str:
     return servers.emptied(server)
 
 
-def register(url: str, port: int = 0, host: str = "127.0.0.1") -> Register:
-    made: Register = members.RedisMembers(url, host, port)
+def registry(url: str, port: int = 0, host: str = "127.0.0.1") -> NodeRegistry:
+    made: NodeRegistry = node_registry.RedisRegistry(url, host, port)
     return made
 
 
 @pytest.fixture
 def listener() -> Iterator[PeerListener]:
-    made = PeerListener(Address("127.0.0.1", 0), "there", b"", Held(), NoChains())
+    made = PeerListener(Address("127.0.0.1", 0), "there", b"", Held())
     yield made
     made.close()
 
 
 @contextlib.asynccontextmanager
-async def tier_of(*registers: Register) -> AsyncIterator[PeerTier]:
-    tier = PeerTier([], token=b"", deadline_s=5.0, registers=registers)
+async def tier_of(*registries: NodeRegistry) -> AsyncIterator[PeerTier]:
+    tier = PeerTier([], token=b"", deadline_s=5.0, registries=registries)
     await tier.start()
     try:
         yield tier
@@ -67,8 +69,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_node_that_registers_becomes_a_peer_and_leaves(
     url: str, listener: PeerListener
 ) -> None:
-    there = register(url, listener.port)
-    async with tier_of(register(url)) as tier:
+    there = registry(url, listener.port)
+    async with tier_of(registry(url)) as tier:
         assert tier.peers() == []
         assert there.members() == [f"127.0.0.1:{listener.port}"]
         await eventually(lambda: [peer.up for peer in tier.peers()] == [True])
@@ -79,10 +81,10 @@ async def test_a_node_that_registers_becomes_a_peer_and_leaves(
 async def test_a_node_that_dies_is_forgotten(
     url: str, listener: PeerListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "KEEP_S", 2)
-    dead = register(url, listener.port)
+    monkeypatch.setattr(node_registry, "KEEP_S", 2)
+    dead = registry(url, listener.port)
     dead.members()
-    async with tier_of(register(url)) as tier:
+    async with tier_of(registry(url)) as tier:
         await eventually(lambda: [peer.up for peer in tier.peers()] == [True])
         await eventually(lambda: tier.peers() == [])
     dead.leave()
@@ -91,32 +93,32 @@ async def test_a_node_that_dies_is_forgotten(
 async def test_peers_stay_while_redis_is_away(listener: PeerListener) -> None:
     port = servers.free_port()
     with servers.redis(port=port) as url:
-        there = register(url, listener.port)
+        there = registry(url, listener.port)
         there.members()
-        seen = register(url)
-        tier = PeerTier([], token=b"", deadline_s=5.0, registers=[seen])
+        seen = registry(url)
+        tier = PeerTier([], token=b"", deadline_s=5.0, registries=[seen])
         await tier.start()
-    with pytest.raises(TierError, match="register of nodes in Redis"):
+    with pytest.raises(TierError, match="node registry in Redis"):
         seen.members()
-    await eventually(lambda: "register of nodes" in tier.health().last_error)
+    await eventually(lambda: "node registry" in tier.health().last_error)
     assert [peer.up for peer in tier.peers()] == [True]
     await tier.close(5)
     there.leave()
 
 
 async def test_nonsense_in_redis_keeps_nobody_away(url: str, listener: PeerListener) -> None:
-    there = register(url, listener.port)
+    there = registry(url, listener.port)
     there.members()
     nonsense = dict.fromkeys(("", "dns://x", "a:b:c", "\x1b[2J", "http://x/", ":1"), 1 << 40)
-    members.Redis.from_url(url).zadd(members.KEY, nonsense)
-    async with tier_of(register(url)) as tier:
+    node_registry.Redis.from_url(url).zadd(node_registry.KEY, nonsense)
+    async with tier_of(registry(url)) as tier:
         await eventually(lambda: any(peer.up for peer in tier.peers()))
         assert all(peer.address.isprintable() for peer in tier.peers())
     there.leave()
 
 
 def test_the_address_of_the_interface_towards_redis_is_registered(url: str) -> None:
-    anywhere, local6 = register(url, 7420, "0.0.0.0"), register(url, 7421, "::1")
+    anywhere, local6 = registry(url, 7420, "0.0.0.0"), registry(url, 7421, "::1")
     assert anywhere.members() == ["127.0.0.1:7420"]
     assert local6.members() == ["127.0.0.1:7420", "[::1]:7421"]
     anywhere.leave()
@@ -139,5 +141,5 @@ def test_settings_that_do_not_fit_are_named(url: str) -> None:
 
 def test_passwords_are_not_shown() -> None:
     with pytest.raises(TierError) as failed:
-        register("redis://user:hidden@127.0.0.1:1/0").members()
+        registry("redis://user:hidden@127.0.0.1:1/0").members()
     assert "hidden" not in str(failed.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register of a cluster's nodes in Redis: each node writes its address again and again."""
+"""Registry of a cluster's nodes in Redis: each node renews its address there."""
 
 import contextlib
 import os
@@ -24,8 +24,8 @@ _PORT: Final = 6379
 _ANYWHERE: Final = ("", "0.0.0.0", "::")  # noqa: S104  nothing is bound
 
 
-class RedisMembers:
-    """A `Register` at `url`: redis://[user:password@]host[:port][/db], or rediss:// for TLS.
+class RedisRegistry:
+    """A `NodeRegistry` at `url`: redis://[user:password@]host[:port][/db], or rediss:// for TLS.
 
     User and password may be in REDIS_USERNAME and REDIS_PASSWORD instead. `host` and `port` are the
     address that this node registers; without `port` it registers none. A host that stands for all
@@ -40,7 +40,7 @@ class RedisMembers:
                 f"peers: invalid URL (one that begins with {parts.scheme}://); expected "
                 "redis://host:port/db or rediss://host:port/db"
             )
-        self.title = f"register of nodes in Redis {parts.netloc.rpartition('@')[2]}"
+        self.title = f"node registry in Redis {parts.netloc.rpartition('@')[2]}"
         self._server = parts.hostname, parts.port or _PORT
         self._host, self._port = host, port
         self._registered = ""

@@ -17,7 +17,6 @@ import os
 import random
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -31,12 +30,13 @@ from kvhaven.peers.addresses import Address
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
 from kvhaven.testing.faulty_tier import EVERYTHING, FaultyTier
-from kvhaven.testing.tiers import Piece, content, make_namespace, make_piece, page_buffer, until
+from kvhaven.testing.tiers import Piece, content, make_namespace, make_piece, until
 from kvhaven.tiers.base import Tier
 from kvhaven.tiers.health import Breaker
 from kvhaven.types import Checksum
 from tests.conformance.test_tier_faults import AT_ONCE, LATE_S, _held
 from tests.shelf import Shelf, as_chunk
+from tests.timed_calls import DEADLINE_S, TimedCalls
 from tests.unit.test_peers import local, reached
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ SEEDS = 20
 FAULTS = msgspec.structs.replace(EVERYTHING, stall=0.003)
 PEER_S = 0.1
 """Longest silence of a peer."""
-DEADLINE_S = 0.4
 _SPACE = make_namespace("model", (10_000, 4096, 1))
 PIECES = [
     piece._replace(shard=as_chunk(piece.shard))
@@ -163,15 +162,14 @@ class Node:
         self.listener.close()
 
 
-class Play:
+class Play(TimedCalls):
     """Random reads and lookups of random tiers, with their deadlines."""
 
     def __init__(self, nodes: list[Node], tiers: list[FaultyTier], seed: int) -> None:
+        self._random = random.Random(seed)
+        super().__init__(self._random, (PIECES[0], PIECES[1]))
         self._nodes = nodes
         self._tiers = tiers
-        self._random = random.Random(seed)
-        self.counts: Counter[str] = Counter()
-        self.latest_s = 0.0
 
     async def call(self) -> None:
         """Make one call, and count how it ended."""
@@ -185,25 +183,7 @@ class Play:
         elif drawn < 0.25:
             node.restore(piece)
         kind = "read" if dice.random() < 0.8 else "contains"
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(dice.choice([0.002] + 9 * [DEADLINE_S])):
-                outcome = await getattr(self, f"_{kind}")(tier, piece)
-        except (TimeoutError, TierError, TierMissError) as error:
-            outcome = type(error).__name__
-        self.latest_s = max(self.latest_s, time.monotonic() - began)
-        self.counts[f"{kind}: {outcome}"] += 1
-        self.counts[kind] += 1
-
-    async def _read(self, tier: Tier, piece: Piece) -> str:
-        buffer = page_buffer(piece.shard.payload_bytes)
-        checksum = await tier.read(piece.shard, buffer)
-        right = bytes(buffer[: piece.shard.payload_bytes]) == content(piece)
-        return "right" if right and checksum == piece.checksum else "wrong"
-
-    async def _contains(self, tier: Tier, piece: Piece) -> str:
-        asked = [piece.shard, PIECES[0].shard, PIECES[1].shard]
-        return "done" if len(await tier.contains(asked)) == len(asked) else "wrong"
+        await self.time(kind, getattr(self, kind)(tier, piece))
 
 
 @contextlib.contextmanager
@@ -257,7 +237,7 @@ async def read_at_last(playing: Play, tier: Tier, piece: Piece) -> None:
     async with asyncio.timeout(30):
         while True:
             with contextlib.suppress(TierError, TierMissError):
-                assert await playing._read(tier, piece) == "right"
+                assert await playing.read(tier, piece) == "right"
                 return
             await asyncio.sleep(0.01)
 

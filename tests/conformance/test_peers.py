@@ -35,6 +35,7 @@ from kvhaven.testing.tiers import Kit, content, fetch, make_namespace, make_piec
 from kvhaven.tiers.base import Tier
 from tests.conformance import test_tier_faults as faults
 from tests.other_node import Buffers, Pair, pair_of
+from tests.timed_calls import DEADLINE_S
 
 SPACE = make_namespace()
 
@@ -110,7 +111,7 @@ async def test_no_wrong_byte_no_late_answer_and_no_leak(kit: Kit, pair: Pair, se
             await asyncio.gather(*(play.call() for _ in range(faults.AT_ONCE)))
         assert play.counts["read: wrong"] == play.counts["contains: wrong"] == 0, play.counts
         assert play.counts["read: right"] > faults.READS // 5, play.counts
-        assert play.latest_s < faults.DEADLINE_S + faults.LATE_S
+        assert play.latest_s < DEADLINE_S + faults.LATE_S
         assert sum((tier.injected for tier in faulty), Counter())["flip"] or faults.READS < 50
         await _remove_damaged(inner)
         await faults._check_what_is_left(inner)

@@ -11,14 +11,13 @@ import logging
 import os
 import random
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvhaven.errors import TierError, TierMissError
+from kvhaven.errors import TierMissError
 from kvhaven.testing.faulty_tier import EVERYTHING, FaultyTier
 from kvhaven.testing.tier_damage import DAMAGE
 from kvhaven.testing.tiers import (
@@ -33,6 +32,7 @@ from kvhaven.testing.tiers import (
 )
 from kvhaven.tiers.base import Tier
 from tests.tier_kits import KITS
+from tests.timed_calls import DEADLINE_S, TimedCalls
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ READS = int(os.environ.get("KVHAVEN_EVENTS", "40"))
 SEEDS = 20
 AT_ONCE = 20
 FAULTS = msgspec.structs.replace(EVERYTHING, stall=0.003)
-DEADLINE_S = 0.4
 LATE_S = 5.0
 """An answer may be later than its deadline by what a busy machine takes."""
 
@@ -48,15 +47,14 @@ SPACE = make_namespace("model", (10_000, 4096, 1))
 PIECES = [make_piece(SPACE, number, at) for number in range(6) for at in range(3)]
 
 
-class Play:
+class Play(TimedCalls):
     """Random calls of random tiers over one store, with their deadlines."""
 
     def __init__(self, kit: Kit, tiers: list[FaultyTier], seed: int) -> None:
+        self._random = random.Random(seed)
+        super().__init__(self._random, (PIECES[0], PIECES[1]))
         self._kit = kit
         self._tiers = tiers
-        self._random = random.Random(seed)
-        self.counts: Counter[str] = Counter()
-        self.latest_s = 0.0
 
     async def call(self) -> None:
         """Make one call, and count how it ended."""
@@ -65,31 +63,13 @@ class Play:
         kind = self._random.choices(["read", "write", "contains", "delete"], [60, 25, 10, 5])[0]
         if self._random.random() < 0.05:
             self._damage(piece)
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(self._random.choice([0.002] + 9 * [DEADLINE_S])):
-                outcome = await getattr(self, f"_{kind}")(tier, piece)
-        except (TimeoutError, TierError, TierMissError) as error:
-            outcome = type(error).__name__
-        self.latest_s = max(self.latest_s, time.monotonic() - began)
-        self.counts[f"{kind}: {outcome}"] += 1
-        self.counts[kind] += 1
+        await self.time(kind, getattr(self, kind)(tier, piece))
 
-    async def _read(self, tier: Tier, piece: Piece) -> str:
-        buffer = page_buffer(piece.shard.payload_bytes)
-        checksum = await tier.read(piece.shard, buffer)
-        right = bytes(buffer[: piece.shard.payload_bytes]) == content(piece)
-        return "right" if right and checksum == piece.checksum else "wrong"
-
-    async def _write(self, tier: Tier, piece: Piece) -> str:
+    async def write(self, tier: Tier, piece: Piece) -> str:
         await tier.write(*piece)
         return "done"
 
-    async def _contains(self, tier: Tier, piece: Piece) -> str:
-        asked = [piece.shard, PIECES[0].shard, PIECES[1].shard]
-        return "done" if len(await tier.contains(asked)) == len(asked) else "wrong"
-
-    async def _delete(self, tier: Tier, piece: Piece) -> str:
+    async def delete(self, tier: Tier, piece: Piece) -> str:
         await tier.delete([piece.shard])
         return "done"
 

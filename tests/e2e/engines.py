@@ -31,6 +31,17 @@ CHUNK = 64
 PATIENT = {"lookup_deadline_ms": 10_000, "save_deadline_ms": 10_000, "promote_deadline_ms": 20_000}
 """For tests that expect hits: on a busy machine the default deadlines may make a miss of one."""
 
+SMALL_SERVER: dict[str, Any] = {
+    "served_model_name": "tiny",
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "block_size": 32,
+    "max_num_batched_tokens": 256,
+    "num_gpu_blocks_override": 512,
+    "enforce_eager": True,
+}
+"""Options of `vllm serve` with which prompts take several steps."""
+
 
 @dataclass
 class Engine:

@@ -18,7 +18,7 @@ from examples.demo.processes import Server, kvhaven, vllm_server
 from kvhaven.router.app import Router
 from kvhaven.router.choice import Chooser
 from kvhaven.router.nodes import parse_node
-from tests.e2e.engines import CHUNK, PATIENT, NodeService, peered_services
+from tests.e2e.engines import CHUNK, PATIENT, SMALL_SERVER, NodeService, peered_services
 from tests.e2e.test_peers import PATIENT_PEERS
 from tests.router_kit import serving, until
 from tests.servers import free_port
@@ -43,16 +43,7 @@ def nodes(
         servers = []
         for number, service in enumerate(services):
             settings: dict[str, Any] = {"chunk_size": CHUNK, "service_address": str(service.socket)}
-            options = {
-                "served_model_name": "tiny",
-                "dtype": "float32",
-                "max_model_len": 1024,
-                "block_size": 32,
-                "max_num_batched_tokens": 256,
-                "num_gpu_blocks_override": 512,
-                "enforce_eager": True,
-                "kv_transfer_config": kvhaven(**settings, **PATIENT),
-            }
+            options = SMALL_SERVER | {"kv_transfer_config": kvhaven(**settings, **PATIENT)}
             log = tmp_path / f"vllm-{number}.log"
             servers.append(stack.enter_context(vllm_server(model, free_port(), log, options)))
         for server, service in zip(servers, services, strict=True):

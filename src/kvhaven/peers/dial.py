@@ -78,6 +78,6 @@ def dial(
         if ticket is None:
             return stream, greet(stream, node, token, deadline)
         return stream, greet(stream, node, ticket.secret, deadline, ticket.id)
-    except BaseException:
+    except BaseException:  # after any error, the connection must not leak
         stream.close()
         raise

@@ -292,13 +292,13 @@ class Peer:
             except PeerError:
                 stream.close()
                 self.disconnect()
-            except BaseException:
+            except BaseException:  # after any error, the connection must not leak
                 stream.close()
                 raise
         stream = self._connect_for_data() if data else self._connect()
         try:
             return self._done(stream, work(stream), data=data)
-        except BaseException:
+        except BaseException:  # as above
             stream.close()
             raise
 

@@ -15,6 +15,7 @@ from kvhaven.service.tier_runner import TierSwitch
 
 GB = 1_000_000_000
 
+State = Literal["ok", "degraded", "stopping"]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 QuotaBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_QUOTA)]
 
@@ -36,7 +37,7 @@ class Check(msgspec.Struct, frozen=True):
 class Health(msgspec.Struct, frozen=True):
     """Health of the service. `degraded`: some check failed, but engines are served or may be."""
 
-    status: Literal["ok", "degraded", "stopping"]
+    status: State
     checks: list[Check]
 
 

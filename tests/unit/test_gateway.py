@@ -39,7 +39,7 @@ from tests.gateway_kit import GatewayThread, ask, streams
 ANN, BEN = tenant_id("ann"), tenant_id("ben")
 TOKEN = "0123456789abcdef-token"
 LISTS = ("engines", "namespaces", "requests", "tenants", "tiers")
-EMPTY_LISTS = ("jobs", "pins")
+EMPTY_LISTS = ("jobs", "pins", "plugins")
 JSON_PATHS = (
     *("/health", "/livez", "/readyz", "/stats", "/config", "/inference_info"),
     *(f"/v1/{name}" for name in (*LISTS, *EMPTY_LISTS)),

@@ -14,17 +14,24 @@ from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.config import NEXT_REQUEST, NOW, Settings, setting_infos
 from kvhaven.errors import KVHavenError
-from kvhaven.keys import Extras, KeyChain, tenant_id
-from kvhaven.types import ChunkKey
-from tests.crash.engine import CHUNK_SIZE, EXTENT_BYTES, Engine
+from kvhaven.keys import tenant_id
+from tests.crash.engine import EXTENT_BYTES, Engine
 from tests.crash.node import MIB, NodeThread, eventually, flush
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
-from tests.gateway_kit import Answer, GatewayThread, tiered_node
+from tests.gateway_kit import (
+    TOKEN,
+    Answer,
+    GatewayThread,
+    keys_of,
+    post,
+    send,
+    tiered_node,
+    tokens_of,
+)
 from tests.metrics_kit import samples_of, summed
 
-TOKEN = "0123456789abcdef-token"
 SALT = "ann"
 DISK = TierName("disk")
 
@@ -50,36 +57,10 @@ def engine(node: NodeThread) -> Iterator[Engine]:
         yield engine
 
 
-def send(api: GatewayThread, method: str, path: str, body: object = None, **headers: str) -> Answer:
-    """Send a change with the token."""
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return api.get(
-        path,
-        method=method,
-        headers={"Authorization": f"Bearer {TOKEN}"} | named,
-        body=None if body is None else json.dumps(body),
-    )
-
-
-def post(api: GatewayThread, path: str, body: object = None, **headers: str) -> Answer:
-    return send(api, "POST", path, body, **headers)
-
-
 def setting(api: GatewayThread, name: str) -> dict[str, Any]:
     rows = api.get("/config").json["settings"]
     found: dict[str, Any] = next(row for row in rows if row["name"] == name)
     return found
-
-
-def tokens_of(name: int, chunks: int, more: int = 0) -> list[int]:
-    return [name * 1000 + at for at in range(chunks * CHUNK_SIZE + more)]
-
-
-def keys_of(engine: Engine, tokens: list[int], salt: str = "") -> list[ChunkKey]:
-    """Return the keys that an engine computes for a prompt."""
-    chain = KeyChain(engine.ranks[0].attach.namespace, CHUNK_SIZE, Extras(salt=salt))
-    chain.extend(tokens)
-    return chain.keys
 
 
 def prompt_of(engine: Engine, tokens: list[int], **more: object) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 from kvhaven.cli.terminal import Line, Span
 from kvhaven.cli.text import age_text, size_text
 from kvhaven.gateway.models import Check, TierRow
-from kvhaven.gateway.views import checks_of, memory_of, state_of, tiers_of, tokens_of
+from kvhaven.gateway.views import checks_of, memory_of, state_of, tier_state_of, tiers_of, tokens_of
 from kvhaven.service.accounts import RequestRow
 from kvhaven.service.snapshot import EngineRow, ServiceSnapshot, TenantRow
 
@@ -196,15 +196,12 @@ def _table(view: View, width: int) -> list[Line]:
 
 
 def _tier(row: TierRow, rates: Mapping[tuple[str, str], float]) -> list[str]:
-    state: str = row.state if row.state != "on" else "on" if row.writable else "writes off"
-    if not row.online:
-        state = "off" if row.state == "off" else "offline"
     used = "shared"
     if row.used_bytes is not None and row.capacity_bytes is not None:
         used = f"{size_text(row.used_bytes)} of {size_text(row.capacity_bytes)}"
     return [
         clean(row.id),
-        state,
+        tier_state_of(row),
         used,
         size_text(rates.get((row.id, "read"), 0.0)),
         size_text(rates.get((row.id, "write"), 0.0)),

@@ -270,6 +270,10 @@ _SERVICE_ONLY = (
     "api_tls_certificate",
     "api_tls_key",
     "api_hosts",
+    "plugins",
+    "runtime_plugin_locations",
+    "plugin_engine_url",
+    "plugin_may_change",
 )
 _NOT_YET: dict[tuple[str, object], str] = {
     ("discard_partial_chunks", False): (

@@ -182,6 +182,26 @@ class Jobs(msgspec.Struct, frozen=True):
     next: str | None
 
 
+class PluginRow(msgspec.Struct, frozen=True):
+    """A plugin. `error` says why its process ended last."""
+
+    id: str
+    kind: Literal["class", "script"]
+    state: Literal["starting", "running", "waiting", "ended", "off"]
+    """`waiting`: for its next start; `off`: it has failed too often."""
+    pid: int | None
+    starts: int
+    queued_events: int
+    error: str
+
+
+class Plugins(msgspec.Struct, frozen=True):
+    """A page of plugins. `next` is the cursor of the next page; null on the last one."""
+
+    rows: list[PluginRow]
+    next: str | None
+
+
 class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A prompt: its tokens, and the engine or the namespace that they are for.
 

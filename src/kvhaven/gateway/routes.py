@@ -65,6 +65,7 @@ ROUTES: Final = (
     Route("/v1/tiers", "tiers", "Tiers.", models.Tiers, (200, 400, 503), PAGE),
     Route("/v1/pins", "pins", "Pins.", models.Pins, (200, 400, 503), PAGE),
     Route("/v1/jobs", "jobs", "Jobs.", models.Jobs, (200, 400, 503), PAGE),
+    Route("/v1/plugins", "plugins", "Plugins.", models.Plugins, (200, 400), PAGE),
     Route("/v1/jobs/{id}", "job", "A job.", JobRow, (200, 400, 404, 503), (JOB,)),
     Route(
         "/v1/lookup",

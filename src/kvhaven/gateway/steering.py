@@ -81,7 +81,7 @@ class Steering:
     async def lookup(self, request: web.Request) -> web.Response:
         """Say where a prompt's chunks are."""
         wanted = await body_of(request, models.Chain)
-        chain, size = await self._keys(wanted)
+        chain, size = await self.keys_of(wanted)
         answer = await self._observer.steer(LookUp(*chain))
         if answer.status != 200:  # noqa: PLR2004  OK
             return answered(answer)
@@ -97,18 +97,18 @@ class Steering:
 
     async def prefetch(self, request: web.Request) -> web.Response:
         """Promote a prompt's chunks."""
-        chain, _ = await self._keys(await body_of(request, models.Chain))
+        chain, _ = await self.keys_of(await body_of(request, models.Chain))
         return await self._steered(request, Promote(*chain))
 
     async def verify(self, request: web.Request) -> web.Response:
         """Verify a prompt's chunks."""
-        chain, _ = await self._keys(await body_of(request, models.Chain))
+        chain, _ = await self.keys_of(await body_of(request, models.Chain))
         return await self._steered(request, Verify(*chain))
 
     async def move(self, request: web.Request) -> web.Response:
         """Write a prompt's chunks to a tier, or promote them."""
         wanted = await body_of(request, models.MovedChain)
-        chain, _ = await self._keys(wanted)
+        chain, _ = await self.keys_of(wanted)
         if wanted.to == "memory":
             return await self._steered(request, Promote(*chain))
         return await self._steered(request, Move(*chain, to=wanted.to))
@@ -116,7 +116,7 @@ class Steering:
     async def pin(self, request: web.Request) -> web.Response:
         """Pin a prompt's chunks."""
         wanted = await body_of(request, models.PinnedChain)
-        chain, _ = await self._keys(wanted)
+        chain, _ = await self.keys_of(wanted)
         return await self._steered(request, PinChain(*chain, ttl_s=wanted.ttl_s))
 
     async def unpin(self, request: web.Request) -> web.Response:
@@ -148,7 +148,7 @@ class Steering:
         audit(request, f"status {answer.status}")
         return answered(answer)
 
-    async def _keys(self, chain: models.Chain) -> tuple[tuple[bytes, bytes, bytes], int]:
+    async def keys_of(self, chain: models.Chain) -> tuple[tuple[bytes, bytes, bytes], int]:
         """Return namespace, keys and tenant of a prompt, and the tokens of a chunk.
 
         Raises `KVHavenError` if it names no namespace, or an unknown one.

@@ -107,6 +107,17 @@ def tiers_of(snapshot: ServiceSnapshot) -> list[TierRow]:
     return rows
 
 
+def tier_state_of(row: TierRow) -> str:
+    """Return the state of a tier in a word: as an operator has switched it, or what is wrong."""
+    if row.state == "off":
+        return "off"
+    if not row.online:
+        return "offline"
+    if row.state == "on" and not row.writable and row.id != _READ_ONLY:
+        return "writes off"
+    return row.state
+
+
 def stats_of(snapshot: ServiceSnapshot, cached_tokens: int | None) -> Stats:
     """Return the statistics; `cached_tokens` is the result of `tokens_in_memory`."""
     totals, tiers = snapshot.catalog, tiers_of(snapshot)

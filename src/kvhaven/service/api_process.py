@@ -38,6 +38,10 @@ _PASSED_ON: Final = (
     "api_tls_certificate",
     "api_tls_key",
     "api_hosts",
+    "plugins",
+    "runtime_plugin_locations",
+    "plugin_engine_url",
+    "plugin_may_change",
     "log_level",
 )
 

@@ -403,7 +403,8 @@ def test_scripts_of_lmcache_run_with_its_variables_and_end_with_the_api(
     folder = short_dir / "scripts"
     folder.mkdir()
     say = f"echo $LMCACHE_RUNTIME_PLUGIN_ROLE $LMCACHE_RUNTIME_PLUGIN_WORKER_ID >> {short_dir}/said"
-    wait = f"sleep 1000 & echo $! >> {short_dir}/pids; wait"
+    stubborn = "sh -c \"trap '' TERM; exec sleep 1000\""
+    wait = f"{stubborn} & echo $! >> {short_dir}/pids; wait"
     (folder / "worker_0_wait.sh").write_text(f"{say}\n{wait}\n")
     (folder / "all_once.sh").write_text(say)
     (folder / "worker_1_other.sh").write_text(say)
@@ -505,6 +506,7 @@ def test_plugins_end_with_an_api_that_is_killed_and_start_with_the_next(
             eventually(lambda: state_at(f"http://127.0.0.1:{port}") == "ok")
             (api,) = children_of(node.process.pid)
             (plugin,) = children_of(api)
+            os.kill(plugin, signal.SIGSTOP)  # so that it cannot see the API's end
             os.kill(api, signal.SIGKILL)
             eventually(lambda p=plugin: not Path(f"/proc/{p}").exists())  # type: ignore[misc]
         eventually(lambda: len(notes(short_dir)) > starts)

@@ -194,7 +194,8 @@ def _response(route: Route, status: int) -> dict[str, Any]:
     if status == 304:  # noqa: PLR2004  it has no body
         return found
     if own and isinstance(route.answer, str):
-        found["content"] = {route.answer: {"schema": _TEXT}}
+        schema = {"type": "object"} if route.answer == "application/json" else _TEXT
+        found["content"] = {route.answer: {"schema": schema}}
         return found
     kind = route.answer if own and not isinstance(route.answer, str) else Problem
     found["content"] = {

@@ -406,6 +406,17 @@ def test_a_service_without_snapshots_is_told_from_one_that_is_gone(
         assert api.health()[0] == 503
 
 
+def test_a_service_that_cannot_be_steered_is_observed(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvhaven.service.membership.FEATURES", OBSERVE)
+    with GatewayThread(node.address) as api:
+        eventually(lambda: api.health() == (200, "ok"))
+        answer = api.get("/config")
+        assert answer.status == 503
+        assert "its version cannot be steered" in answer.json["error"]
+
+
 # --- streams --------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from urllib.parse import quote
 
 import pytest
 
-from kvhaven.catalog.actions import TierName
+from kvhaven.catalog.actions import LeaseId, TierName
 from kvhaven.client.control import connect
 from kvhaven.config import NEXT_REQUEST, NOW, Settings, setting_infos
 from kvhaven.errors import KVHavenError
 from kvhaven.keys import tenant_id
-from tests.crash.engine import EXTENT_BYTES, Engine
+from tests.crash.engine import CHUNK_SIZE, EXTENT_BYTES, Engine
 from tests.crash.node import MIB, NodeThread, eventually, flush
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
@@ -139,6 +140,23 @@ def test_a_change_needs_the_etag_that_it_was_made_for(api: GatewayThread) -> Non
     assert post(api, "/config", {"log_level": "INFO"}, If_Match=etag).status == 412
     assert post(api, "/config", {"log_level": "INFO"}, If_Match="*").status == 200
     assert api.get("/config", headers={"If-None-Match": etag}).status == 200
+
+
+def test_an_etag_of_a_service_that_has_ended_is_refused(short_dir: Path) -> None:
+    token = short_dir / "token"
+    token.write_text(TOKEN)
+    address = short_dir / "s.sock"
+    with GatewayThread(str(address), api_token_file=str(token)) as api:
+        tags = []
+        for _ in range(2):
+            with NodeThread(address):
+                eventually(lambda: api.health() == (200, "ok"))
+                tags.append(api.get("/config").headers["etag"])
+                for tag in tags:
+                    answer = post(api, "/config?dry_run=true", {"pin_share": 0.1}, If_Match=tag)
+                    assert answer.status == (200 if tag == tags[-1] else 412)
+            eventually(lambda: api.health()[0] == 503)
+    assert tags[0] != tags[1]
 
 
 def test_nothing_changes_without_the_token(node: NodeThread, api: GatewayThread) -> None:
@@ -366,6 +384,95 @@ def test_pinned_chunks_stay_until_their_time(short_dir: Path) -> None:
         eventually(lambda: not api.get("/v1/pins").json["rows"])
         eventually(lambda: state("pinned") == state("leased") == 0)
         node.check()
+
+
+def test_jobs_hold_no_more_than_the_share_of_pins(short_dir: Path) -> None:
+    token = short_dir / "token"
+    token.write_text(TOKEN)
+    settings = {"max_local_cpu_size": 2 * MIB, "local_disk": str(short_dir / "disk")}
+    with (
+        NodeThread(short_dir / "s.sock", **settings) as node,
+        GatewayThread(node.address, api_token_file=str(token)) as api,
+        Engine(node.address) as engine,
+    ):
+        eventually(lambda: api.health() == (200, "ok"))
+        room = node.status().catalog.capacity_bytes // EXTENT_BYTES
+        tokens = tokens_of(1, room // 2)
+        engine.save(keys_of(engine, tokens))
+        flush(node.address)
+        with connect(node.address) as control:
+            control.clear(tier="memory")
+        held = [0]
+
+        def note() -> None:
+            totals = node.service.catalog.totals()
+            held.append(totals.leased_bytes + totals.promoting_bytes)
+
+        node.call(lambda: node.service.driver.observe(note))
+        chunks = room // 2
+        result = done(api, post(api, "/v1/prefetch", prompt_of(engine, tokens)))
+        assert result == {
+            "asked_chunks": chunks,
+            "resident_chunks": chunks,
+            "promoted_chunks": chunks,
+        }
+        result = done(api, post(api, "/v1/verify", prompt_of(engine, tokens)))
+        assert result == {"chunks": chunks, "intact_chunks": chunks, "damaged_chunks": 0}
+        share = node.status().catalog.capacity_bytes // 4
+        assert 0 < max(held) <= share < chunks * EXTENT_BYTES
+        fill = tokens[: share // EXTENT_BYTES * CHUNK_SIZE]
+        pin = post(api, "/v1/pins", prompt_of(engine, fill, ttl_s=600))
+        assert pin.status == 201, pin.json
+        job = post(api, "/v1/prefetch", prompt_of(engine, tokens)).json["id"]
+        row = eventually(lambda: (r := api.get(f"/v1/jobs/{job}").json)["state"] != "running" and r)
+        assert row["state"] == "failed"
+        assert "pin_share" in row["error"]
+        node.check()
+
+
+def test_long_pins_are_counted_piece_by_piece(short_dir: Path) -> None:
+    token = short_dir / "token"
+    token.write_text(TOKEN)
+    with (
+        NodeThread(short_dir / "s.sock", max_local_cpu_size=48 * MIB) as node,
+        GatewayThread(node.address, api_token_file=str(token)) as api,
+        Engine(node.address, shard_bytes=100) as engine,
+    ):
+        eventually(lambda: api.health() == (200, "ok"))
+        tokens = tokens_of(0, 2500)
+        engine.save(keys_of(engine, tokens))
+        answer = post(api, "/v1/pins", prompt_of(engine, tokens, ttl_s=600))
+        assert (answer.status, answer.json.get("chunks")) == (201, 2500), answer.json
+        pins, turns = node.service.pins, node.service.driver.turns
+        assert node.call(lambda: pins.bytes) == answer.json["bytes"]
+
+        def unpin() -> int:
+            before = turns.pieces
+            pins.unpin(LeaseId(int(answer.json["id"])))
+            return before
+
+        before = node.call(unpin)
+        eventually(lambda: node.call(lambda: pins.bytes) == 0)
+        eventually(lambda: node.status().catalog.leases == 0)
+        assert node.call(lambda: turns.pieces) - before >= 5
+        node.check()
+
+
+def test_no_answer_waits_for_an_operators_verification(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    assert post(api, "/config", {"verify_memory": "always"}).status == 200
+    tokens = tokens_of(1, 3)
+    engine.save(keys_of(engine, tokens))
+    release = threading.Event()
+    try:
+        node.service.verifier._audits.submit(release.wait, 30)
+        job = post(api, "/v1/verify", prompt_of(engine, tokens))
+        assert engine.load(keys_of(engine, tokens)) == 3
+        assert api.get(f"/v1/jobs/{job.json['id']}").json["state"] == "running"
+    finally:
+        release.set()
+    assert done(api, job)["intact_chunks"] == 3
 
 
 # --- tiers and the service ------------------------------------------------------------------

@@ -24,7 +24,7 @@ from kvhaven.gateway.observer import Observer, Seen
 from kvhaven.gateway.openapi import SELECTOR, document
 from kvhaven.gateway.plugins import Plugins, PluginSettings
 from kvhaven.gateway.routes import ROUTES
-from kvhaven.gateway.steering import Steering, version_of
+from kvhaven.gateway.steering import Steering
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
 from kvhaven.protocol import MOST_ROWS, NO_LIMIT, ListKind
 from kvhaven.service.runtime_settings import Config
@@ -82,7 +82,7 @@ class Gateway:
         self._requests = Requests()
         self._streams = 0
         self._document = document(ROUTES)
-        self._steering = Steering(observer, self._seen, self._all)
+        self._steering = Steering(observer, self._all)
         self._plugins = Plugins(observer, plugins, self._steering.keys_of)
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
 
@@ -219,10 +219,8 @@ class Gateway:
     async def _on_config(self, request: web.Request) -> web.Response:
         answer = answered(await self._observer.steer(GetConfig()))
         assert isinstance(answer.body, bytes)
-        generation = msgspec.json.decode(answer.body, type=Config).generation
-        tag = (
-            f"{version_of(self._seen(), generation)}-{hashlib.sha256(answer.body).hexdigest()[:16]}"
-        )
+        version = msgspec.json.decode(answer.body, type=Config).version
+        tag = f"{version}-{hashlib.sha256(answer.body).hexdigest()[:16]}"
         if any(known.value in {tag, "*"} for known in request.if_none_match or ()):
             answer = web.Response(status=304)
         answer.etag = tag

@@ -20,7 +20,7 @@ from kvhaven.gateway.answers import (
     require_known,
     switch,
 )
-from kvhaven.gateway.observer import Observer, Seen
+from kvhaven.gateway.observer import Observer
 from kvhaven.keys import Extras, KeyChain, tenant_id
 from kvhaven.protocol import MOST_KEYS, ListKind
 from kvhaven.service.runtime_settings import Config
@@ -48,17 +48,11 @@ Rows = Callable[[ListKind, type[Any]], Awaitable[list[Any]]]
 """Function that returns all rows of a kind."""
 
 
-def version_of(seen: Seen, generation: int) -> str:
-    """Return the part of the ETag of `/config` that changes with the settings alone."""
-    return f"{seen.snapshot.service[:8]}-{generation}"
-
-
 class Steering:
-    """Handlers, each with the name that its route has. `seen` returns the last snapshot."""
+    """Handlers, each with the name that its route has."""
 
-    def __init__(self, observer: Observer, seen: Callable[[], Seen], rows: Rows) -> None:
+    def __init__(self, observer: Observer, rows: Rows) -> None:
         self._observer = observer
-        self._seen = seen
         self._rows = rows
 
     async def configure(self, request: web.Request) -> web.Response:
@@ -66,14 +60,13 @@ class Steering:
         require_known(request, {"dry_run"})
         dry_run = switch(request.query, "dry_run")
         values = await body_of(request, models.Values)
-        generation = None
+        version = None
         if request.if_match is not None and not any(t.value == "*" for t in request.if_match):
             config = await self._observer.steer(GetConfig())
-            generation = msgspec.json.decode(config.answer, type=Config).generation
-            version = version_of(self._seen(), generation)
+            version = msgspec.json.decode(config.answer, type=Config).version
             if not any(tag.value.startswith(f"{version}-") for tag in request.if_match):
                 return problem(412, "If-Match: the settings have changed; read /config again")
-        answer = await self._observer.steer(Configure(values, dry_run, generation))
+        answer = await self._observer.steer(Configure(values, dry_run, version))
         if not dry_run:
             audit(request, f"status {answer.status}: {', '.join(sorted(values))[:_MOST_NAMES]!r}")
         return answered(answer)

@@ -7,6 +7,7 @@ Requests and answers are JSON; every request is a struct of this module, with it
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import aclosing
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -62,7 +63,7 @@ class Configure(Request, frozen=True, tag="configure"):
 
     values: dict[str, str | int | float | bool | dict[str, str | int | float | None] | None]
     dry_run: bool = False
-    generation: int | None = None
+    version: str | None = None
 
 
 class _OnChain(Request, frozen=True):
@@ -237,7 +238,7 @@ class Steering:
     def _answer_now(self, request: AnyRequest) -> msgspec.Struct:
         if isinstance(request, Configure):
             return self._settings.change(
-                request.values, dry_run=request.dry_run, generation=request.generation
+                request.values, dry_run=request.dry_run, version=request.version
             )
         if isinstance(request, Unpin):
             number = int(request.id) if _is_number(request.id) else 0  # no lease has this number
@@ -355,24 +356,33 @@ class Steering:
     # --- jobs -------------------------------------------------------------------------------
 
     async def _promote(self, chain: ChainKeys) -> Result:
-        acquisition = await self._pins.lease(chain, _PROMOTE_S)
-        self._pins.release(acquisition.lease_id)
-        sources = acquisition.chunks.sources
+        resident = promoted = 0
+        async with aclosing(self._pins.borrow(chain, _PROMOTE_S)) as parts:
+            async for acquisition in parts:
+                sources = acquisition.chunks.sources
+                resident += len(sources)
+                promoted += len(sources) - sources.count(0)
         return {
             "asked_chunks": len(chain.keys),
-            "resident_chunks": len(sources),
-            "promoted_chunks": len(sources) - sources.count(0),
+            "resident_chunks": resident,
+            "promoted_chunks": promoted,
         }
 
     async def _verify(self, chain: ChainKeys) -> Result:
-        acquisition = await self._pins.lease(chain, _PROMOTE_S)
-        try:
-            namespace = self._driver.catalog.namespace(chain.namespace)
-            good = await self._verifier.verify(acquisition, namespace)
-        finally:
-            self._pins.release(acquisition.lease_id)
-        checked = len(acquisition.chunks)
-        return {"chunks": checked, "intact_chunks": good, "damaged_chunks": int(good < checked)}
+        checked = intact = 0
+        namespace = self._driver.catalog.namespace(chain.namespace)
+        async with aclosing(self._pins.borrow(chain, _PROMOTE_S)) as parts:
+            async for acquisition in parts:
+                good = await self._verifier.audit(acquisition, namespace)
+                checked += len(acquisition.chunks)
+                intact += good
+                if good < len(acquisition.chunks):
+                    break
+        return {
+            "chunks": checked,
+            "intact_chunks": intact,
+            "damaged_chunks": int(intact < checked),
+        }
 
     async def _move(self, chain: ChainKeys, tier: TierName) -> Result:
         resident = 0

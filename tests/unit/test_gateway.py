@@ -141,7 +141,10 @@ def test_every_answer_is_as_the_description_says(node: NodeThread, api: GatewayT
             check(api.get(f"/v1/{name}?limit=0"), f"/v1/{name}")
             assert rows_of(api, name), name
     read = {path for path, methods in described["paths"].items() if "get" in methods}
-    assert read == {*JSON_PATHS, "/v1/jobs/{id}", "/metrics", "/openapi.json", "/events"}
+    assert read == {
+        *JSON_PATHS,
+        *("/v1/jobs/{id}", "/v1/chunks/{id}", "/metrics", "/openapi.json", "/events"),
+    }
     changes = {
         (method, path): operation["security"]
         for path, methods in described["paths"].items()

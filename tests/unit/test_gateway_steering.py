@@ -272,6 +272,39 @@ def test_a_lookup_tells_the_places_and_the_first_gap(
     assert salted.json["cached_tokens"] == 0, "another tenant's"
 
 
+def test_a_chunk_tells_its_places_leases_and_pins_but_not_its_key(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    tokens = tokens_of(1, 3)
+    keys = keys_of(engine, tokens[:20], SALT)
+    engine.save(keys, tenant=tenant_id(SALT))
+    flush(node.address)
+    prompt = prompt_of(engine, tokens, cache_salt=SALT)
+    assert api.get("/v1/chunks/0123456789abcdef").status == 404
+    answer = post(api, "/v1/lookup?chunks=true", prompt)
+    first, second, absent = answer.json["chunks"]
+    assert answer.json["cached_tokens"] == 20
+    assert "chunks" not in post(api, "/v1/lookup", prompt).json
+    assert keys[0].hex() not in answer.body.decode()
+    lease = engine.scheduler.acquire(keys, tenant_id(SALT))
+    pin = post(api, "/v1/pins", prompt | {"token_ids": tokens[:10], "ttl_s": 60})
+    assert lease is not None
+    rows = [api.get(f"/v1/chunks/{id_}").json for id_ in (first, second, absent)]
+    assert [row["leases"] for row in rows] == [2, 1, 0]
+    assert [row["pins"] for row in rows] == [1, 0, 0]
+    stored = 4096 + EXTENT_BYTES
+    assert rows[1]["places"] == {"memory": EXTENT_BYTES, "disk": stored, "fs": stored}
+    assert rows[2]["places"] == {}
+    assert (rows[1]["tenant"], rows[1]["id"]) == (tenant_id(SALT).hex(), second)
+    assert rows[2]["age_s"] is None
+    assert 0 <= rows[1]["idle_s"] <= rows[1]["age_s"]
+    engine.scheduler.client.release([lease.lease_id])
+    assert send(api, "DELETE", f"/v1/pins/{pin.json['id']}").status == 200
+    with connect(node.address) as control:
+        control.clear(tier="memory")
+    assert api.get(f"/v1/chunks/{first}").json["places"] == {"disk": stored, "fs": stored}
+
+
 def test_a_prompt_must_be_named_well(api: GatewayThread, engine: Engine) -> None:
     good = prompt_of(engine, tokens_of(1, 1))
     for body in (

@@ -43,6 +43,19 @@ JOB: Final[Parameter] = {
     "description": "An id of a job or of a pin.",
     "schema": {"type": "string", "pattern": "^[0-9]{16}$"},
 }
+CHUNK: Final[Parameter] = {
+    "name": "id",
+    "in": "path",
+    "required": True,
+    "description": "A chunk's id, as `/v1/lookup?chunks=true` tells it.",
+    "schema": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
+}
+CHUNKS: Final[Parameter] = {
+    "name": "chunks",
+    "in": "query",
+    "description": "Also return the ids of the prompt's chunks.",
+    "schema": {"type": "boolean", "default": False},
+}
 TIER: Final[Parameter] = {
     "name": "name",
     "in": "path",

@@ -22,7 +22,7 @@ from kvhaven.gateway.answers import (
 )
 from kvhaven.gateway.observer import Observer
 from kvhaven.keys import Extras, KeyChain, tenant_id
-from kvhaven.protocol import MOST_KEYS, ListKind
+from kvhaven.protocol import MOST_KEYS, KeyList, ListKind
 from kvhaven.service.runtime_settings import Config
 from kvhaven.service.snapshot import EngineRow, NamespaceRow
 from kvhaven.service.steering import (
@@ -30,6 +30,7 @@ from kvhaven.service.steering import (
     Drain,
     FlushAll,
     Found,
+    GetChunk,
     GetConfig,
     GetJob,
     LookUp,
@@ -40,9 +41,12 @@ from kvhaven.service.steering import (
     SwitchTier,
     Unpin,
     Verify,
+    chunk_id,
 )
 
 _MOST_NAMES: Final = 256
+_MOST_CHUNKS: Final = 1 << 16
+"""Chunks whose ids are known: those of the last lookups that asked for them."""
 
 Rows = Callable[[ListKind, type[Any]], Awaitable[list[Any]]]
 """Function that returns all rows of a kind."""
@@ -53,6 +57,7 @@ class Steering:
 
     def __init__(self, observer: Observer, rows: Rows) -> None:
         self._observer = observer
+        self._chunks: dict[str, tuple[bytes, bytes, bytes]] = {}
         self._rows = rows
 
     async def configure(self, request: web.Request) -> web.Response:
@@ -73,6 +78,8 @@ class Steering:
 
     async def lookup(self, request: web.Request) -> web.Response:
         """Say where a prompt's chunks are."""
+        require_known(request, {"chunks"})
+        with_chunks = switch(request.query, "chunks")
         wanted = await body_of(request, models.Chain)
         chain, size = await self.keys_of(wanted)
         answer = await self._observer.steer(LookUp(*chain))
@@ -86,7 +93,27 @@ class Steering:
             if tokens - gap < size:
                 reason = Reason.PARTIAL_CHUNK
             found = msgspec.structs.replace(found, first_gap=gap, reason=reason.label)
+        if with_chunks:
+            found = msgspec.structs.replace(found, chunks=self._remember(*chain))
         return json_of(msgspec.structs.replace(found, tokens=tokens))
+
+    async def chunk(self, request: web.Request) -> web.Response:
+        """Return a chunk."""
+        known = self._chunks.get(request.match_info["id"])
+        if known is None:
+            return problem(404, "unknown chunk; /v1/lookup?chunks=true tells the ids of a prompt's")
+        return answered(await self._observer.steer(GetChunk(*known)))
+
+    def _remember(self, namespace: bytes, keys: bytes, tenant: bytes) -> list[str]:
+        """Return the ids of chunks, and remember the last ones with their keys."""
+        ids = []
+        for key in KeyList(keys):
+            ids.append(chunk_id(key))
+            self._chunks.pop(ids[-1], None)
+            self._chunks[ids[-1]] = (namespace, key, tenant)
+        while len(self._chunks) > _MOST_CHUNKS:
+            del self._chunks[next(iter(self._chunks))]
+        return ids
 
     async def prefetch(self, request: web.Request) -> web.Response:
         """Promote a prompt's chunks."""

@@ -76,6 +76,10 @@ class Pins:
         """Return all pins, in ascending order of their ids."""
         return [pin.row for pin in self._pins.values()]
 
+    def of(self, generation: int) -> int:
+        """Return the number of pins that hold the chunk in the extent of a generation."""
+        return self._pinned.get(generation, 0)
+
     def updated(self, acquisition: Acquisition) -> None:
         """Pass on the final state of a lease."""
         waiting = self._waiting.pop(acquisition.lease_id, None)

@@ -293,6 +293,7 @@ def test_plugins_look_up_and_compute_and_pin_only_if_they_may(
 
 # --- bad plugins ----------------------------------------------------------------------------
 
+ASK = b'{"do": "lookup", "id": "%s"}\n' % (b"x" * 1000)
 BAD = {
     "hangs": ("while True: pass", "on_request_complete took longer than"),
     "stops": ("os.kill(os.getpid(), signal.SIGSTOP)", "on_request_complete took longer than"),
@@ -312,6 +313,10 @@ BAD = {
         "[self.engine.prefetch([1] * 20) for _ in range(10 ** 6)]",
         "took longer than",
     ),
+    "does not read": (
+        "s = socket.socket(fileno=os.dup(int(sys.argv[3]))); all(map(s.send, [ASK] * 10 ** 6))",
+        "took longer than",
+    ),
     "is rude": ("os.write(int(sys.argv[3]), b'x' * (2 << 20))", "sent a message"),
     "is malformed": ("os.write(int(sys.argv[3]), b'[]\\n')", "a message that is not valid"),
 }
@@ -326,8 +331,9 @@ def test_bad_plugins_are_ended_and_harm_nothing(
     for name, (statement, _) in bad.items():
         code(
             name.partition(":")[0],
-            "import mmap, os, signal, subprocess, sys\n"
+            "import mmap, os, signal, socket, subprocess, sys\n"
             "from kvhaven.plugins import PluginBase\n"
+            f"ASK = {ASK!r}\n"
             "class Bad(PluginBase):\n"
             "    def on_request_complete(self, request_id, stats):\n"
             f"        {statement}\n",

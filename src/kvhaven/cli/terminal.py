@@ -141,9 +141,14 @@ class Screen:
         """Write as much as the terminal takes; leave out `text` if it has not taken the last."""
         if not self._unsent:
             self._unsent = text.encode(self._encoding, "replace")
-        with contextlib.suppress(BlockingIOError):
+        try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._output, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # the terminal is gone
+            self._unsent = b""
+            self._on_key("q")
 
     def _read(self) -> None:
         try:

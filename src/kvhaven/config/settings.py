@@ -505,6 +505,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plugin_may_change: Annotated[
         bool, switch("Allow plugins to pin prompts. All of them may look up and prefetch.")
     ] = False
+    plugin_memory: Annotated[
+        int, size("Largest memory of a plugin, with that of its child processes.")
+    ] = 512 * MIB
 
     lookup_deadline_ms: Annotated[
         float,

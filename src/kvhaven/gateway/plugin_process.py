@@ -21,6 +21,7 @@ from kvhaven.config.sources import ENV_PREFIX
 MOST_EVENTS: Final = 1024
 """Events that wait for a plugin; the oldest are dropped."""
 MOST_MESSAGE: Final = 1 << 20
+_LEAST_MESSAGE: Final = 1 << 10
 MOST_WAITING_BYTES: Final = 16 << 20
 """Size of the prefetches that wait."""
 _MOST_ASKING: Final = 8
@@ -55,8 +56,11 @@ class Limits(NamedTuple):
     """Bytes a second of its output that are read; also `log_burst` at once."""
     log_burst: int = 64 << 10
     rate: int = 1 << 20
-    """Bytes a second of its messages that are read."""
+    """Bytes a second of its messages that are read; each counts as `_LEAST_MESSAGE` at least."""
     burst: int = 4 << 20
+    ask_rate: float = 10.0
+    """Questions a second to the service; also `ask_burst` at once."""
+    ask_burst: float = 20.0
 
 
 class Ended(Exception):  # noqa: N818  it may have ended well
@@ -111,6 +115,9 @@ class Supervised:
                 self.error = str(ended)
             except OSError as error:
                 self.error = f"cannot be started: {error.strerror or error}"
+            except Exception:  # the other plugins, and the API, continue
+                logger.exception("plugin %s: running it failed", self.name)
+                self.error = "internal error; the log of the API has the details"
             else:
                 self.state = "ended"
                 return
@@ -267,7 +274,7 @@ class Plugin(Supervised):
         self._prefetches = deque[tuple[dict[str, Any], int]]()
         self._prefetch_bytes = 0
         self._more_prefetches = asyncio.Event()
-        self._asking = 0
+        self._questions = Bucket(limits.ask_rate, limits.ask_burst)
 
     @property
     def queued(self) -> int:
@@ -289,7 +296,11 @@ class Plugin(Supervised):
         self.state = "starting"
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await self._start(["--socket", str(theirs.fileno())], [theirs.fileno()])
+            try:
+                process = await self._start(["--socket", str(theirs.fileno())], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
         reader, writer = await asyncio.open_connection(sock=ours, limit=MOST_MESSAGE)
         self._writer = writer
         prefetching = [self._prefetch() for _ in range(_PREFETCHERS)]
@@ -355,7 +366,8 @@ class Plugin(Supervised):
         asking: set[asyncio.Task[None]] = set()
         try:
             while line := await self._line(reader):
-                await bucket.take(len(line))
+                await bucket.take(max(len(line), _LEAST_MESSAGE))
+                self._require_reader()
                 message = _decoded(line)
                 if message["do"] == "done":
                     if self._done is not None and not self._done.done():
@@ -371,6 +383,12 @@ class Plugin(Supervised):
         finally:
             for task in asking:
                 task.cancel()
+
+    def _require_reader(self) -> None:
+        """Raise `Ended` if it does not read its answers."""
+        writer = self._writer
+        if writer is not None and writer.transport.get_write_buffer_size() > MOST_MESSAGE:
+            raise Ended("it does not read its answers")
 
     async def _line(self, reader: asyncio.StreamReader) -> bytes:
         try:
@@ -390,6 +408,7 @@ class Plugin(Supervised):
 
     async def _asked(self, message: dict[str, Any]) -> dict[str, object]:
         what = message["do"]
+        await self._questions.take(1)
         try:
             found = await self._ask(message)
         except Exception as error:  # noqa: BLE001  it is the plugin's to know

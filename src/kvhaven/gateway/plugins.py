@@ -16,7 +16,7 @@ from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
 from kvhaven.gateway import models
 from kvhaven.gateway.observer import Observer, Seen
-from kvhaven.gateway.plugin_process import Bucket, Limits, Plugin, Script, Supervised
+from kvhaven.gateway.plugin_process import Limits, Plugin, Script, Supervised
 from kvhaven.gateway.views import tier_state_of, tiers_of
 from kvhaven.protocol import Steered
 from kvhaven.service.accounts import MOST_REQUESTS, RequestRow
@@ -30,9 +30,6 @@ _JOB_S: Final = 60.0
 _JOB_POLL_S: Final = 0.2
 _ENGINE_S: Final = 120.0
 _CONFIG_PAUSE_S: Final = 0.5
-_RATE: Final = 10.0
-_BURST: Final = 20.0
-"""Questions of all plugins to the service, a second, and at once."""
 
 ChainKeys = tuple[bytes, bytes, bytes]
 KeysOf = Callable[[models.Chain], Awaitable[tuple[ChainKeys, int]]]
@@ -58,6 +55,7 @@ def plugin_settings(settings: Settings) -> PluginSettings:
         tuple((settings.runtime_plugin_locations or "").split()),
         settings.plugin_engine_url,
         settings.plugin_may_change,
+        Limits(memory=settings.plugin_memory),
     )
 
 
@@ -74,7 +72,6 @@ class Plugins:
         self._tiers: dict[str, str] = {}
         self._service = ""
         self._last = 0
-        self._bucket = Bucket(_RATE, _BURST)
 
     @property
     def _plugins(self) -> Iterator[Plugin]:
@@ -201,7 +198,6 @@ class Plugins:
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Answer what a plugin asks. Raises `KVHavenError` if it is refused."""
-        await self._bucket.take(1)
         if message["do"] == "pin" and not self._settings.may_change:
             raise KVHavenError("plugin_may_change is not set, so plugins may not pin")
         tokens = await self._tokens(message.get("prompt"))

@@ -236,7 +236,7 @@ def _measure_processes(say: Callable[[str], None]) -> list[Result]:
                     with contextlib.ExitStack() as stack:
                         if side is not None:
                             stack.enter_context(_load(stack.enter_context(_api(side))))
-                        times = acquire_all(scheduler, keys)
+                        times = acquire_all(scheduler, keys, as_requests=True)
                     p99[side] = statistics.quantiles(times, n=100)[98]
                 ratios.append(p99[address] / p99[None])
                 others.append(p99[idle] / p99[None])
@@ -258,7 +258,7 @@ def _measure_processes(say: Callable[[str], None]) -> list[Result]:
 def _api(address: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "kvhaven.cli", "api", "--socket", str(address)]
     command += ["--listen", f"127.0.0.1:{_PORT}", "--file", str(_settings(address))]
-    with server(command, _PORT, BENCH / "operate-api.log") as api:
+    with server(command, _PORT, BENCH / f"operate-api-{address.stem}.log") as api:
         api.wait()
         yield api
 

@@ -485,7 +485,7 @@ def test_no_acquire_fails_while_plugins_are_killed_and_stopped(
         gateway(node, "recorder:Recorder", limits=limits) as api,
         Loading(engine, known) as loading,
     ):
-        for number in range(events_of_this_run(10)):
+        for number in range(events_of_this_run(4)):
             row = eventually(
                 lambda: (r := row_of(api, "recorder:Recorder")).get("state") == "running" and r
             )

@@ -72,7 +72,7 @@ class Ended(Exception):  # noqa: N818  it may have ended well
 
 
 class Bucket:
-    """A rate with a burst. Whoever takes more waits."""
+    """A rate with a burst; a caller that takes more waits."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst

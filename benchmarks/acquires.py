@@ -22,13 +22,14 @@ import xxhash
 from benchmarks.results import BENCH, Result, at_most, plain
 from examples.demo.processes import ProcessError, node_service
 from kvhaven.client.rank import RankClient
-from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
+from kvhaven.client.scheduler import NOT_COUNTED, Asking, LeasedChunks, Outcome, SchedulerClient
 from kvhaven.keys import namespace_digest
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import Checksum, ChunkKey, Shard, ShardId
 
 _CHUNKS = 512
 _PAYLOAD = 4096
+_CHUNK_TOKENS = 256
 _REPETITIONS = 2000
 _PAUSE_S = 0.001
 _WAIT_S = 5.0
@@ -83,12 +84,22 @@ def await_resident(scheduler: SchedulerClient, keys: list[ChunkKey]) -> None:
     raise ProcessError(f"the service did not have {len(keys)} resident chunks within {_START_S} s")
 
 
-def acquire_all(scheduler: SchedulerClient, keys: list[ChunkKey]) -> list[float]:
-    """Return the duration of each acquire in milliseconds."""
+def acquire_all(
+    scheduler: SchedulerClient, keys: list[ChunkKey], *, as_requests: bool = False
+) -> list[float]:
+    """Return the duration of each acquire in milliseconds.
+
+    `as_requests`: as requests of an engine, which the service counts and tells.
+    """
     times = []
-    for _ in range(_REPETITIONS):
+    for number in range(_REPETITIONS):
+        about = (
+            Asking(_CHUNK_TOKENS * len(keys), 0, f"request-{number}")
+            if as_requests
+            else NOT_COUNTED
+        )
         began = time.perf_counter()
-        lease_id = scheduler.ask(keys)
+        lease_id = scheduler.ask(keys, about=about)
         lease: LeasedChunks | Outcome = (
             Outcome.MISS if lease_id is None else scheduler.wait(lease_id, _WAIT_S)
         )
@@ -116,7 +127,7 @@ def _load(address: str, begun: Any, stop: Any) -> None:
 @contextmanager
 def engine(address: str, name: str) -> Iterator[tuple[RankClient, SchedulerClient]]:
     """Attach an engine of one rank, without vLLM."""
-    fields = {"model": f"benchmark {name}"}
+    fields = {"model": f"benchmark {name}", "chunk_size": str(_CHUNK_TOKENS)}
     shards = (Shard(ShardId(0, (0, 1), (0, 1)), _PAYLOAD),)
     rank = RankClient(
         address, AttachRank(1, name, f"{name}-r", 0, 1, namespace_digest(fields), fields, shards)

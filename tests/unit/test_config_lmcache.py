@@ -47,6 +47,8 @@ UNDERSTOOD = [
     ("remote_url", "s3://bucket/some/prefix", "remote_url", "s3://bucket/some/prefix"),
     ("remote_url", "fs://host:0/mnt/kv", "remote_url", "fs:///mnt/kv"),
     ("s3_endpoint_url", "http://ceph:7480", "s3_endpoint_url", "http://ceph:7480"),
+    ("plugins", "plugins.warm:Warm", "plugins", "plugins.warm:Warm"),
+    ("runtime_plugin_locations", "['/a/b', '/c']", "runtime_plugin_locations", "/a/b /c"),
 ]
 
 

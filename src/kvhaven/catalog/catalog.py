@@ -16,6 +16,7 @@ from kvhaven.catalog.actions import (
     TierName,
 )
 from kvhaven.catalog.allocation import Allocator, S
+from kvhaven.catalog.chunk_state import ChunkState, chunk_state
 from kvhaven.catalog.entries import Entry, State
 from kvhaven.catalog.ghosts import Ghosts
 from kvhaven.catalog.holdings import Scope
@@ -324,6 +325,13 @@ class Catalog:
             return MEMORY
         index = self._tiers.source(key, part)
         return None if index is None else index.spec.name
+
+    def chunk(
+        self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
+    ) -> ChunkState:
+        """Return the places of a tenant's chunk, and its use in memory."""
+        part = self._owners.known_part(namespace, tenant)
+        return chunk_state(self._space, self._tiers, part, key)
 
     def push(
         self,

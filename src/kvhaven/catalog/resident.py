@@ -236,6 +236,11 @@ class ResidentChunks(Generic[S]):
         """Count the time since a chunk's last use; once for each piece of a lease."""
         self.reuse_age.observe(self._uses.age(entry.stamp, self.now))
 
+    def ages(self, entry: Entry) -> tuple[float, float]:
+        """Return the seconds since a chunk came to memory, and since its last use there."""
+        born = self._births.age(entry.extent.generation, self.now)
+        return born, self._uses.age(entry.stamp, self.now)
+
     def touch(self, entries: Sequence[Entry]) -> None:
         """Record a use of resident full chunks of one namespace, given from head to tail."""
         if entries:

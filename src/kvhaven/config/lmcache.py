@@ -71,6 +71,10 @@ TAKEN = {
         "force_skip_save", "0 and false disable it; in LMCache they enable it"
     ),
     "log_level": Taken("log_level"),
+    "plugins": Taken("plugins", "run by the HTTP API, once for a node, as worker 0 of 1"),
+    "runtime_plugin_locations": Taken(
+        "runtime_plugin_locations", "run by the HTTP API, once for a node, as worker 0 of 1"
+    ),
 }
 """Settings with a counterpart, by their names in LMCache."""
 
@@ -115,11 +119,11 @@ NOT_TAKEN = (
     ),
     Left(
         ("internal_api_server_*", "enable_chunk_statistics", "chunk_statistics_*"),
-        "there is no HTTP interface yet; use `kvhaven status`",
+        "the HTTP API has its own settings, api_listen and others",
     ),
     Left(
-        ("plugin_locations", "runtime_plugin_locations", "script_allowed_imports", "extra_config"),
-        "plugins and their settings are not supported",
+        ("plugin_locations", "script_allowed_imports", "extra_config"),
+        "settings of plugins are not supported; see runtime_plugin_locations",
     ),
     Left(
         ("lookup_timeout_ms", "blocking_timeout_secs"),
@@ -263,7 +267,7 @@ def _ours(name: str, raw: RawValue) -> RawValue:
     """Return a value in KVHaven's notation; the host in LMCache's `fs://` URLs is dropped."""
     if name == "transfer_channel":
         return RawValue(_CHANNELS.get(str(raw.value).lower(), raw.value), raw.origin)
-    if name == "nixl_backends":
+    if name in {"nixl_backends", "runtime_plugin_locations"}:
         return RawValue(_words(raw.value), raw.origin)
     if name != "remote_url" or not str(raw.value).lower().startswith("fs://"):
         return raw

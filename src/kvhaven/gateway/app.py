@@ -22,8 +22,9 @@ from kvhaven.gateway.guard import Guard
 from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
 from kvhaven.gateway.openapi import SELECTOR, document
+from kvhaven.gateway.plugins import Plugins, PluginSettings
 from kvhaven.gateway.routes import ROUTES
-from kvhaven.gateway.steering import Steering, version_of
+from kvhaven.gateway.steering import Steering
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
 from kvhaven.protocol import MOST_ROWS, NO_LIMIT, ListKind
 from kvhaven.service.runtime_settings import Config
@@ -57,6 +58,7 @@ _NO_CONTENT_OF_OTHERS: Final = {
 _OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
 """Paths that never need the token, because orchestrators have none. Without it, they do not show
 the checks."""
+_NO_PLUGINS: Final = PluginSettings()
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -67,14 +69,21 @@ class Gateway:
     its token. Answers carry no CORS headers, so pages of other sites cannot read them.
     """
 
-    def __init__(self, observer: Observer, access: Access, guard: Guard) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        access: Access,
+        guard: Guard,
+        plugins: PluginSettings = _NO_PLUGINS,
+    ) -> None:
         self._observer = observer
         self._access = access
         self._guard = guard
         self._requests = Requests()
         self._streams = 0
         self._document = document(ROUTES)
-        self._steering = Steering(observer, self._seen, self._all)
+        self._steering = Steering(observer, self._all)
+        self._plugins = Plugins(observer, plugins, self._steering.keys_of)
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
 
     def app(self) -> web.Application:
@@ -90,10 +99,13 @@ class Gateway:
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
         observing = asyncio.create_task(self._observer.run())
+        plugins = asyncio.create_task(self._plugins.run())
+        plugins.add_done_callback(_log_failure)
         yield
-        observing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await observing
+        for task in (plugins, observing):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
     # --- every request ----------------------------------------------------------------------
 
@@ -190,7 +202,9 @@ class Gateway:
     async def _on_metrics(self, _: web.Request) -> web.Response:
         seen = self._seen()
         rows = await self._namespaces_at(seen)
-        text = text_of(seen.snapshot, rows[:MOST_ROWS], self._requests)
+        text = text_of(
+            seen.snapshot, rows[:MOST_ROWS], self._requests, list(self._plugins.samples())
+        )
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _namespaces_at(self, seen: Seen) -> list[NamespaceRow]:
@@ -205,10 +219,8 @@ class Gateway:
     async def _on_config(self, request: web.Request) -> web.Response:
         answer = answered(await self._observer.steer(GetConfig()))
         assert isinstance(answer.body, bytes)
-        generation = msgspec.json.decode(answer.body, type=Config).generation
-        tag = (
-            f"{version_of(self._seen(), generation)}-{hashlib.sha256(answer.body).hexdigest()[:16]}"
-        )
+        version = msgspec.json.decode(answer.body, type=Config).version
+        tag = f"{version}-{hashlib.sha256(answer.body).hexdigest()[:16]}"
         if any(known.value in {tag, "*"} for known in request.if_none_match or ()):
             answer = web.Response(status=304)
         answer.etag = tag
@@ -242,6 +254,12 @@ class Gateway:
         rows = [row for row in tiers_of(self._seen().snapshot) if row.id > cursor]
         more = len(rows) > limit
         return json_of(models.Tiers(rows[:limit], rows[limit - 1].id if more else None))
+
+    async def _on_plugins(self, request: web.Request) -> web.Response:
+        cursor, limit = _page_of(request)
+        rows = [row for row in self._plugins.rows() if row.id > cursor]
+        more = len(rows) > limit
+        return json_of(models.Plugins(rows[:limit], rows[limit - 1].id if more else None))
 
     async def _page(self, request: web.Request, kind: ListKind) -> web.Response:
         rows, more = await self._observer.rows(kind, *_page_of(request))
@@ -353,6 +371,11 @@ class Gateway:
             else:
                 logger.info("api: ended a stream of a client that does not read")
                 _reset(transport)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("api: plugins failed", exc_info=task.exception())
 
 
 def _bound(transport: asyncio.Transport) -> None:

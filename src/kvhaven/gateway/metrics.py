@@ -38,7 +38,10 @@ class Requests:
 
 
 def text_of(
-    snapshot: ServiceSnapshot, namespaces: Iterable[NamespaceRow], requests: Requests
+    snapshot: ServiceSnapshot,
+    namespaces: Iterable[NamespaceRow],
+    requests: Requests,
+    plugins: Samples = (),
 ) -> str:
     """Return all metrics."""
     families = [
@@ -53,6 +56,12 @@ def text_of(
             "counter",
             "Requests to the HTTP API, by route and status.",
             requests.samples(),
+        ),
+        _family(
+            "plugin_events_total",
+            "counter",
+            "Events of plugins, by hook and result.",
+            plugins,
         ),
     ]
     return "".join(families)

@@ -204,7 +204,8 @@ class Observation:
         after = message.after
         if message.kind == "requests":
             clock = time.time() - asyncio.get_running_loop().time()
-            return ((row.id, row) for row in self._accounts.requests_before(after, clock))
+            requests = self._accounts.requests_before(after, clock)
+            return ((row.id, row) for row in requests)
         if message.kind == "tenants":
             tenants = self._catalog.tenants_after(_bytes(after))
             return ((id_.hex(), _tenant_row(id_.hex(), stats)) for id_, stats in tenants)

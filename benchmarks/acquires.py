@@ -62,10 +62,10 @@ def measure(say: Callable[[str], None]) -> list[Result]:
             say(f"beside another engine: {_spread(loaded)}")
     what = "set by the design"
     return [
-        at_most("acquire.p50", _percentile(alone, 50), "ms", 1.0, len(alone), what),
-        at_most("acquire.p99", _percentile(alone, 99), "ms", 5.0, len(alone), what),
-        plain("acquire.loaded.p50", _percentile(loaded, 50), "ms", len(loaded)),
-        plain("acquire.loaded.p99", _percentile(loaded, 99), "ms", len(loaded)),
+        at_most("acquire.p50", percentile(alone, 50), "ms", 1.0, len(alone), what),
+        at_most("acquire.p99", percentile(alone, 99), "ms", 5.0, len(alone), what),
+        plain("acquire.loaded.p50", percentile(loaded, 50), "ms", len(loaded)),
+        plain("acquire.loaded.p99", percentile(loaded, 99), "ms", len(loaded)),
     ]
 
 
@@ -83,10 +83,12 @@ def await_resident(scheduler: SchedulerClient, keys: list[ChunkKey]) -> None:
     raise ProcessError(f"the service did not have {len(keys)} resident chunks within {_START_S} s")
 
 
-def acquire_all(scheduler: SchedulerClient, keys: list[ChunkKey]) -> list[float]:
+def acquire_all(
+    scheduler: SchedulerClient, keys: list[ChunkKey], repetitions: int = _REPETITIONS
+) -> list[float]:
     """Return the duration of each acquire in milliseconds."""
     times = []
-    for _ in range(_REPETITIONS):
+    for _ in range(repetitions):
         began = time.perf_counter()
         lease_id = scheduler.ask(keys)
         lease: LeasedChunks | Outcome = (
@@ -152,9 +154,10 @@ def save_chunks(rank: RankClient, name: str, count: int) -> list[ChunkKey]:
     return keys
 
 
-def _percentile(times: list[float], percent: int) -> float:
+def percentile(times: list[float], percent: int) -> float:
+    """Return a percentile of times."""
     return statistics.quantiles(times, n=100)[percent - 1]
 
 
 def _spread(times: list[float]) -> str:
-    return ", ".join(f"p{p} {_percentile(times, p):.2f} ms" for p in (50, 90, 99))
+    return ", ".join(f"p{p} {percentile(times, p):.2f} ms" for p in (50, 90, 99))

@@ -35,12 +35,13 @@ from kvhaven.peers.wire import (
 from kvhaven.testing.tiers import make_namespace, make_piece
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import ChunkKey, Extent, NamespaceDigest, TenantId, align_up
+from tests.shelf import Unannounced
 
 SPACE = make_namespace()
 PIECE = make_piece(SPACE, 1)
 
 
-class Held:
+class Held(Unannounced):
     """A lender of one chunk."""
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from kvhaven.catalog.announcer import START, Batch, Cursor
 from kvhaven.catalog.loans import Loan
 from kvhaven.errors import ConfigError, KVHavenError, ProtocolError
 from kvhaven.peers.addresses import Address
@@ -19,6 +20,7 @@ from kvhaven.peers.wire import (
     REQUEST,
     RETURNED,
     Absent,
+    Announce,
     Borrow,
     Channel,
     Chunk,
@@ -45,6 +47,8 @@ from kvhaven.peers.wire import (
     Stale,
     Stream,
     Ticket,
+    Watch,
+    pack_digests,
     welcome,
 )
 from kvhaven.protocol import KeyList, tenant_of
@@ -82,6 +86,9 @@ class Lender(Protocol):
         self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
     ) -> list[bool]:
         """Return whether each chunk is in memory as this tenant's."""
+
+    def announced(self, cursor: Cursor, wait_s: float) -> Batch:
+        """Return what a follower has to hear next; wait for `wait_s` seconds if that is nothing."""
 
     def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
         """Pin a chunk, until `returned`; None if it is not here or cannot be pinned now."""
@@ -243,6 +250,8 @@ class PeerListener:
             self._give(stream, request)
         elif isinstance(request, Probe):
             _send_zeros(stream, request.size)
+        elif isinstance(request, Watch):
+            stream.send(self._announce(request), time.monotonic() + _SEND_S)
         elif isinstance(request, Offer | Pull | Progress):
             stream.send(self._follow(node, request), time.monotonic() + _SEND_S)
         else:
@@ -259,6 +268,19 @@ class PeerListener:
             closed = self._certificates is None or self._certificates.encrypt_data
             return Ticket(b"", b"") if closed else self._tickets.issue()
         return Pong() if isinstance(request, Ping) else _described(self._lender.namespaces())
+
+    def _announce(self, request: Watch) -> Announce:
+        known = request.source == self._node
+        cursor = Cursor(request.seq, request.part) if known else START
+        batch = self._lender.announced(cursor, request.wait_ms / 1000)
+        return Announce(
+            self._node,
+            *batch.cursor,
+            batch.fresh,
+            batch.whole,
+            pack_digests(batch.added),
+            pack_digests(batch.removed),
+        )
 
     def _follow(self, node: str, request: Offer | Pull | Progress) -> Following:
         if not (isinstance(request, Progress) or self._may_share(request.tenant)):

@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Final, NoReturn, TypeVar
 
 import msgspec
@@ -23,12 +23,16 @@ from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.protocol import Key, MaybeKey, Sum, Tenant
 from kvhaven.types import KEY_BYTES, ShardId
 
-VERSION: Final = 5
+VERSION: Final = 6
 FRAME_LIMIT: Final = 1 << 20
 HANDSHAKE_LIMIT: Final = 1 << 10
 """Longest frame in bytes before the other side has proved that it knows the token."""
 MOST_KEYS: Final = 1 << 10
 """Keys in a `Has`."""
+MOST_ANNOUNCED: Final = 1 << 15
+"""Digests in an `Announce`, of each kind."""
+DIGEST_BYTES: Final = 8
+MOST_WATCH_MS: Final = 10_000
 MOST_PROBED: Final = 1 << 30
 MOST_OFFERED: Final = 1 << 13
 """Keys in an `Offer`."""
@@ -50,6 +54,8 @@ Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
 OfferedKeys = Annotated[bytes, msgspec.Meta(max_length=MOST_OFFERED * KEY_BYTES)]
+Digests = Annotated[bytes, msgspec.Meta(max_length=MOST_ANNOUNCED * DIGEST_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MOST_OFFERED)]
 
 
@@ -122,6 +128,35 @@ class HasReply(PeerMessage, frozen=True, tag=True):
     """Answer to `Has`: a byte for each key, 1 if the chunk is there."""
 
     there: bytes
+
+
+class Watch(PeerMessage, frozen=True, tag=True):
+    """Ask for what has changed in the peer's memory since its last `Announce`.
+
+    `source`, `seq` and `part` are those of that `Announce`; `source` is empty at first. If nothing
+    has changed, the peer waits for `wait_ms` before it says so.
+    """
+
+    source: Name = ""
+    seq: Count = 0
+    part: Count = 0
+    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=MOST_WATCH_MS)] = 0
+
+
+class Announce(PeerMessage, frozen=True, tag=True):
+    """Answer to `Watch`: digests of chunks (`keys.announced_digest`), 8 bytes each, little-endian.
+
+    `fresh`: it is the beginning of a snapshot, so all that was announced before is void. `whole`:
+    with it, all chunks have been announced. No digest is in both lists.
+    """
+
+    source: Name
+    seq: Count
+    part: Count
+    fresh: bool
+    whole: bool
+    added: Digests = b""
+    removed: Digests = b""
 
 
 class Fetch(PeerMessage, frozen=True, tag=True):
@@ -284,6 +319,7 @@ class Described(PeerMessage, frozen=True, tag=True):
 Request = (
     Ping
     | Has
+    | Watch
     | Fetch
     | OpenChannel
     | Borrow
@@ -297,6 +333,7 @@ Request = (
 REQUEST: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 PONG: Final = msgspec.msgpack.Decoder(Pong)
 HAS_REPLY: Final = msgspec.msgpack.Decoder(HasReply)
+ANNOUNCE: Final = msgspec.msgpack.Decoder(Announce)
 FETCHED: Final[msgspec.msgpack.Decoder[Chunk | Absent]] = msgspec.msgpack.Decoder(Chunk | Absent)
 CHANNEL: Final = msgspec.msgpack.Decoder(Channel)
 LENT: Final[msgspec.msgpack.Decoder[Lent | Absent | Stale]] = msgspec.msgpack.Decoder(
@@ -316,6 +353,18 @@ _READY: Final[msgspec.msgpack.Decoder[PeerReady | PeerRefused]] = msgspec.msgpac
     PeerReady | PeerRefused
 )
 _encoder: Final = msgspec.msgpack.Encoder()
+
+
+def pack_digests(digests: Collection[int]) -> bytes:
+    """Return digests as they are in an `Announce`."""
+    return struct.pack(f"<{len(digests)}Q", *digests)
+
+
+def unpack_digests(packed: bytes) -> tuple[int, ...]:
+    """Return the digests of an `Announce`. Raises `ProtocolError` for a part of one."""
+    if len(packed) % DIGEST_BYTES:
+        raise ProtocolError(f"{len(packed)} bytes are not a number of digests of 8 bytes")
+    return struct.unpack(f"<{len(packed) // DIGEST_BYTES}Q", packed)
 
 
 class Stream:

@@ -11,6 +11,7 @@ from typing import Final
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import Action, SessionId, TierName, Update
+from kvhaven.catalog.announcer import Announcer
 from kvhaven.catalog.policies import make_policy
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError, ProtocolError
@@ -110,7 +111,10 @@ class Service:
         self.tiers = tiers
         self.sessions = AttachedEngines()
         self.arena = arena
-        self.driver = Driver(_catalog(settings, arena, tiers))
+        self._announcer = (
+            None if settings.peer_listen is None else Announcer(tenants=settings.peer_tenants)
+        )
+        self.driver = Driver(_catalog(settings, arena, tiers, self._announcer))
         self.verifier = Verifier(self.driver, arena, settings.verify_memory)
         self._stop_deadline_s = settings.stop_deadline_s
         self.runner = TierRunner(
@@ -204,7 +208,8 @@ class Service:
         token = read_token(self._settings.peer_token_file)
         certificates = read_certificates(self._settings)
         require_secret(address, secret=bool(token) or certificates is not None)
-        lender = ArenaLender(self.driver, self.arena)
+        assert self._announcer is not None, "made for the listener"
+        lender = ArenaLender(self.driver, self.arena, self._announcer)
         tenants = self._settings.peer_tenants
         chains = _Chains(self._expected, self._offered)
         listener = PeerListener(
@@ -416,7 +421,9 @@ class Service:
             logger.error("a task of the service failed", exc_info=task.exception())
 
 
-def _catalog(settings: Settings, arena: Arena, tiers: dict[TierName, Tier]) -> Catalog:
+def _catalog(
+    settings: Settings, arena: Arena, tiers: dict[TierName, Tier], announcer: Announcer | None
+) -> Catalog:
     return Catalog(
         SlabAllocator({SEGMENT: arena.size}, usable={SEGMENT: arena.usable}),
         make_policy(settings.cache_policy),
@@ -425,4 +432,5 @@ def _catalog(settings: Settings, arena: Arena, tiers: dict[TierName, Tier]) -> C
         fill_faster=settings.fill_faster_tiers,
         memory_quotas=quotas_of(settings.tenant_memory),
         disk_quotas=quotas_of(settings.tenant_disk),
+        announcer=announcer,
     )

@@ -507,6 +507,10 @@ class Catalog:
         self._leases.prefetch(NO_SESSION, part, keys, tail)
         return numbers
 
+    def is_looked_up(self, key: ChunkKey) -> bool:
+        """Return whether a lookup of a chunk is pending in any shared tier."""
+        return any(key in index.pending for index in self._tiers.shared.values())
+
     def withdrawn(self, tier: TierName, number: int) -> None:
         """End a lookup of `expected` without an answer: the other node cannot tell.
 

@@ -68,6 +68,7 @@ from kvhaven.service.saves import Saves
 from kvhaven.service.snapshot import Observation
 from kvhaven.service.status import ChainStatus, describe
 from kvhaven.service.steering import Steering
+from kvhaven.service.stored_chains import StoredChains
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.service.tier_setup import specs_of
 from kvhaven.service.turns import Job
@@ -126,6 +127,7 @@ class Service:
         stall_s = settings.pd_stall_ms / 1000
         self._expected = ExpectedChains(self.driver, self._peers, stall_s, self._spawn)
         self._offered = OfferedChains(self.driver, self._peers, self._attached, self._spawn)
+        self._stored = StoredChains(self.driver, self.runner, stall_s, self._spawn)
         self.accounts = Accounts([str(name) for name in tiers])
         self.loads = Loads(self.driver, self.sessions, self.verifier, self._spawn, self.accounts)
         self._saves = Saves(self.driver, self._offered.saved, self.accounts)
@@ -326,7 +328,8 @@ class Service:
         if isinstance(message, OfferChain):
             self._offered.offer(member.session.id, member.session.digest, message)
         elif isinstance(message, PullChain):
-            self._expected.pull(member.session.digest, message)
+            if not self._expected.pull(member.session.digest, message):
+                self._stored.pull(member.session.digest, message)
         else:
             self._offered.request_ended(member.session.id, message.id)
 
@@ -375,7 +378,7 @@ class Service:
     @property
     def _chains(self) -> ChainStatus:
         return ChainStatus(
-            open=len(self._offered) + len(self._expected),
+            open=len(self._offered) + len(self._expected) + len(self._stored),
             offered=self._offered.offered,
             refused=self._offered.refused,
             expected=self._expected.accepted,

@@ -50,6 +50,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "for exact repeats of the prompt. Prompts that another node decodes always keep it."
         ),
     ] = False
+    pd_role: Annotated[
+        Literal["both", "sender", "receiver"],
+        setting(
+            "Role of an engine whose prompts and answers are computed on two nodes: a sender only "
+            "saves, a receiver only loads.",
+            "both, sender or receiver",
+        ),
+    ] = "both"
     device: Annotated[
         str,
         setting(

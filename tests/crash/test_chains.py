@@ -317,8 +317,8 @@ def test_a_chain_for_a_stranger_is_refused_with_the_reason(
     [
         ("localhost:{}", "localhost:{}", False),
         ("dns://localhost:{}", "127.0.0.1:{}", False),
-        # A name that `dns://` stands for is known by its numbers only.
-        ("dns://localhost:{}", "localhost:{}", True),
+        ("dns://localhost:{}", "localhost:{}", False),
+        ("dns://localhost:{}", "ip6-localhost:{}", True),
     ],
 )
 def test_a_chain_goes_to_an_address_that_is_written_as_in_peers(

@@ -63,6 +63,14 @@ def peers(context: typer.Context, socket: Socket = None) -> None:
         f"chains: {chains.open} open; offered {chains.offered}, refused {chains.refused}; "
         f"expected {chains.expected}, completed {chains.completed}, stalled {chains.stalled}"
     )
+    listener = status.listener
+    if listener.refused or listener.protocol_errors:
+        typer.echo(
+            f"refused connections: {listener.refused}; protocol errors: "
+            f"{listener.protocol_errors}; the last one: {listener.last_refusal}"
+        )
+    if listener.certificates:
+        typer.echo(f"certificates: {listener.certificates}; those read before stay in use")
     if not all(peer.up or peer.own for peer in known):
         raise typer.Exit(1)
 

@@ -29,6 +29,7 @@ from kvhaven.peers.wire import (
     TICKET,
     Absent,
     Announce,
+    Credential,
     Fetch,
     Following,
     GetTicket,
@@ -336,6 +337,10 @@ class Peer:
         data = data and self._certificates is not None and not self._certificates.encrypt_data
         with self._lock:
             stream = self._idle[data].pop() if self._idle[data] else None
+        if stream is not None and stream.credential is not None and not stream.credential.valid:
+            stream.close()
+            self.disconnect()
+            stream = None
         if stream is not None:
             try:
                 return self._done(stream, work(stream), data=data)
@@ -373,12 +378,13 @@ class Peer:
     def _connect_for_data(self) -> Stream:
         """Return a connection without TLS if the peer has a ticket for it, else one with TLS."""
 
-        def ask(stream: Stream) -> Ticket:
+        def ask(stream: Stream) -> tuple[Ticket, Credential | None]:
             stream.send(GetTicket(), self._deadline)
-            return stream.receive(TICKET, self._deadline)
+            return stream.receive(TICKET, self._deadline), stream.credential
 
-        ticket = self._with_stream(ask)
+        ticket, credential = self._with_stream(ask)
         if not ticket.id:
             return self._connect()
         stream, _ = dial(self.address, self._self, b"", None, self._deadline_s, ticket)
+        stream.credential = credential
         return stream

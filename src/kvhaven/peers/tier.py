@@ -38,6 +38,8 @@ _OVERFLOWED_S: Final = 60.0
 """Interval of snapshots of a peer with too many chunks."""
 _MOST_KNOWN: Final = 100_000
 """Chunks whose peer is remembered."""
+_MOST_NAMED: Final = 256
+"""Hosts in domains of `dns://` names that are remembered."""
 _MOST_DAMAGES: Final = 3
 _DAMAGES_S: Final = 60.0
 """A peer from which wrong bytes came so often within this time is left out for a while."""
@@ -103,7 +105,10 @@ class PeerTier:
         self._damages: dict[Address, deque[float]] = {}
         """When each peer's last wrong bytes came."""
         self._names = TierExecutor(1)
+        self._hosts = TierExecutor(1, max_queued=_MOST_NAMED)
         self._resolved: dict[Address, list[Address]] = {}
+        self._named: dict[Address, tuple[float, list[Address]]] = {}
+        """Hosts that clients named, and until when they are not resolved again."""
         self._keeper: asyncio.Task[None] | None = None
         self._followers: dict[Peer, asyncio.Task[None]] = {}
         self._epoch = 0
@@ -143,13 +148,36 @@ class PeerTier:
         """Return the peer with a node's name, if it can be reached."""
         return next((peer for peer in self._usable() if peer.node == node), None)
 
-    def at(self, address: Address) -> Peer | None:
-        """Return the peer at an address, written as in `peers` or as a name there resolved to.
+    async def at(self, address: Address) -> Peer | None:
+        """Return the peer at an address; None if there is none that can be reached.
 
-        None if it cannot be reached. Addresses come from clients, so no name is resolved for them.
+        It is written as in `peers`, or as a name there resolved to, or it is a `dns://` name of
+        `peers` or a host in its domain. Of a name that stands for several peers, none is meant.
+        Addresses come from clients, so other names are not resolved.
         """
         peer = self._peers.get(address)
+        if peer is None and any(_is_of_domain(address, known) for known in self._addresses):
+            known = self._resolved.get(Address(address.host, address.port, dynamic=True))
+            found = await self._resolve_named(address) if known is None else known
+            named = [self._peers[one] for one in found if one in self._peers]
+            candidates = [one for one in named if one.usable]
+            peer = candidates[0] if len(candidates) == 1 else None
         return peer if peer is not None and peer.usable else None
+
+    async def _resolve_named(self, address: Address) -> list[Address]:
+        """Resolve a host in the domain of a `dns://` name, at most every 5 seconds."""
+        now = time.monotonic()
+        until, found = self._named.get(address, (0.0, []))
+        if now < until:
+            return found
+        if len(self._named) >= _MOST_NAMED:
+            self._named.clear()
+        self._named[address] = now + _RESOLVE_S, found
+        lookup = functools.partial(resolve, Address(address.host, address.port, dynamic=True))
+        with contextlib.suppress(OSError, TierError):  # no such host
+            found = await self._hosts.run(Lane.READ, lookup)
+        self._named[address] = now + _RESOLVE_S, found
+        return found
 
     def located(self, chunk: ChunkName, peer: Peer) -> None:
         """Note that a peer has a chunk, so that it is the first to be asked for it."""
@@ -176,7 +204,8 @@ class PeerTier:
                 async with asyncio.timeout(deadline_s):
                     await self._names.run(Lane.READ, registry.leave)
         closing = [peer.close(deadline_s) for peer in self._peers.values()]
-        await asyncio.gather(self._names.close(deadline_s), *closing)
+        names = (self._names.close(deadline_s), self._hosts.close(deadline_s))
+        await asyncio.gather(*names, *closing)
         if self._keeper is not None:  # its call has ended now, or is abandoned
             await asyncio.wait([self._keeper], timeout=deadline_s)
 
@@ -435,6 +464,13 @@ class PeerTier:
             # Not before: a pause that grew while it was away would go on when it is back.
             if peer.breaker.take_probe():
                 peer.breaker.probed(success=True)
+
+
+def _is_of_domain(address: Address, known: Address) -> bool:
+    """Return whether a host is a `dns://` name of `peers`, or a host in its domain."""
+    host, domain = address.host.lower().rstrip("."), known.host.lower().rstrip(".")
+    alike = host == domain or host.endswith(f".{domain}")
+    return known.dynamic and address.port == known.port and alike
 
 
 def _addresses(words: Sequence[str], title: str) -> list[Address]:

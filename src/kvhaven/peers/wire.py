@@ -15,7 +15,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Collection
-from typing import Annotated, Final, NoReturn, TypeVar
+from typing import Annotated, Final, NoReturn, Protocol, TypeVar
 
 import msgspec
 
@@ -40,6 +40,8 @@ NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 TICKET_BYTES: Final = 16
 
+_ALERT: Final = "_ALERT_"
+"""In the reasons of TLS errors that the other side has told."""
 _LENGTH: Final = struct.Struct("<I")
 _MOST_SAID: Final = 200
 """Characters of an error that are shown, since the other side may have chosen them."""
@@ -355,6 +357,26 @@ _READY: Final[msgspec.msgpack.Decoder[PeerReady | PeerRefused]] = msgspec.msgpac
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
+class Credential(Protocol):
+    """Certificates by which a connection was made, which may end or be replaced."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether a connection could be made with them now."""
+
+
+def tls_refusal(error: OSError) -> str:
+    """Return why a TLS connection was not made, for people."""
+    reason = getattr(error, "verify_message", None) or error.strerror or str(error)
+    told = getattr(error, "reason", None) or ""
+    if _ALERT in told:
+        reason = f"the other node refused this node's certificate: {told.replace('_', ' ').lower()}"
+    return (
+        f"no TLS connection ({reason}): both nodes need peer_cert, peer_key and peer_ca, with "
+        "certificates of one authority"
+    )
+
+
 def pack_digests(digests: Collection[int]) -> bytes:
     """Return digests as they are in an `Announce`."""
     return struct.pack(f"<{len(digests)}Q", *digests)
@@ -378,6 +400,9 @@ class Stream:
         self.title = title
         self.limit = HANDSHAKE_LIMIT
         self._socket = sock
+        self._down = False
+        self.credential: Credential | None = None
+        """By which certificates the other node was let in; None without any."""
         self._waits: dict[int, float] = {}
         """The socket's timeouts in seconds, by option; 0 is that of all calls."""
         # The kernel's timeouts: with Python's, each call would be preceded by a poll.
@@ -389,9 +414,20 @@ class Stream:
         """Whether it is a TLS connection."""
         return isinstance(self._socket, ssl.SSLSocket)
 
-    def secure(self, wrap: Callable[[socket.socket], socket.socket]) -> None:
-        """Replace the socket by what `wrap` makes of it, before anything is sent or received."""
+    def secure(
+        self,
+        wrap: Callable[[socket.socket], socket.socket],
+        shake_hands: Callable[[ssl.SSLSocket], "Credential"],
+    ) -> None:
+        """Replace the socket by what `wrap` makes of it, before anything is sent or received.
+
+        If that is TLS, `shake_hands` does the handshake; `shut_down` in another thread ends it.
+        """
         self._socket = wrap(self._socket)
+        if self._down:
+            self.shut_down()
+        if isinstance(self._socket, ssl.SSLSocket):
+            self.credential = shake_hands(self._socket)
         self._socket.settimeout(None)
 
     def send(self, message: PeerMessage, deadline: float) -> None:
@@ -452,6 +488,7 @@ class Stream:
 
     def shut_down(self) -> None:
         """End the connection; a call in another thread ends. That thread then calls `close`."""
+        self._down = True
         with contextlib.suppress(OSError):  # the other side was first
             # That of a TLS socket would let a call in another thread go on without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
@@ -485,6 +522,9 @@ class Stream:
     def _failed(self, error: OSError) -> PeerError:
         if isinstance(error, TimeoutError | BlockingIOError):
             return SilentPeerError(f"{self.title}: no answer in time")
+        if isinstance(error, ssl.SSLError) and _ALERT in (error.reason or ""):
+            # In TLS 1.3, a refused certificate shows with the first message that is received.
+            return PeerError(f"{self.title}: {tls_refusal(error)}")
         return PeerError(f"{self.title}: {error.strerror or error}")
 
 
@@ -521,23 +561,24 @@ def welcome(
     node: str,
     token: bytes,
     deadline: float,
-    redeem: Callable[[bytes], bytes | None] | None = None,
+    redeem: Callable[[bytes], tuple[bytes, Credential | None] | None] | None = None,
 ) -> str:
     """Do the part of the handshake of the node that listens; return the other node's name.
 
     With `redeem`, the other node must have a ticket: it returns the secret of a ticket, which it
-    does once. Raises `PeerError` after telling the other node why it is refused.
+    does once, and the credential for it. Raises `PeerError` after telling the other node why it is
+    refused.
     """
     hello = stream.receive(_HELLO, deadline)
     if hello.version != VERSION:
         reason = f"peer protocol version {hello.version} was offered; this node has {VERSION}"
         refuse(stream, f"{reason}: install the same KVHaven on all nodes", deadline)
     if redeem is not None:
-        secret = redeem(hello.ticket)
-        if secret is None:
+        redeemed = redeem(hello.ticket)
+        if redeemed is None:
             reason = "this node requires TLS: set peer_cert, peer_key and peer_ca on all nodes"
             refuse(stream, reason, deadline)
-        token = secret
+        token, stream.credential = redeemed
     nonce = os.urandom(NONCE_BYTES)
     proof = _proof(token, "listens", node, hello.nonce, nonce)
     stream.send(PeerWelcome(node, nonce, proof), deadline)

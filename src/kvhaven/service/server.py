@@ -17,7 +17,7 @@ from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.peers.addresses import parse_address, read_token, require_secret
 from kvhaven.peers.certificates import read_certificates
-from kvhaven.peers.listener import PeerListener
+from kvhaven.peers.listener import ListenerStatus, PeerListener
 from kvhaven.peers.nixl import NixlChannel, TcpOnly
 from kvhaven.peers.tier import PeerTier
 from kvhaven.protocol import (
@@ -170,6 +170,7 @@ class Service:
         self._observers: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._settings = settings
+        self._peer_listener: PeerListener | None = None
         self.driver.start(self._perform)
 
     async def run(self, listener: Listener, stop: asyncio.Event) -> None:
@@ -180,7 +181,7 @@ class Service:
         channel = make_channel(self._settings, self.arena)
         if self._peers is not None:
             self._peers.use(channel)
-        peers = self._listen_to_peers(channel)
+        peers = self._peer_listener = self._listen_to_peers(channel)
         channel.start()
         self.arena.grow(self._grown)
         await asyncio.gather(*(tier.start() for tier in self.tiers.values()))
@@ -196,7 +197,9 @@ class Service:
             peers.close()
         self.arena.stop_growing()
         for observer in self._observers:
-            observer.send(Snapshot(0, self._observation.snapshot(self._chains, stopping=True)))
+            observer.send(
+                Snapshot(0, self._observation.snapshot(self._chains, self._plane, stopping=True))
+            )
         # First, because connected engines would continue to save chunks.
         for connection in tuple(self._connections):
             connection.close()
@@ -298,7 +301,7 @@ class Service:
         if isinstance(message, List):
             return self._list(connection, message)
         self._observers.add(connection)
-        connection.send(Snapshot(message.id, self._observation.snapshot(self._chains)))
+        connection.send(Snapshot(message.id, self._observation.snapshot(self._chains, self._plane)))
         return None
 
     def _on_member_message(
@@ -366,6 +369,7 @@ class Service:
             self.sessions,
             self.tiers,
             self._chains,
+            self._plane,
         )
         connection.send(StatusReply(message.id, status))
 
@@ -374,6 +378,10 @@ class Service:
             connection.send((yield from self._observation.rows(message)))
         except KVHavenError as error:
             connection.send(Refused(message.id, str(error)))
+
+    @property
+    def _plane(self) -> ListenerStatus:
+        return ListenerStatus() if self._peer_listener is None else self._peer_listener.status()
 
     @property
     def _chains(self) -> ChainStatus:

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -322,3 +323,65 @@ async def test_a_peer_that_was_away_returns_when_it_answers_however_long_it_was(
             assert peer.breaker.pause_s == first
             away.clear()
             await reached(tier)
+
+
+def resolve_by(monkeypatch: pytest.MonkeyPatch, found: Callable[[str], list[str]]) -> None:
+    """Let names have the addresses that `found` returns; numbers are as ever."""
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: int, *more: Any, **options: Any) -> Any:
+        if host[0].isdigit():
+            return real(host, port, *more, **options)
+        addresses = found(host)
+        if not addresses:
+            raise socket.gaierror("no such host")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+async def test_a_peer_is_found_by_its_name_and_by_hosts_in_its_domain(
+    listener: PeerListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    known = {"decode": ["127.0.0.1"], "decode-0.decode": ["127.0.0.1"], "x.decode": ["127.0.0.9"]}
+
+    def found(host: str) -> list[str]:
+        asked.append(host)
+        return known.get(host, [])
+
+    resolve_by(monkeypatch, found)
+    port = listener.port
+    tier = PeerTier([Address("decode", port, dynamic=True)], token=b"")
+    await tier.start()
+    try:
+        await reached(tier)
+        (peer,) = tier._peers.values()
+        for host in ("127.0.0.1", "decode", "DECODE.", "decode-0.decode", "decode-0.decode"):
+            assert await tier.at(Address(host, port)) is peer, host
+        assert asked.count("decode-0.decode") == 1
+        for host in ("x.decode", "no.decode", "no.decode", "undecode", "decode.example"):
+            assert await tier.at(Address(host, port)) is None, host
+        assert await tier.at(Address("decode", port + 1)) is None
+        assert asked.count("no.decode") == 1
+        assert not {"undecode", "decode.example"} & {*asked}
+    finally:
+        await tier.close(1)
+
+
+async def test_a_name_of_several_peers_means_none_of_them(
+    listener: PeerListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = PeerListener(Address("127.0.0.2", listener.port), "other", b"", Held())
+
+    resolve_by(monkeypatch, lambda _: ["127.0.0.1", "127.0.0.2"])
+    tier = PeerTier([Address("decode", listener.port, dynamic=True)], token=b"")
+    await tier.start()
+    try:
+        while sum(peer.up for peer in tier.peers()) < 2:  # noqa: ASYNC110 - peers signal nothing
+            await asyncio.sleep(0.01)
+        assert await tier.at(Address("decode", listener.port)) is None
+        assert await tier.at(Address("127.0.0.2", listener.port)) is not None
+    finally:
+        await tier.close(1)
+        second.close()

@@ -156,16 +156,20 @@ class PeerTier:
         Addresses come from clients, so other names are not resolved.
         """
         peer = self._peers.get(address)
-        if peer is None and any(_is_of_domain(address, known) for known in self._addresses):
-            known = self._resolved.get(Address(address.host, address.port, dynamic=True))
-            found = await self._resolve_named(address) if known is None else known
+        host = address.host.lower().rstrip(".")
+        domains = [one for one in self._addresses if _has_host(one, host, address.port)]
+        if peer is None and domains:
+            same = next((one for one in domains if _domain(one) == host), None)
+            known = None if same is None else self._resolved.get(same, [])
+            found = await self._resolve_named(host, address.port) if known is None else known
             named = [self._peers[one] for one in found if one in self._peers]
             candidates = [one for one in named if one.usable]
             peer = candidates[0] if len(candidates) == 1 else None
         return peer if peer is not None and peer.usable else None
 
-    async def _resolve_named(self, address: Address) -> list[Address]:
+    async def _resolve_named(self, host: str, port: int) -> list[Address]:
         """Resolve a host in the domain of a `dns://` name, at most every 5 seconds."""
+        address = Address(host, port, dynamic=True)
         now = time.monotonic()
         until, found = self._named.get(address, (0.0, []))
         if now < until:
@@ -173,7 +177,7 @@ class PeerTier:
         if len(self._named) >= _MOST_NAMED:
             self._named.clear()
         self._named[address] = now + _RESOLVE_S, found
-        lookup = functools.partial(resolve, Address(address.host, address.port, dynamic=True))
+        lookup = functools.partial(resolve, address)
         with contextlib.suppress(OSError, TierError):  # no such host
             found = await self._hosts.run(Lane.READ, lookup)
         self._named[address] = now + _RESOLVE_S, found
@@ -466,11 +470,14 @@ class PeerTier:
                 peer.breaker.probed(success=True)
 
 
-def _is_of_domain(address: Address, known: Address) -> bool:
-    """Return whether a host is a `dns://` name of `peers`, or a host in its domain."""
-    host, domain = address.host.lower().rstrip("."), known.host.lower().rstrip(".")
-    alike = host == domain or host.endswith(f".{domain}")
-    return known.dynamic and address.port == known.port and alike
+def _domain(name: Address) -> str:
+    return name.host.lower().rstrip(".")
+
+
+def _has_host(name: Address, host: str, port: int) -> bool:
+    """Return whether a host is a `dns://` name, or in its domain."""
+    alike = host == _domain(name) or host.endswith(f".{_domain(name)}")
+    return name.dynamic and name.port == port and alike
 
 
 def _addresses(words: Sequence[str], title: str) -> list[Address]:

@@ -185,6 +185,11 @@ def test_two_nodes_with_unlike_tokens_share_nothing_and_say_why(
             assert engine.load(KEYS) == 0
         assert not status_of(b.address).tiers["peer"].online
         assert "away: peer 127.0.0.1" in b.log.read_text()
+        listener = status_of(a.address).listener
+        assert (listener.connections, listener.protocol_errors) == (0, 0)
+        assert listener.refused > 0
+        said = kvhaven("peers", "--socket", a.address, status=1, whole=True)
+        assert f"last one: {listener.last_refusal[:20]}" in said
 
 
 def test_a_node_that_is_its_own_peer_asks_nobody(short_dir: Path) -> None:

@@ -145,6 +145,15 @@ def test_lookups_need_no_questions_and_follow_what_is_evicted_cleared_and_restar
             announced(b, 2)
 
 
+def test_what_a_peer_computes_after_a_miss_is_soon_a_hit(short_dir: Path) -> None:
+    with pair(short_dir, remote_lookup_ttl_s=3600) as (a, b):
+        announced(b, 0)
+        with Engine(a.address) as engine, Engine(b.address) as other:
+            assert other.load(KEYS) == 0
+            assert engine.save(KEYS) == len(KEYS)
+            eventually(lambda: other.load(KEYS) == len(KEYS), 60)
+
+
 def test_a_chunk_is_lent_to_its_tenant_only(short_dir: Path) -> None:
     ann, ben = tenant_id("ann"), tenant_id("ben")
     with pair(short_dir) as (a, b):

@@ -255,7 +255,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     remote_lookup_ttl_s: Annotated[
         float,
         duration(
-            "How long to cache lookup results of shared tiers.",
+            "How long to cache lookup results of shared tiers; those of peers for half a "
+            "second at most.",
             "seconds",
             most=3600,
             least=0.1,

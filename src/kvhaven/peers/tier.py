@@ -210,8 +210,9 @@ class PeerTier:
         closing = [peer.close(deadline_s) for peer in self._peers.values()]
         names = (self._names.close(deadline_s), self._hosts.close(deadline_s))
         await asyncio.gather(*names, *closing)
-        if self._keeper is not None:  # its call has ended now, or is abandoned
-            await asyncio.wait([self._keeper], timeout=deadline_s)
+        tasks = [*self._followers.values()] + ([self._keeper] if self._keeper is not None else [])
+        if tasks:  # their calls have ended now, or are abandoned
+            await asyncio.wait(tasks, timeout=deadline_s)
 
     async def add_namespace(self, namespace: Namespace) -> None:
         """Do nothing: peers know their own namespaces."""
@@ -432,9 +433,11 @@ class PeerTier:
                     if peer.view.overflowed:
                         _log.warning("%s: has too many chunks to keep; it is asked", peer.title)
                         pause_s = _OVERFLOWED_S
-                except (PeerError, ProtocolError, TierError) as error:
-                    # Pings, lookups and reads decide whether the peer is in use; now it is asked.
-                    _log.debug("%s: not followed: %s", peer.title, error)
+                except Exception as error:  # noqa: BLE001  now it is asked, and followed again later
+                    # Pings, lookups and reads decide whether the peer is in use.
+                    expected = isinstance(error, PeerError | ProtocolError | TierError)
+                    level = logging.DEBUG if expected else logging.ERROR
+                    _log.log(level, "%s: not followed: %s", peer.title, error)
                     peer.view.reset()
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 

@@ -24,18 +24,23 @@ from kvhaven.peers.wire import (
     HANDSHAKE_LIMIT,
     MOST_KEYS,
     REQUEST,
+    Announce,
     Chunk,
     Fetch,
+    Has,
+    HasReply,
     PeerError,
+    PeerMessage,
     Ping,
     Pong,
     SilentPeerError,
     Stream,
+    Watch,
     welcome,
 )
 from kvhaven.testing.tiers import make_namespace, make_piece
 from kvhaven.tiers.base import Namespace
-from kvhaven.types import ChunkKey, Extent, NamespaceDigest, TenantId, align_up
+from kvhaven.types import KEY_BYTES, ChunkKey, Extent, NamespaceDigest, TenantId, align_up
 from tests.shelf import Unannounced
 
 SPACE = make_namespace()
@@ -385,3 +390,53 @@ async def test_a_name_of_several_peers_means_none_of_them(
     finally:
         await tier.close(1)
         second.close()
+
+
+@pytest.mark.parametrize(
+    ("announce", "followed"),
+    [
+        (Announce("there", 0, 0, fresh=True, whole=True), True),
+        (Announce("there", 0, 0, fresh=True, whole=False), False),
+        (Announce("there", 0, 0, fresh=True, whole=True, added=b"part of"), False),
+        (Announce("there", 0, 0, fresh=False, whole=True), False),
+        (Announce("there", -1, 0, fresh=True, whole=True), False),
+        (Pong(), False),
+        (None, False),
+    ],
+)
+async def test_a_peer_whose_announcements_make_no_sense_is_asked(
+    announce: PeerMessage | None, *, followed: bool
+) -> None:
+    asked = threading.Event()
+
+    def serve(sock: socket.socket) -> None:
+        stream = Stream(sock, "test")
+        deadline = time.monotonic() + 60
+        with contextlib.suppress(PeerError):
+            welcome(stream, "there", b"", deadline)
+            while True:
+                request = stream.receive(REQUEST, deadline)
+                if isinstance(request, Ping):
+                    stream.send(Pong(), deadline)
+                elif isinstance(request, Has):
+                    stream.send(HasReply(b"\1" * (len(request.keys) // KEY_BYTES)), deadline)
+                elif isinstance(request, Watch):
+                    asked.set()
+                    if announce is not None:
+                        time.sleep(0.01)
+                        stream.send(announce, deadline)
+
+    with rogue(serve) as port:
+        async with tier_of(local(port), deadline_s=5.0) as tier:
+            await reached(tier)
+            await asyncio.to_thread(asked.wait, 60)
+            for _ in range(500 if followed else 20):
+                (peer,) = tier.peers()
+                if peer.followed:
+                    break
+                await asyncio.sleep(0.01)
+            assert (peer.up, peer.followed) == (True, followed)
+            # What is announced is believed, and else there is a question.
+            assert list(await tier.contains([PIECE.shard])) == [not followed]
+            (peer,) = tier.peers()
+            assert (peer.questions > 0) == (not followed)

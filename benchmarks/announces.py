@@ -8,9 +8,14 @@ changes. Another node follows them. Both are services in processes of their own,
 - `announce.loop.alone.p99`: the same without a follower, alternating; `announce.loop.p50.ratio` and
   `.p99.ratio` are the medians of the rounds' ratios.
 - `announce.follower.p99`: at the follower. Limit: 5 ms.
+- `announce.lookup`: milliseconds to look up 64 chunks that the node does not have, at a follower.
+  Limit: to ask the node, alternating.
 - `announce.snapshot`: seconds from the start of the following service until it has all chunks.
 """
 
+import asyncio
+import functools
+import hashlib
 import multiprocessing
 import statistics
 import tempfile
@@ -22,6 +27,10 @@ from typing import Any
 from benchmarks.acquires import acquire_all, await_resident, engine, percentile, save_chunks
 from benchmarks.results import BENCH, Result, at_most, plain
 from examples.demo.processes import NodeService, ProcessError, free_port, node_service
+from kvhaven.peers.addresses import Address
+from kvhaven.peers.tier import PeerTier
+from kvhaven.tiers.base import StoredShard
+from kvhaven.types import NO_TENANT, ChunkKey, NamespaceDigest, ShardId
 
 _ARENA = "400MiB"
 _CHUNKS = 100_000
@@ -30,6 +39,8 @@ _SAVES = 5
 _EACH_S = 0.01
 _LEASED = 512
 _ROUNDS = 5
+_LOOKUPS = 500
+_LOOKED_UP = 64
 _START_S = 120.0
 
 
@@ -58,7 +69,9 @@ def measure(say: Callable[[str], None]) -> list[Result]:
                     acquire_all(scheduler, keys, 10)
                     if not load.is_alive():
                         raise ProcessError("the engine that fills the arena ended")
-                return _alternate(folder, port, service, lambda: acquire_all(scheduler, keys), say)
+                acquire = functools.partial(acquire_all, scheduler, keys)
+                results = _alternate(folder, port, service, acquire, say)
+                return [*results, asyncio.run(_look_up(port))]
             finally:
                 stop.set()
                 load.join(10)
@@ -112,6 +125,38 @@ def _alternate(
         at_most("announce.follower.p99", p99["other"], "ms", 5.0, count, what),
         plain("announce.snapshot", statistics.median(snapshots), "s", _ROUNDS),
     ]
+
+
+async def _look_up(port: int) -> Result:
+    """Look up unknown chunks in what the node has announced, and by asking it."""
+    tier = PeerTier([Address("127.0.0.1", port)], token=b"", deadline_s=5.0)
+    await tier.start()
+    try:
+        end = time.monotonic() + _START_S
+        while not all(peer.followed for peer in tier.peers()):
+            if time.monotonic() > end:
+                raise ProcessError(f"a node was not followed within {_START_S} s")
+            await asyncio.sleep(0.05)
+        (status,) = tier.peers()
+        peer = tier.named(status.node)
+        if peer is None:
+            raise ProcessError("a node cannot be asked")
+        space, shard = NamespaceDigest(bytes(32)), ShardId(0, (0, 1), (0, 1))
+        followed, asked = [], []
+        for number in range(_LOOKUPS):
+            text = (f"{number} {chunk}".encode() for chunk in range(_LOOKED_UP))
+            keys = [ChunkKey(hashlib.sha256(one).digest()) for one in text]
+            began = time.perf_counter()
+            await tier.contains([StoredShard(space, key, shard, 4096) for key in keys])
+            middle = time.perf_counter()
+            await peer.has(space, NO_TENANT, keys)
+            asked.append((time.perf_counter() - middle) * 1e3)
+            followed.append((middle - began) * 1e3)
+    finally:
+        await tier.close(5)
+    limit = statistics.median(asked)
+    value = statistics.median(followed)
+    return at_most("announce.lookup", value, "ms", limit, _LOOKUPS, "a question to the node")
 
 
 def _median(rows: list[list[float]], percent: int) -> float:

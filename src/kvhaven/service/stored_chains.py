@@ -3,7 +3,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Final
 
 from kvhaven.catalog.actions import TierName
@@ -12,6 +12,7 @@ from kvhaven.peers.tier import PeerTier
 from kvhaven.protocol import KeyList, PullChain, batches, tenant_of
 from kvhaven.service.driver import Driver
 from kvhaven.service.tier_runner import TierRunner
+from kvhaven.service.turns import Job
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
 
@@ -23,7 +24,7 @@ _LONGEST_POLL_S: Final = 0.25
 _LONGEST_S: Final = 60.0
 """Longest time for which a chain is awaited, however slowly its chunks come."""
 _PIECE: Final = 128
-"""Chunks that are answered before others may use the event loop."""
+"""Chunks that are expected or answered before others may use the event loop."""
 
 
 class StoredChains:
@@ -65,17 +66,22 @@ class StoredChains:
         tier = self._tier()
         if tier is None or not keys or self._open >= _MOST_CHAINS:
             return
-        catalog = self._driver.catalog
         try:
-            namespace = catalog.namespace(digest)
+            namespace = self._driver.catalog.namespace(digest)
         except KVHavenError:
             return
-        wanted = [key for key in keys if not catalog.is_looked_up(key)]
-        with self._driver.event() as events:
-            numbers = events.expected(tier, digest, wanted, tenant)
-        if numbers:
-            self._open += 1
-            self._spawn(self._await(tier, namespace, tenant, numbers))
+        self._open += 1
+        self._driver.turns.start(self._expect(tier, namespace, tenant, keys))
+
+    def _expect(
+        self, tier: TierName, namespace: Namespace, tenant: TenantId, keys: Sequence[ChunkKey]
+    ) -> Job:
+        catalog, numbers = self._driver.catalog, dict[ChunkKey, int]()
+        for part in batches(keys, _PIECE):
+            wanted = [key for key in part if not catalog.is_looked_up(key)]
+            numbers |= catalog.expected(tier, namespace.digest, wanted, tenant)
+            yield
+        self._spawn(self._await(tier, namespace, tenant, numbers))
 
     def _tier(self) -> TierName | None:
         """Return the fastest shared tier that is not other nodes' memory, and is online."""
@@ -89,6 +95,8 @@ class StoredChains:
     ) -> None:
         """Ask for the missing chunks until all are stored, or none is for too long."""
         try:
+            if not numbers:
+                return
             began = moved = self._clock()
             pause_s, found = _POLL_S, await self._ask(tier, namespace, tenant, numbers)
             self.awaited += bool(found and numbers)

@@ -63,10 +63,10 @@ def measure(say: Callable[[str], None]) -> list[Result]:
             say(f"beside another engine: {_spread(loaded)}")
     what = "set by the design"
     return [
-        at_most("acquire.p50", _percentile(alone, 50), "ms", 1.0, len(alone), what),
-        at_most("acquire.p99", _percentile(alone, 99), "ms", 5.0, len(alone), what),
-        plain("acquire.loaded.p50", _percentile(loaded, 50), "ms", len(loaded)),
-        plain("acquire.loaded.p99", _percentile(loaded, 99), "ms", len(loaded)),
+        at_most("acquire.p50", percentile(alone, 50), "ms", 1.0, len(alone), what),
+        at_most("acquire.p99", percentile(alone, 99), "ms", 5.0, len(alone), what),
+        plain("acquire.loaded.p50", percentile(loaded, 50), "ms", len(loaded)),
+        plain("acquire.loaded.p99", percentile(loaded, 99), "ms", len(loaded)),
     ]
 
 
@@ -85,14 +85,18 @@ def await_resident(scheduler: SchedulerClient, keys: list[ChunkKey]) -> None:
 
 
 def acquire_all(
-    scheduler: SchedulerClient, keys: list[ChunkKey], *, as_requests: bool = False
+    scheduler: SchedulerClient,
+    keys: list[ChunkKey],
+    repetitions: int = _REPETITIONS,
+    *,
+    as_requests: bool = False,
 ) -> list[float]:
     """Return the duration of each acquire in milliseconds.
 
     `as_requests`: as requests of an engine, which the service counts and tells.
     """
     times = []
-    for number in range(_REPETITIONS):
+    for number in range(repetitions):
         about = (
             Asking(_CHUNK_TOKENS * len(keys), 0, f"request-{number}")
             if as_requests
@@ -163,9 +167,10 @@ def save_chunks(rank: RankClient, name: str, count: int) -> list[ChunkKey]:
     return keys
 
 
-def _percentile(times: list[float], percent: int) -> float:
+def percentile(times: list[float], percent: int) -> float:
+    """Return a percentile of times."""
     return statistics.quantiles(times, n=100)[percent - 1]
 
 
 def _spread(times: list[float]) -> str:
-    return ", ".join(f"p{p} {_percentile(times, p):.2f} ms" for p in (50, 90, 99))
+    return ", ".join(f"p{p} {percentile(times, p):.2f} ms" for p in (50, 90, 99))

@@ -41,6 +41,7 @@ from examples.demo.processes import ProcessError, Server, node_service, server
 from kvhaven.catalog.actions import LeaseId, MemberId, SessionId
 from kvhaven.config import Settings
 from kvhaven.keys import namespace_digest, tenant_id
+from kvhaven.peers.listener import ListenerStatus
 from kvhaven.protocol import Acquire, AttachRank, AttachScheduler, List, Snapshot, encode
 from kvhaven.service.arena import SEGMENT
 from kvhaven.service.main import tame_collector
@@ -185,7 +186,7 @@ def _snapshot_times(observation: Observation) -> list[float]:
     times = []
     for number in range(_REPETITIONS):
         began = time.thread_time_ns()
-        encode(Snapshot(number, observation.snapshot(ChainStatus())))
+        encode(Snapshot(number, observation.snapshot(ChainStatus(), ListenerStatus())))
         times.append((time.thread_time_ns() - began) / 1e6)
     return times
 

@@ -627,6 +627,7 @@ def test_the_waits_are_those_of_the_formula() -> None:
 def test_the_note_on_old_recipes_is_quoted_as_it_is() -> None:
     text = (ROOT / "docs" / "guides" / "prefill-decode.md").read_text(encoding="utf-8")
     recipe = {"ENABLE_PD": "True", "PD_ROLE": "sender", "TRANSFER_CHANNEL": "nixl"}
+    recipe["PD_PEER_HOST"] = "d"
     (note,) = load_settings({}, {f"LMCACHE_{name}": value for name, value in recipe.items()}).notes
     assert f"``{note}``" in text
     other = {"LMCACHE_ENABLE_P2P": "true", "LMCACHE_CONTROLLER_URL": "x"}

@@ -50,6 +50,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "for exact repeats of the prompt. Prompts that another node decodes always keep it."
         ),
     ] = False
+    pd_role: Annotated[
+        Literal["both", "sender", "receiver"],
+        setting(
+            "Role of an engine whose prompts and answers are computed on two nodes: a sender only "
+            "saves, a receiver only loads.",
+            "both, sender or receiver",
+        ),
+    ] = "both"
     device: Annotated[
         str,
         setting(
@@ -247,7 +255,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     remote_lookup_ttl_s: Annotated[
         float,
         duration(
-            "How long to cache lookup results of shared tiers.",
+            "How long to cache lookup results of shared tiers; those of peers for half a "
+            "second at most.",
             "seconds",
             most=3600,
             least=0.1,

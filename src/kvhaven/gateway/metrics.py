@@ -49,6 +49,7 @@ def text_of(
         *_memory(snapshot),
         *_chunks(snapshot),
         *_tiers(snapshot),
+        *_peers(snapshot),
         *_about(snapshot, namespaces),
         *_process(snapshot.pid),
         _family(
@@ -292,6 +293,28 @@ def _tiers(snapshot: ServiceSnapshot) -> Iterator[str]:
         "tier_seconds",
         "Time to read or write a chunk.",
         [(labels, known.seconds) for labels, known in traffic],
+    )
+
+
+def _peers(snapshot: ServiceSnapshot) -> Iterator[str]:
+    listener = snapshot.listener
+    yield _family(
+        "peer_connections",
+        "gauge",
+        "Connections of other nodes.",
+        [({}, listener.connections)],
+    )
+    yield _family(
+        "peer_refused_connections_total",
+        "counter",
+        "Connections that ended before the other side had proved to be a node of the cluster.",
+        [({}, listener.refused)],
+    )
+    yield _family(
+        "peer_protocol_errors_total",
+        "counter",
+        "Malformed frames and unexpected messages at the listener for other nodes.",
+        [({}, listener.protocol_errors)],
     )
 
 

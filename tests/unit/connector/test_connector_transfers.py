@@ -8,6 +8,7 @@ import pytest
 from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.engine.requests import NO_TRANSFER, Transfer
 from kvhaven.integrations.vllm.requests import VllmRequest
+from kvhaven.protocol import UNKNOWN_NODE
 from tests.crash.node import eventually, status_of
 from tests.simulation.connector_kit import Bench, ask, make_request
 
@@ -90,7 +91,9 @@ def test_the_node_that_prefilled_a_request_is_asked_for_its_chunks_once(
         ask(side, request)
     assert pulled == [("p", 2, True)]
     ask(side, make_request(40, "other", params={"do_remote_prefill": True}))
-    assert len(pulled) == 1
+    assert pulled[1:] == [(UNKNOWN_NODE, 2, True)]
+    ask(side, make_request(40, "third"))
+    assert len(pulled) == 2
 
 
 def test_a_chain_is_announced_once(bench: Bench) -> None:

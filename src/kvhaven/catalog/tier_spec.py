@@ -10,6 +10,7 @@ import msgspec
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.entries import NamespaceState
 from kvhaven.catalog.holdings import Scope
+from kvhaven.catalog.worth import Judgements, TierSpeed
 from kvhaven.types import ChunkKey
 
 MEMORY: Final = TierName("memory")
@@ -71,6 +72,10 @@ class TierState(Protocol):
     """Chunks read from it into memory."""
     failed: int
     """Reads of chunks that failed."""
+    speed: TierSpeed | None
+    """As measured; None: not yet."""
+    judgements: Judgements
+    """Whether its chunks are read, or left to engines to compute."""
 
     def set_online(self, online: bool) -> None:
         """Set whether the tier is in use."""
@@ -129,6 +134,8 @@ class TierTransfers:
         self.number = 1
         self.promoted = 0
         self.failed = 0
+        self.speed: TierSpeed | None = None
+        self.judgements = Judgements()
 
     def set_online(self, online: bool) -> None:
         """Set whether the tier is in use."""

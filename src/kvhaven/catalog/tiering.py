@@ -44,6 +44,7 @@ class Tiers:
         }
         for number, index in enumerate(self.indexes.values(), 1):
             index.number = number
+        self._numbered = tuple(self.indexes.values())
         self.writes = {
             name: WriteBehind(index, 0, actions, let_go, work, ghosts)
             for name, index in self.indexes.items()
@@ -105,6 +106,10 @@ class Tiers:
         if tier not in self.shared:
             raise KVHavenError(f"tier {tier} is not shared: the catalog knows its content")
         return self.shared[tier]
+
+    def numbered(self, number: int) -> TierState:
+        """Return the tier at a position, from 1 on (see `TierState.number`)."""
+        return self._numbered[number - 1]
 
     def source(self, key: ChunkKey, namespace: NamespaceState) -> TierState | None:
         """Return the first online tier that holds the complete chunk."""

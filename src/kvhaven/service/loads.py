@@ -38,7 +38,7 @@ _PIECE: Final = 2048
 """Places of an answer that one piece of a job collects; takes 0.2 ms."""
 
 
-class _Wait(NamedTuple):
+class Wait(NamedTuple):
     """Wait of a lease for promotions: since when, for how long at most, and what limits it.
 
     `chunks` is the number of chunks asked for. With a `price`, the wait also ends when the chunks
@@ -116,7 +116,7 @@ class Loads:
             return
         self._cancel_deadline(session.id, lease_id)
         now = asyncio.get_running_loop().time()
-        self._wait(_Wait(session.id, lease_id, now, message.wait_ms / 1000, len(keys), price))
+        self._wait(Wait(session.id, lease_id, now, message.wait_ms / 1000, len(keys), price))
         if question is not None:
             question.awaited = True
             self._questions[session.id, lease_id] = question
@@ -151,7 +151,7 @@ class Loads:
             self._driver.catalog.loaded(member.session.id, LeaseId(lease_id), member.id)
             yield
 
-    def _wait(self, wait: _Wait) -> None:
+    def _wait(self, wait: Wait) -> None:
         """Wait until a lease's deadline, which moves as more of its chunks are found in tiers."""
         reading = None
         if wait.price is not None:

@@ -25,7 +25,7 @@ COMPUTE = Price(0.017, 2e-5)
 TODAY_S = 2.0
 """The default of `promote_deadline_ms`."""
 AT_ONCE = 64
-SPEEDS = [10 * MB, 100 * MB, 500 * MB, 1500 * MB, 2500 * MB, 4000 * MB, 10_000 * MB]
+SPEEDS = [10 * MB, 100 * MB, 500 * MB, 1500 * MB, 1700 * MB, 1900 * MB, 2100*MB, 2500 * MB, 4000 * MB, 10_000 * MB]
 
 
 @dataclass
@@ -66,11 +66,12 @@ class Store:
             while self._ready and self._ready[0][0] <= self.now + 1e-12:
                 _, _, bytes_, read = heapq.heappop(self._ready)
                 self._active.append((bytes_, read))
-            sharing = len(self._active) if self.together else 1
+            sharing = max(1, len(self._active)) if self.together else 1
             ends = float("inf")
             if self._active:
-                least = min(self._active) if self.together else self._active[0]
-                ends = self.now + least[0] * sharing / self.rate
+                least = min(left for left, _ in self._active)
+                least = least if self.together else self._active[0][0]
+                ends = self.now + max(0.0, least) * sharing / self.rate
             joins = self._ready[0][0] if self._ready else float("inf")
             at = min(ends, joins, until)
             sent = (at - self.now) * self.rate / sharing

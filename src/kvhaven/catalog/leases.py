@@ -47,11 +47,15 @@ MOST_LEASES = 1 << 14
 
 
 class Reading(NamedTuple):
-    """Chunks of a lease: from the first that was not in memory to the end, and if more may come."""
+    """Chunks of a lease from the first that was not in memory to the end.
+
+    `more` says that further ones may be found, `measured` that they were predicted to be worth it.
+    """
 
     first: int
     end: int
     more: bool
+    measured: bool
 
 
 class Unpinning:
@@ -167,7 +171,8 @@ class Leases:
         if lease is None:
             return None
         first = next((at for at, source in enumerate(lease.sources) if source), len(lease.slots))
-        return Reading(first, len(lease.slots), bool(lease.lookups) or lease.growing)
+        more = bool(lease.lookups) or lease.growing
+        return Reading(first, len(lease.slots), more, lease.judged > 0)
 
     def absent(self, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Return the chunks that are neither in the arena nor known to be in a tier."""
@@ -255,6 +260,7 @@ class Leases:
             index.forget(key)
             space.ghosts.left(key, Reason.EVICTED if index.spec.shared else Reason.DAMAGED)
         index.read_ended(key, extent.length)
+        index.progress = space.now
         if entry.holding.cleared and entry.state is not State.RETIRED:
             space.retire(entry)
         if entry.state is State.RETIRED or checksums is None:

@@ -101,8 +101,14 @@ class TierChoice:
             yield Segment(place, begun, first + len(keys), self._load_s(place, reads * size))
 
     def _load_s(self, number: int, bytes_: int) -> float | None:
-        """Return how long reading more bytes from a tier takes; None: not measured yet."""
+        """Return how long reading more bytes from a tier takes; None: not measured yet.
+
+        A tier that has sent nothing for a while takes at least that long.
+        """
         if not number:
             return 0.0
         tier = self._tiers.numbered(number)
-        return tier.speed and tier.speed.seconds(tier.reading_bytes + bytes_)
+        silent_s = self._space.now - tier.progress if tier.reads else 0.0
+        if tier.speed is None:
+            return silent_s or None
+        return max(silent_s, tier.speed.seconds(tier.reading_bytes + bytes_))

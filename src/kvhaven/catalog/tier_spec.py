@@ -74,6 +74,8 @@ class TierState(Protocol):
     """Reads of chunks that failed."""
     speed: TierSpeed | None
     """As measured; None: not yet."""
+    progress: float
+    """Time at which a read ended, or began while there was no other."""
     judgements: Judgements
     """Whether its chunks are read, or left to engines to compute."""
 
@@ -135,6 +137,7 @@ class TierTransfers:
         self.promoted = 0
         self.failed = 0
         self.speed: TierSpeed | None = None
+        self.progress = 0.0
         self.judgements = Judgements()
 
     def set_online(self, online: bool) -> None:

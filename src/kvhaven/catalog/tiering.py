@@ -49,6 +49,7 @@ class Tiers:
             name: WriteBehind(index, 0, actions, let_go, work, ghosts)
             for name, index in self.indexes.items()
         }
+        self._now = 0.0
         self._patient: list[WriteBehind] = []
         self.fill_faster = fill_faster
         self._queue_bytes = write_queue_bytes
@@ -137,6 +138,7 @@ class Tiers:
 
     def tick(self, now: float) -> None:
         """Set the time by which lookup results expire."""
+        self._now = max(self._now, now)
         for presence in self.shared.values():
             presence.now = max(presence.now, now)
 
@@ -149,6 +151,8 @@ class Tiers:
 
     def read(self, index: TierState, entry: Entry) -> None:
         """Request the read that fills a chunk."""
+        if not index.reads:
+            index.progress = self._now
         index.read_begins(entry.key, entry.extent.length)
         entry.origin = index.number
         space, tenant = entry.namespace.namespace, entry.namespace.tenant.id

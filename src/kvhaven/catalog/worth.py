@@ -6,11 +6,20 @@ from typing import Final, NamedTuple
 
 from kvhaven.types import NamespaceDigest
 
-SKIP_ABOVE: Final = 1.25
+SKIP_ABOVE: Final = 1.1
 TAKE_BELOW: Final = 0.9
+"""Near 1 either choice costs little; between the two the last choice remains."""
+WAIT_MEASURED: Final = 1.25
+"""A request waits for chunks of measured tiers up to so many times what computing them takes.
+
+A tier that sends everything together has sent nothing before the end, so a limit of 1 would lose
+all of a wait that is longer than predicted by the noise.
+"""
 _IN_A_ROW: Final = 3
 _TRIED: Final = 32
-"""Of so many skipped chunks one is read, without a request that waits, to measure the tier."""
+"""Of so many skipped chunks one is read, without a request that waits, to measure the tier ..."""
+_TOGETHER: Final = 8
+"""... so many together: single reads measure the delay rather than the rate."""
 _MOST_NAMESPACES: Final = 256
 
 
@@ -72,8 +81,10 @@ class Judgement:
     def try_some(self, skipped: int) -> int:
         """Return how many of the chunks just skipped to read without a waiting request."""
         self._untried += skipped
-        tried, self._untried = divmod(self._untried, _TRIED)
-        return min(tried, skipped)
+        if self._untried < _TRIED * _TOGETHER:
+            return 0
+        self._untried = 0
+        return min(_TOGETHER, skipped)
 
 
 class Judgements:

@@ -10,7 +10,7 @@ from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId, Update
 from kvhaven.catalog.ghosts import Reason
 from kvhaven.catalog.leases import Reading
 from kvhaven.catalog.misses import Gap
-from kvhaven.catalog.worth import Price
+from kvhaven.catalog.worth import WAIT_MEASURED, Price
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import (
     Acquire,
@@ -58,7 +58,8 @@ class Wait(NamedTuple):
         if self.price is None or reading is None:
             return left_s
         end = self.chunks if reading.more else reading.end
-        worth_s = max(_LEAST_WAIT_S, self.price.seconds(reading.first, end))
+        times = WAIT_MEASURED if reading.measured else 1.0
+        worth_s = max(_LEAST_WAIT_S, times * self.price.seconds(reading.first, end))
         left_s = min(left_s, self.began + worth_s - now)
         return min(left_s, _FOUND_EVERY_S) if reading.more else left_s
 

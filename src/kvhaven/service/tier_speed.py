@@ -13,6 +13,8 @@ _STEP: Final = 2.0
 _IN_A_ROW: Final = 3
 """... so many in a row, mean that the tier has changed: earlier reads no longer count."""
 _SOON: Final = 1e-6
+_PRIOR: Final = 0.5
+"""Weight of the assumption that there is no delay: noise must not look like one."""
 
 
 class Begun(NamedTuple):
@@ -134,6 +136,7 @@ class SpeedMeter:
                 opened += 1
                 delays += 1 / busy.bytes
                 by_byte += busy.seconds / busy.bytes
+        delays *= 1 + _PRIOR
         whole = bytes_ * delays - opened * opened
         byte_s, delay_s = seconds / bytes_, 0.0
         if whole > 1e-6 * opened * opened and opened:

@@ -2,7 +2,8 @@
 """Benchmarks by subject: `make bench`, or `python -m benchmarks [SUBJECT...]`.
 
 Without a subject, all are measured except `tiers` (`make bench-tiers`), `fleet`, `nixl`, `route`,
-`affinity`, `tails` and `apart` (`make bench-fleet`), `identity` and `operate`. Each subject
+`affinity`, `tails` and `apart` (`make bench-fleet`), `identity`, `operate` and `recompute`.
+Each subject
 measures its limit in the same run, alternating with the measured operation, and takes medians.
 Other load on the machine changes the results.
 """
@@ -40,6 +41,7 @@ _SUBJECTS = {
     "apart": "apart",
     "tails": "tails",
     "operate": "operate",
+    "recompute": "recompute",
 }
 """Module of each subject, whose `measure(say)` returns its results; quick ones first."""
 
@@ -53,6 +55,7 @@ _OF_THEIR_OWN = {
     "apart": "bench-fleet.json",
     "tails": "bench-fleet.json",
     "operate": "bench-operate.json",
+    "recompute": "bench.json",
 }
 """Subjects that are measured only if they are named, and the files of their results."""
 

@@ -25,7 +25,18 @@ COMPUTE = Price(0.017, 2e-5)
 TODAY_S = 2.0
 """The default of `promote_deadline_ms`."""
 AT_ONCE = 64
-SPEEDS = [10 * MB, 100 * MB, 500 * MB, 1500 * MB, 1700 * MB, 1900 * MB, 2100*MB, 2500 * MB, 4000 * MB, 10_000 * MB]
+SPEEDS = [
+    10 * MB,
+    100 * MB,
+    500 * MB,
+    1500 * MB,
+    1700 * MB,
+    1900 * MB,
+    2100 * MB,
+    2500 * MB,
+    4000 * MB,
+    10_000 * MB,
+]
 
 
 @dataclass
@@ -193,7 +204,6 @@ def test_a_steady_tier_costs_little_more_than_the_better_choice(
     rate: float, together: bool
 ) -> None:
     ours, always = both(Store(rate, noise=0.3, together=together), 150)
-    print(rate / MB, ours.cost / ours.oracle, ours.cost / min(always, ours.never), ours.switches)
     assert ours.cost <= 1.10 * ours.oracle
     assert ours.cost <= 1.10 * min(always, ours.never)
     assert ours.switches <= 2
@@ -203,7 +213,6 @@ def test_a_steady_tier_costs_little_more_than_the_better_choice(
 def test_steps_of_the_speed_are_followed(together: bool) -> None:
     speeds = [4000 * MB, 10 * MB, 10_000 * MB, 500 * MB, 10_000 * MB, 1000 * MB]
     ours, always = both(Store(speeds[0], noise=0.3, together=together), 200, speeds)
-    print(ours.cost / ours.oracle, ours.cost / min(always, ours.never), ours.switches)
     assert ours.cost <= 1.10 * ours.oracle
     assert ours.cost <= 1.10 * min(always, ours.never)
     assert ours.switches <= 2 * len(speeds)

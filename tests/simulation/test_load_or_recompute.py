@@ -121,7 +121,7 @@ class Simulation:
 
     @property
     def skipping(self) -> bool:
-        tiers = self.node.catalog._tiers  # noqa: SLF001 - what it decided
+        tiers = self.node.catalog._tiers
         return tiers.index(DISK).judgements.skips(self.node.namespace.digest)
 
     def run(self, requests: int) -> None:

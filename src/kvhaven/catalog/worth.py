@@ -34,8 +34,10 @@ class Price(NamedTuple):
 
     def seconds(self, start: int, end: int) -> float:
         """Return the time to compute the requested chunks `start` to `end`."""
+        if end <= start:
+            return 0.0
         steps = (end * (end - 1) - start * (start - 1)) / 2
-        return max(0, end - start) * self.first_s + steps * self.growth_s
+        return (end - start) * self.first_s + steps * self.growth_s
 
 
 class TierSpeed(NamedTuple):

@@ -201,7 +201,7 @@ def test_a_steady_tier_costs_little_more_than_the_better_choice(
 @pytest.mark.parametrize("together", [False, True])
 def test_steps_of_the_speed_are_followed(together: bool) -> None:
     speeds = [4000 * MB, 10 * MB, 10_000 * MB, 500 * MB, 10_000 * MB, 1000 * MB]
-    ours, always = both(Store(speeds[0], noise=0.3, together=together), 200, speeds)
+    ours, always = both(Store(speeds[0], noise=0.3, together=together), 120, speeds)
     assert ours.cost <= 1.10 * ours.oracle
     assert ours.cost <= 1.10 * min(always, ours.never)
     assert ours.switches <= 2 * len(speeds)

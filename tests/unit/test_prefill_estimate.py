@@ -3,11 +3,19 @@
 
 import random
 from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 
+from kvhaven.client.scheduler import SchedulerClient, Worth
+from kvhaven.config import Settings
 from kvhaven.engine.least_squares import LeastSquares
+from kvhaven.engine.lookups import Lookups
 from kvhaven.engine.prefill_estimate import PrefillEstimate, StepShape, StepTimes
+from kvhaven.engine.request_state import RequestState
+from kvhaven.engine.requests import KnownExtras, Permissions, Request, Transfer
+from kvhaven.keys import Extras
+from kvhaven.protocol import AttachScheduler
 
 CHUNK = 256
 
@@ -174,3 +182,56 @@ def test_a_step_lasts_from_the_end_of_the_one_before_if_it_was_planned_earlier()
     times.planned(step, 30.0, forward=True, measured=False)
     times.reported(35.0, empty=True)
     assert seen == [1.0, 2.0, 1.0, 1.0, 1.0]
+
+
+@pytest.fixture
+def client() -> SchedulerClient:
+    """A client that is never started: it sends nothing."""
+    attach = AttachScheduler(1, "engine", "member", 1, 1000)
+    return SchedulerClient("/nowhere", attach, lookup_deadline_s=1.0, promote_deadline_s=1.0)
+
+
+def request_state(tokens: int, **more: Any) -> RequestState:
+    request = Request("r", list(range(tokens)), tokens, **more)
+    state = RequestState(request, bytes(32), CHUNK)
+    state.permissions = request.permissions
+    state.key(KnownExtras(Extras()))
+    state.permissions = request.permissions
+    state.extend_keys(tokens)
+    return state
+
+
+def lookups(client: SchedulerClient, choice: Literal["auto", "always"]) -> Lookups:
+    estimate = PrefillEstimate()
+    run(estimate, GPU, random.Random(3), 32)
+    settings = Settings(load_or_recompute=choice)
+    return Lookups(settings, client, asynchronous=True, shared=True, estimate=estimate)
+
+
+def test_a_lookup_says_what_its_first_chunk_costs_unless_it_waits_in_any_case(
+    client: SchedulerClient,
+) -> None:
+    state, awaited = request_state(2048), request_state(2048, transfer=Transfer(awaited=True))
+    compares = lookups(client, "auto")
+    first = compares.worth(state, 0)
+    assert first.compute_s == pytest.approx(GPU.chunks_s(0, 1), rel=0.1)
+    assert compares.worth(state, 100).compute_s > 1.2 * first.compute_s
+    assert compares.worth(awaited, 0) == Worth()
+    assert lookups(client, "always").worth(state, 0) == Worth()
+    no_estimate = Lookups(Settings(), client, asynchronous=True, shared=True)
+    assert no_estimate.worth(state, 0) == Worth()
+
+
+@pytest.mark.parametrize(
+    ("most", "computed", "chunks"),
+    [(None, 0, 4), (0, 0, 0), (255, 0, 0), (600, 0, 2), (600, 300, 3), (1100, 0, 4), (900, 200, 4)],
+)
+def test_a_request_looks_up_no_more_than_it_may_load(
+    client: SchedulerClient, most: int | None, computed: int, chunks: int
+) -> None:
+    limit = Permissions(load=True, save=True, load_tokens=most)
+    state = request_state(4 * CHUNK + 76, permissions=limit)
+    state.computed, state.tail = computed, state.tail_key(4 * CHUNK + 76)
+    keys, tail, limited = lookups(client, "auto").permitted(state)
+    assert len(keys) == chunks
+    assert (tail is None) == limited == (most not in {None, 1100, 900})

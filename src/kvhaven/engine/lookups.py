@@ -72,7 +72,7 @@ class Lookups:
         if self.gained_tokens(state, len(keys), has_tail=state.tail is not None) <= 0:
             self._count(state)
             return Outcome.MISS
-        keys, tail, limited = self._permitted(state, keys)
+        keys, tail, limited = self.permitted(state)
         if limited and first >= len(keys):
             self._count(state)
             return Outcome.MISS
@@ -95,7 +95,7 @@ class Lookups:
                 tail,
                 awaited_s,
                 self._about(state),
-                self._worth(state, first, limited=limited),
+                self.worth(state, first, limited=limited),
             )
             state.told = state.told or state.lease_id is not None
             state.lease_start = first
@@ -105,10 +105,9 @@ class Lookups:
             state.ask_after = self._clock() + _ASK_AGAIN_S
         return answer
 
-    def _permitted(
-        self, state: RequestState, keys: list[ChunkKey]
-    ) -> tuple[list[ChunkKey], ChunkKey | None, bool]:
-        """Return the chunks, and the tail, that the request may load, and if these are fewer."""
+    def permitted(self, state: RequestState) -> tuple[list[ChunkKey], ChunkKey | None, bool]:
+        """Return the chunks, and the tail, that a request may load, and whether these are fewer."""
+        keys = state.chain.keys
         most = state.permissions.load_tokens
         if most is None:
             return keys, state.tail, False
@@ -117,7 +116,7 @@ class Lookups:
             return keys, state.tail, False
         return keys[:end], None, True
 
-    def _worth(self, state: RequestState, first: int, *, limited: bool) -> Worth:
+    def worth(self, state: RequestState, first: int, *, limited: bool = False) -> Worth:
         """Return what the service needs to choose between loading and computing."""
         cost = None
         if self._compares and self._estimate is not None and not state.request.transfer.awaited:

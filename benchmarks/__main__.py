@@ -2,9 +2,9 @@
 """Benchmarks by subject: `make bench`, or `python -m benchmarks [SUBJECT...]`.
 
 Without a subject, all are measured except `tiers` (`make bench-tiers`), `fleet`, `nixl`, `route`,
-`affinity`, `tails`, `announce` and `apart` (`make bench-fleet`), `identity` and `operate`. Each
-subject measures its limit in the same run, alternating with the measured operation, and takes
-medians. Other load on the machine changes the results.
+`affinity`, `tails`, `announce` and `apart` (`make bench-fleet`), `identity`, `operate` and
+`recompute`. Each subject measures its limit in the same run, alternating with the measured
+operation, and takes medians. Other load on the machine changes the results.
 """
 
 import argparse
@@ -41,6 +41,7 @@ _SUBJECTS = {
     "tails": "tails",
     "announce": "announces",
     "operate": "operate",
+    "recompute": "recompute",
 }
 """Module of each subject, whose `measure(say)` returns its results; quick ones first."""
 
@@ -55,6 +56,7 @@ _OF_THEIR_OWN = {
     "tails": "bench-fleet.json",
     "announce": "bench-fleet.json",
     "operate": "bench-operate.json",
+    "recompute": "bench.json",
 }
 """Subjects that are measured only if they are named, and the files of their results."""
 

@@ -64,7 +64,10 @@ class Engine:
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(_ROOT),  # for connectors of the benchmarks
+            # The first is for connectors of the benchmarks.
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")])
+            ),
         }
         script = Path(__file__).with_name("engine.py")
         read, write = os.pipe()

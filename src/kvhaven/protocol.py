@@ -73,6 +73,7 @@ RequestName = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 ListKind = Literal["engines", "jobs", "namespaces", "pins", "requests", "settings", "tenants"]
 Rows = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
 
 
@@ -219,6 +220,11 @@ class Acquire(Message, frozen=True, tag=True):
     The first lookup of a request has its `prompt_tokens` and the `computed_tokens` of these that
     the engine's own cache has; `keys` begin with the chunk that contains the next one. With 0, the
     lookup does not count in statistics. `request` is the engine's id of the request, for display.
+
+    The engine computes the first of `keys` in `compute_s` seconds, and each further one in
+    `growth_s` more than the one before. Then the wait for promotions also ends when the chunks from
+    tiers could have been computed, and chunks of tiers slower than that are skipped. 0: unknown.
+    `limited`: the request's own limit on loaded tokens ends `keys`.
     """
 
     lease_id: int
@@ -229,6 +235,9 @@ class Acquire(Message, frozen=True, tag=True):
     prompt_tokens: Tokens = 0
     computed_tokens: Tokens = 0
     request: Annotated[str, msgspec.Meta(max_length=MOST_NAME)] = ""
+    compute_s: Seconds = 0.0
+    growth_s: Seconds = 0.0
+    limited: bool = False
 
 
 class Acquired(Message, frozen=True, tag=True):
@@ -236,13 +245,16 @@ class Acquired(Message, frozen=True, tag=True):
 
     With one more chunk than there were keys in the `Acquire`, the last one is the tail.
     A source is 0 for memory, else the number of the tier below, from 1 on. `final=False`:
-    promotions are in progress and another answer follows.
+    promotions are in progress and another answer follows. `slow` counts chunks in tiers that were
+    skipped because computing them is faster, `late` those that were not read in time.
     """
 
     lease_id: int
     final: bool
     extents: list[tuple[int, int]]
     sources: bytes
+    slow: int = 0
+    late: int = 0
 
 
 class Release(Message, frozen=True, tag=True):

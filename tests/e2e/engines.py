@@ -137,7 +137,11 @@ def engine(
         options["kv_transfer_config"] = {
             "kv_connector": "KVHavenConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"chunk_size": CHUNK, "verify_memory": "always"}
+            "kv_connector_extra_config": {
+                "chunk_size": CHUNK,
+                "verify_memory": "always",
+                "load_or_recompute": "always",
+            }
             | PATIENT
             | settings,
         }

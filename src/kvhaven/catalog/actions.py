@@ -100,12 +100,14 @@ class Acquisition(msgspec.Struct, frozen=True):
 
     `promoting` counts the chunks behind that prefix whose promotion the lease waits for, plus one
     while it waits for lookup results of the next chunk, plus one while more of a long chain is
-    being leased. 0 means that the answer is final.
+    being leased. 0 means that the answer is final. `skipped` counts chunks in tiers that are not
+    read because that would take longer than to compute them.
     """
 
     lease_id: LeaseId
     chunks: Prefix
     promoting: int
+    skipped: int = 0
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):

@@ -21,7 +21,7 @@ from kvhaven.catalog.chunk_state import ChunkState, chunk_state
 from kvhaven.catalog.entries import Entry, State
 from kvhaven.catalog.ghosts import Ghosts
 from kvhaven.catalog.holdings import Scope
-from kvhaven.catalog.leases import Leases
+from kvhaven.catalog.leases import Leases, Reading
 from kvhaven.catalog.loans import Loan
 from kvhaven.catalog.misses import Gap, gap_at
 from kvhaven.catalog.owners import Owners
@@ -33,6 +33,7 @@ from kvhaven.catalog.stats import CatalogStats, CatalogTotals, NamespaceStats, T
 from kvhaven.catalog.tier_spec import MEMORY, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.work import Job, Pace, Work
+from kvhaven.catalog.worth import Price, TierSpeed
 from kvhaven.errors import KVHavenError
 from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
@@ -235,6 +236,7 @@ class Catalog:
         keys: Sequence[ChunkKey],
         tenant: TenantId = NO_TENANT,
         tail: ChunkKey | None = None,
+        price: Price | None = None,
     ) -> Acquisition:
         """Lease the longest resident prefix of a tenant's chain, and promote the chunks behind it.
 
@@ -248,12 +250,19 @@ class Catalog:
         `tail` is the key of the tail behind the chain, which may be empty. If all chunks are leased
         or promoted and the tail is resident, it is leased as the chunk behind them.
 
+        With `price`, the time to compute the chunks, chunks in tiers are promoted only if reading
+        them is predicted to be worth its time (see `worth`).
+
         When the wait ends, an `Update` reports it. A repeated call with the same lease id returns
         the present state. A lease without chunks that waits for nothing is not stored. Raises
         `KVHavenError` for an unknown session or namespace.
         """
         part = self._owners.part(namespace, tenant)
-        return self._leases.acquire(session, lease_id, part, keys, tail)
+        return self._leases.acquire(session, lease_id, part, keys, tail, price)
+
+    def reading(self, session: SessionId, lease_id: LeaseId) -> Reading | None:
+        """Return which chunks of a lease came from tiers, or will; None for an unknown lease."""
+        return self._leases.reading(session, lease_id)
 
     def finalize(self, session: SessionId, lease_id: LeaseId) -> Acquisition:
         """End the wait of a lease: return the final answer, the prefix that is ready now.
@@ -608,6 +617,10 @@ class Catalog:
         self._tiers.set_online(tier, online)
         if not online:
             self._leases.tier_offline(tier)
+
+    def tier_speed(self, tier: TierName, speed: TierSpeed) -> None:
+        """Record the measured speed of a tier."""
+        self._tiers.index(tier).speed = speed
 
     def switch_tier(
         self, tier: TierName, mode: WriteMode | None = None, store_on: StoreOn | None = None

@@ -32,6 +32,10 @@ class Reason(enum.IntEnum):
     """Failed verification, or could not be read from a local tier."""
     PARTIAL_CHUNK = 8
     """Behind the last full chunk."""
+    SLOW_TIER = 9
+    """In a tier, but reading them would take longer than computing them."""
+    LOAD_LIMIT = 10
+    """Not looked up: the request limits the tokens that it loads."""
 
     @property
     def label(self) -> str:

@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvhaven.catalog.actions import (
     Acquisition,
@@ -23,9 +24,11 @@ from kvhaven.catalog.promotion_budget import End, PromotionBudget
 from kvhaven.catalog.resident import ResidentChunks
 from kvhaven.catalog.sessions import Lease, Lookup, Member, Session, Sessions
 from kvhaven.catalog.shared_index import LOOKUP_SHARDS
+from kvhaven.catalog.tier_choice import TierChoice
 from kvhaven.catalog.tier_spec import TierState
 from kvhaven.catalog.tiering import Tiers
 from kvhaven.catalog.work import Job, Work, consume
+from kvhaven.catalog.worth import Price
 from kvhaven.errors import KVHavenError
 from kvhaven.types import Checksum, ChunkKey, Extent
 
@@ -41,6 +44,18 @@ MOST_PROMOTIONS = 1 << 13
 """Maximum number of concurrent promotions; beyond, a lease continues when some have ended."""
 MOST_LEASES = 1 << 14
 """Maximum number of leases of a session; beyond, it gets no chunks."""
+
+
+class Reading(NamedTuple):
+    """Chunks of a lease from the first that was not in memory to the end.
+
+    `more` says that further ones may be found, `measured` that they were predicted to be worth it.
+    """
+
+    first: int
+    end: int
+    more: bool
+    measured: bool
 
 
 class Unpinning:
@@ -97,6 +112,7 @@ class Leases:
         self._actions = actions
         self._work = work
         self._lookups = TierLookups(space, tiers)
+        self._choice = TierChoice(space, tiers)
 
     @property
     def promotion_limit(self) -> int:
@@ -116,12 +132,14 @@ class Leases:
         namespace: NamespaceState,
         keys: Sequence[ChunkKey],
         tail: ChunkKey | None = None,
+        price: Price | None = None,
     ) -> Acquisition:
         """Lease and promote; see `Catalog.acquire`."""
         home = self._sessions.session(session)
         lease = home.leases.get(lease_id)
         if lease is None:
-            lease = Lease(session, lease_id, namespace, keys, tail=tail, since=self._space.now)
+            now = self._space.now
+            lease = Lease(session, lease_id, namespace, keys, tail=tail, since=now, price=price)
             if len(home.leases) < MOST_LEASES:
                 self._grow(lease)
             if lease.slots or not lease.final:
@@ -140,10 +158,21 @@ class Leases:
         """Promote chunks to places within a session's reach; return the promotions begun."""
         before = self._begun
         lease = Lease(session, LeaseId(0), namespace, keys, tail=tail, prefetch=True)
+        lease.tried = not session  # for another node's prefill, or an operator
         self._grow(lease)
         if not lease.final:
             self._remember(lease)
         return self._begun - before
+
+    def reading(self, session: SessionId, lease_id: LeaseId) -> Reading | None:
+        """Return which chunks of a lease came from tiers, or will; see `Catalog.reading`."""
+        home = self._sessions.sessions.get(session)
+        lease = home.leases.get(lease_id) if home is not None else None
+        if lease is None:
+            return None
+        first = next((at for at, source in enumerate(lease.sources) if source), len(lease.slots))
+        more = bool(lease.lookups) or lease.growing
+        return Reading(first, len(lease.slots), more, lease.judged > 0)
 
     def absent(self, namespace: NamespaceState, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Return the chunks that are neither in the arena nor known to be in a tier."""
@@ -231,6 +260,7 @@ class Leases:
             index.forget(key)
             space.ghosts.left(key, Reason.EVICTED if index.spec.shared else Reason.DAMAGED)
         index.read_ended(key, extent.length)
+        index.progress = space.now
         if entry.holding.cleared and entry.state is not State.RETIRED:
             space.retire(entry)
         if entry.state is State.RETIRED or checksums is None:
@@ -313,7 +343,8 @@ class Leases:
         leased = self._lease_resident(lease, piece)
         end = End.OTHER
         if leased < len(piece):
-            end = self._promote(lease, first + leased, piece[leased:])
+            behind = first + leased
+            end = self._promote(lease, behind, self._worth(lease, behind, piece[leased:]))
         got = lease.passed + len(lease.slots) - first
         if end is End.OTHER and got == len(piece) and first + got < len(keys):
             end = End.PIECE
@@ -473,6 +504,25 @@ class Leases:
             behind = first + len(plan)
             self._lookups.ask(lease, namespace, lease.keys[behind : behind + LOOKUP_SHARDS])
         return end
+
+    def _worth(self, lease: Lease, first: int, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        """Return the chunks that are to be read (see `TierChoice`); try some of the others."""
+        if lease.prefetch and not lease.tried:
+            return self._choice.not_skipped(lease.namespace, keys)
+        if lease.price is None:
+            return keys
+        keys, trial = self._choice.worth(lease, lease.price, first, keys)
+        if trial:
+            self._try(lease, trial)
+        return keys
+
+    def _try(self, lease: Lease, keys: Sequence[ChunkKey]) -> None:
+        """Read a few of the skipped chunks, for which no request waits, to measure their tier."""
+        trial = Lease(lease.session, LeaseId(0), lease.namespace, keys, prefetch=True)
+        trial.tried = True
+        self._grow(trial)
+        if not trial.final:
+            self._remember(trial)
 
     def _arrange(self, lease: Lease, had: int) -> None:
         """Reorder a bounded number of a lease's earlier chunks after later ones were touched."""

@@ -12,6 +12,7 @@ from kvhaven.catalog.actions import (
 )
 from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState
+from kvhaven.catalog.worth import Price
 from kvhaven.errors import KVHavenError
 from kvhaven.types import ChunkKey, NamespaceDigest
 
@@ -42,6 +43,7 @@ class Lease:
         "counted",
         "expected",
         "growing",
+        "judged",
         "keys",
         "lease_id",
         "limited",
@@ -50,11 +52,15 @@ class Lease:
         "orphaned",
         "passed",
         "prefetch",
+        "price",
         "session",
         "since",
+        "skipped",
         "slots",
         "sources",
         "tail",
+        "taken",
+        "tried",
         "waiting",
     )
 
@@ -68,6 +74,7 @@ class Lease:
         tail: ChunkKey | None = None,
         prefetch: bool = False,
         since: float = 0.0,
+        price: Price | None = None,
     ) -> None:
         self.session = session  # the id, because the object would form a cycle
         self.lease_id = lease_id
@@ -87,6 +94,11 @@ class Lease:
         self.counted = 0  # number of its chunks in the statistics
         self.acked = 0  # bitmap of ranks whose copy ended
         self.orphaned = False  # its scheduler is gone: no further rank will learn of it
+        self.price = price  # the time to compute its chunks; None: it reads whatever there is
+        self.judged = 0  # bitmap of the tiers that were judged for it
+        self.taken = 0  # chunks before this index are worth reading
+        self.skipped = 0  # chunks in tiers that are not
+        self.tried = False  # of a prefetch: it reads whatever there is
 
     @property
     def final(self) -> bool:
@@ -104,7 +116,8 @@ class Lease:
         if corrupt:
             ready = next((at for at, entry in enumerate(slots) if entry.corrupt), ready)
         awaited = len(self.waiting) + bool(self.lookups) + self.growing
-        return Acquisition(self.lease_id, Prefix(slots, bytes(self.sources[:ready])), awaited)
+        prefix = Prefix(slots, bytes(self.sources[:ready]))
+        return Acquisition(self.lease_id, prefix, awaited, self.skipped)
 
 
 class Member:

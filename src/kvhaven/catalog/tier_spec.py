@@ -11,6 +11,7 @@ import msgspec
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.entries import NamespaceState
 from kvhaven.catalog.holdings import Scope
+from kvhaven.catalog.worth import Judgements, TierSpeed
 from kvhaven.types import ChunkKey
 
 MEMORY: Final = TierName("memory")
@@ -74,6 +75,12 @@ class TierState(Protocol):
     """Chunks read from it into memory."""
     failed: int
     """Reads of chunks that failed."""
+    speed: TierSpeed | None
+    """As measured; None: not yet."""
+    progress: float
+    """Time at which a read ended, or began while there was no other."""
+    judgements: Judgements
+    """Whether its chunks are read, or left to engines to compute."""
 
     def set_online(self, online: bool) -> None:
         """Set whether the tier is in use."""
@@ -132,6 +139,9 @@ class TierTransfers:
         self.number = 1
         self.promoted = 0
         self.failed = 0
+        self.speed: TierSpeed | None = None
+        self.progress = 0.0
+        self.judgements = Judgements()
 
     def set_online(self, online: bool) -> None:
         """Set whether the tier is in use."""

@@ -44,10 +44,12 @@ class Tiers:
         }
         for number, index in enumerate(self.indexes.values(), 1):
             index.number = number
+        self._numbered = tuple(self.indexes.values())
         self.writes = {
             name: WriteBehind(index, 0, actions, let_go, work, ghosts)
             for name, index in self.indexes.items()
         }
+        self._now = 0.0
         self._patient: list[WriteBehind] = []
         self.fill_faster = fill_faster
         self._queue_bytes = write_queue_bytes
@@ -106,6 +108,10 @@ class Tiers:
             raise KVHavenError(f"tier {tier} is not shared: the catalog knows its content")
         return self.shared[tier]
 
+    def numbered(self, number: int) -> TierState:
+        """Return the tier at a position, from 1 on (see `TierState.number`)."""
+        return self._numbered[number - 1]
+
     def source(self, key: ChunkKey, namespace: NamespaceState) -> TierState | None:
         """Return the first online tier that holds the complete chunk."""
         for index in self.indexes.values():
@@ -132,6 +138,7 @@ class Tiers:
 
     def tick(self, now: float) -> None:
         """Set the time by which lookup results expire."""
+        self._now = max(self._now, now)
         for presence in self.shared.values():
             presence.now = max(presence.now, now)
 
@@ -144,6 +151,8 @@ class Tiers:
 
     def read(self, index: TierState, entry: Entry) -> None:
         """Request the read that fills a chunk."""
+        if not index.reads:
+            index.progress = self._now
         index.read_begins(entry.key, entry.extent.length)
         entry.origin = index.number
         space, tenant = entry.namespace.namespace, entry.namespace.tenant.id

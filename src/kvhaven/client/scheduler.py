@@ -56,6 +56,19 @@ class Asking(NamedTuple):
     request: str = ""
 
 
+class Worth(NamedTuple):
+    """Limits of a lookup: the time to compute what it asks for (see `Acquire`), 0 if unknown.
+
+    `limited` says that the request loads no more than what is asked for.
+    """
+
+    compute_s: float = 0.0
+    growth_s: float = 0.0
+    limited: bool = False
+
+
+WHATEVER = Worth()
+"""A lookup for chunks that are loaded even if computing them is faster."""
 NOT_COUNTED = Asking(0, 0)
 """A lookup that does not count in statistics: a repeated one, or a probe."""
 
@@ -129,6 +142,7 @@ class SchedulerClient:
         self._late: dict[int, float] = {}  # time of the request by lease id
         self._offsets: tuple[int, ...] = ()
         self._slow_answers = 0
+        self._slow_chunks = self._late_chunks = 0
         self._next_probe = 0.0
         self.service = ""
         self.namespace = b""
@@ -227,12 +241,13 @@ class SchedulerClient:
         tail: ChunkKey | None = None,
         promote_s: float | None = None,
         about: Asking = NOT_COUNTED,
+        worth: Worth = WHATEVER,
     ) -> int | None:
         """Request a lease on the longest prefix of a tenant's `keys`; return its lease id.
 
         `tail` is the key of the tail behind them; it is leased if all of `keys` are. The answer may
-        wait `promote_s` seconds for promotions (None: `promote_deadline_s`). `about` is what the
-        service counts.
+        wait `promote_s` seconds for promotions (None: `promote_deadline_s`), or less with `worth`.
+        `about` is what the service counts.
 
         Returns None, an immediate miss, if the service is away or slow. Once a second, one request
         still goes to a slow service, to see whether it has recovered.
@@ -247,7 +262,7 @@ class SchedulerClient:
         patience_s = self._promote_deadline_s if promote_s is None else promote_s
         with self._lock:
             self._questions[lease_id] = _Question(now, len(keys), patience_s)
-        if not self._post_question(lease_id, keys, tenant, tail, patience_s, about):
+        if not self._post_question(lease_id, keys, tenant, tail, patience_s, about, worth):
             with self._lock:
                 self._questions.pop(lease_id, None)
             return None
@@ -302,6 +317,15 @@ class SchedulerClient:
             known = [lease_id for lease_id in lease_ids if self._questions.pop(lease_id, None)]
         if known:
             self._post_release(known)
+
+    def take_skipped(self) -> tuple[int, int]:
+        """Return the chunks not loaded since the last call: in slow tiers, and not read in time."""
+        if not (self._slow_chunks or self._late_chunks):
+            return 0, 0
+        with self._lock:
+            skipped = self._slow_chunks, self._late_chunks
+            self._slow_chunks = self._late_chunks = 0
+            return skipped
 
     # --- called by the link -----------------------------------------------------------------
 
@@ -360,6 +384,8 @@ class SchedulerClient:
             self._news.notify_all()
             if message.final:
                 question.answered = True
+                self._slow_chunks += message.slow
+                self._late_chunks += message.late
                 question.lease = (
                     LeasedChunks(
                         message.lease_id,
@@ -398,10 +424,11 @@ class SchedulerClient:
         tail: ChunkKey | None,
         patience_s: float,
         about: Asking,
+        worth: Worth = WHATEVER,
     ) -> bool:
         wanted, wait_ms = b"".join(keys[:MOST_KEYS]), int(patience_s * 1000)
         behind = _behind(keys, tail)
-        return self._link.post(Acquire(lease_id, wanted, wait_ms, tenant, behind, *about))
+        return self._link.post(Acquire(lease_id, wanted, wait_ms, tenant, behind, *about, *worth))
 
     def _probe(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
         lease_id = next(self._lease_ids)

@@ -133,8 +133,12 @@ NOT_TAKEN = (
         "use lookup_deadline_ms, promote_deadline_ms and save_deadline_ms",
     ),
     Left(
-        ("min_retrieve_tokens", "hit_miss_ratio", "lookup_*", "enable_scheduler_bypass_lookup"),
-        "every lookup goes to the node service, and every hit is loaded",
+        ("min_retrieve_tokens",),
+        "load_or_recompute compares measured times instead of a fixed number of tokens",
+    ),
+    Left(
+        ("hit_miss_ratio", "lookup_*", "enable_scheduler_bypass_lookup"),
+        "every lookup goes to the node service",
     ),
     Left(
         (

@@ -212,6 +212,7 @@ NOW: Final = frozenset(
 NEXT_REQUEST: Final = frozenset(
     {
         "force_skip_save",
+        "load_or_recompute",
         "lookup_deadline_ms",
         "pd_wait_ms",
         "priority_limit",

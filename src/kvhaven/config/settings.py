@@ -532,6 +532,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             most=600_000,
         ),
     ] = 2000.0
+    load_or_recompute: Annotated[
+        Literal["auto", "always"],
+        setting(
+            "Whether KV is loaded from a tier that is slower than the prefill. auto: a request "
+            "waits no longer than it would take to compute the tokens, and tiers that are too slow "
+            "by measurement are skipped; always: it waits for promote_deadline_ms.",
+            "auto or always",
+        ),
+    ] = "auto"
     save_deadline_ms: Annotated[
         float,
         duration(

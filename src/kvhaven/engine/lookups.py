@@ -10,14 +10,17 @@ from kvhaven.client.scheduler import (
     LeasedChunks,
     Outcome,
     SchedulerClient,
+    Worth,
 )
 from kvhaven.config import Settings
+from kvhaven.engine.prefill_estimate import PrefillEstimate
 from kvhaven.engine.request_state import PendingLoad, RequestState
 from kvhaven.engine.requests import printable
 from kvhaven.protocol import MOST_NAME, UNKNOWN_NODE
 from kvhaven.types import ChunkKey
 
 _ASK_AGAIN_S = 1.0
+_MOST_S = 3600.0
 
 
 class Lookups:
@@ -26,7 +29,8 @@ class Lookups:
     The total wait in a step stays below `step_budget_ms`. If loads are `asynchronous` and the
     engine has a prefix cache (`shared`), a chunk is not loaded by two requests concurrently: the
     second one waits, for `promote_deadline_ms` at most. The last `spare_tokens` tokens of a hit
-    are left to the engine to compute.
+    are left to the engine to compute. With an `estimate` of prefill times, a request waits no
+    longer for tiers than it would take to compute the chunks, unless another node prefilled it.
     """
 
     def __init__(
@@ -37,12 +41,14 @@ class Lookups:
         asynchronous: bool,
         shared: bool,
         spare_tokens: int = 0,
+        estimate: PrefillEstimate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._asynchronous = asynchronous
         self._shared = shared and asynchronous
         self._spare_tokens = spare_tokens
+        self._estimate = estimate
         self.configure(settings)
         self._clock = clock
         self._waited_s = 0.0
@@ -54,6 +60,7 @@ class Lookups:
         self._budget_s = settings.step_budget_ms / 1000
         self._patience_s = settings.promote_deadline_ms / 1000
         self._awaited_s = settings.pd_wait_ms / 1000
+        self._compares = settings.load_or_recompute == "auto"
 
     def new_step(self) -> None:
         """Reset the budget for waiting."""
@@ -65,7 +72,11 @@ class Lookups:
         if self.gained_tokens(state, len(keys), has_tail=state.tail is not None) <= 0:
             self._count(state)
             return Outcome.MISS
-        missing = keys[first] if first < len(keys) else state.tail
+        keys, tail, limited = self.permitted(state)
+        if limited and first >= len(keys):
+            self._count(state)
+            return Outcome.MISS
+        missing = keys[first] if first < len(keys) else tail
         if missing is not None and self._another_loads(state, missing):
             return Outcome.PENDING
         if state.lease_id is not None and state.lease_start > first:
@@ -78,10 +89,15 @@ class Lookups:
             if transfer.awaited and not state.pulled:
                 state.pulled = True
                 self._client.pull_chain(
-                    transfer.source or UNKNOWN_NODE, keys[first:], state.chain.tenant, state.tail
+                    transfer.source or UNKNOWN_NODE, keys[first:], state.chain.tenant, tail
                 )
             state.lease_id = self._client.ask(
-                keys[first:], state.chain.tenant, state.tail, awaited_s, self._about(state)
+                keys[first:],
+                state.chain.tenant,
+                tail,
+                awaited_s,
+                self._about(state),
+                self.worth(state, first, limited=limited),
             )
             state.told = state.told or state.lease_id is not None
             state.lease_start = first
@@ -90,6 +106,26 @@ class Lookups:
             state.lease_id = state.offer = None
             state.ask_after = self._clock() + _ASK_AGAIN_S
         return answer
+
+    def permitted(self, state: RequestState) -> tuple[list[ChunkKey], ChunkKey | None, bool]:
+        """Return the chunks, and the tail, that a request may load, and whether these are fewer."""
+        keys = state.chain.keys
+        most = state.permissions.load_tokens
+        if most is None:
+            return keys, state.tail, False
+        end = (state.computed + most) // state.chunk_size
+        if end >= len(keys) and state.computed + most >= int(state.request.num_tokens):
+            return keys, state.tail, False
+        return keys[:end], None, True
+
+    def worth(self, state: RequestState, first: int, *, limited: bool = False) -> Worth:
+        """Return what the service needs to choose between loading and computing."""
+        cost = None
+        if self._compares and self._estimate is not None and not state.request.transfer.awaited:
+            cost = self._estimate.cost(first * state.chunk_size, state.chunk_size)
+        if cost is None:
+            return Worth(limited=limited)
+        return Worth(min(cost.first_s, _MOST_S), min(cost.growth_s, _MOST_S), limited)
 
     def gained_tokens(self, state: RequestState, chunks: int, *, has_tail: bool = False) -> int:
         """Return the number of tokens that the first `chunks` chunks add to the computed ones.

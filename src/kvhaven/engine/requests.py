@@ -20,12 +20,13 @@ class Permissions:
     """Which transfers a request, or an engine, may make, and the labels of its lookups.
 
     `load` permits loading KV from the cache, `save` storing KV there. `tags` are counted in the
-    statistics.
+    statistics. `load_tokens` is the most tokens that are loaded; None: no limit.
     """
 
     load: bool
     save: bool
     tags: tuple[str, ...] = ()
+    load_tokens: int | None = None
 
 
 NOTHING = Permissions(load=False, save=False)
@@ -249,7 +250,7 @@ def permitted(request: EngineRequest, settings: Settings, role: Permissions) -> 
     if settings.priority_limit is not None and request.priority > settings.priority_limit:
         save = False
     tags = tuple(printable(str(tag)[:MOST_TAG_LENGTH]) for tag in asked.tags[:MOST_TAGS])
-    return Permissions(role.load and asked.load, save, tags)
+    return Permissions(role.load and asked.load, save, tags, asked.load_tokens)
 
 
 def printable(text: str) -> str:

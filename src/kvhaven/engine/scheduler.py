@@ -18,6 +18,7 @@ from kvhaven.engine.adapters import Adapters, CacheName
 from kvhaven.engine.epoch import Epoch, HeldBlocks
 from kvhaven.engine.jobs import LoadJob, SaveJob, StepPlan, StepReport
 from kvhaven.engine.lookups import Lookups
+from kvhaven.engine.prefill_estimate import PrefillEstimate, StepShape, StepTimes
 from kvhaven.engine.request_state import NO_TURN, PendingLoad, RequestState
 from kvhaven.engine.requests import (
     EVERYTHING,
@@ -73,12 +74,15 @@ class SchedulerSide:
         self._asynchronous = asynchronous
         self._role = role
         self._events = events
+        self._prefill = PrefillEstimate()
+        self._steps = StepTimes(self._prefill)
         self._lookups = Lookups(
             settings,
             client,
             asynchronous=asynchronous,
             shared=shared,
             spare_tokens=block_sizes[0] if drops_last_block else 0,
+            estimate=self._prefill,
         )
         self._saves = SavePlanner(
             settings, block_sizes, world_size, events, hears_workers=hears_workers
@@ -148,6 +152,9 @@ class SchedulerSide:
             self.stats.looked_up(state, request.num_tokens - computed, max(tokens, 0))
             if isinstance(lease, LeasedChunks) and lease.tail and tokens > 0:
                 self.stats.add("tail_hits")
+            most = state.permissions.load_tokens
+            if most is not None and request.num_tokens - computed > most:
+                self.stats.add("skipped_limit_tokens", request.num_tokens - computed - most)
         if not isinstance(lease, LeasedChunks) or tokens <= 0:
             self._lookups.drop(state)
             return 0, False
@@ -233,6 +240,7 @@ class SchedulerSide:
         self._note(scheduled)
         saves: list[SaveJob] = []
         tails: list[SaveJob] = []
+        self._measure(scheduled)
         for request_id, blocks, computed, count, starts in scheduled:
             self._saves.note_step(request_id)
             if blocks is not None:
@@ -266,8 +274,10 @@ class SchedulerSide:
     def reported(self, report: StepReport | None, finished_loads: Iterable[str]) -> None:
         """Process the aggregated reports of a step, and the loads that ended on all ranks."""
         report = report or StepReport()
-        self._saves.reported(report)
         finished_loads = list(finished_loads)
+        empty = not finished_loads and report == StepReport()
+        self._steps.reported(time.perf_counter(), empty=empty)
+        self._saves.reported(report)
         for request_id in finished_loads:
             self._lookups.load_ended(request_id)
         news = {
@@ -302,6 +312,8 @@ class SchedulerSide:
         self._extras.finished(request.request_id)
         self._requests.pop(request.request_id, None)
         self._left_alone.discard(request.request_id)
+        if not self._requests:
+            self._steps.idle()
 
     def reset(self) -> None:
         """Start a new epoch: this engine no longer finds KV that was cached before.
@@ -364,6 +376,27 @@ class SchedulerSide:
         self._lookups.drop(state)
         if state.announced:
             self._client.end_chain(_chain_name(request_id))
+
+    def _measure(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Note a step, whose duration tells how long a prefill takes."""
+        shape, decoding = StepShape(), 0
+        for request_id, _, computed, count, _ in scheduled:
+            request = self._requests.get(request_id) if count > 1 else None
+            if request is not None and computed < request.num_prompt_tokens:
+                shape = shape.plus(computed, count)
+            else:
+                decoding += 1
+        loads = any(not job.asynchronous for job in self._loads)
+        self._steps.planned(
+            shape._replace(decoding=decoding),
+            time.perf_counter(),
+            forward=bool(scheduled),
+            measured=not loads,
+        )
+        slow, late = self._client.take_skipped()
+        if slow or late:
+            self.stats.add("skipped_slow_tokens", slow * self._settings.chunk_size)
+            self.stats.add("skipped_late_tokens", late * self._settings.chunk_size)
 
     def _note(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Note the requests that a step starts or resumes, before its saves are planned.

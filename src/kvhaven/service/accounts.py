@@ -36,10 +36,14 @@ class Question:
     """One lookup that counts, from its arrival at `began` (of the event loop) to its final answer.
 
     `keys` are the full chunks that it asks for, from the one that contains token `computed` on.
-    `awaited` says that its first answer was not final.
+    `awaited` says that its first answer was not final, `limited` that the request's own limit ends
+    `keys`.
     """
 
-    __slots__ = ("awaited", "began", "computed", "engine", "keys", "prompt", "request", "tenant")
+    __slots__ = (
+        *("awaited", "began", "computed", "engine", "keys", "limited", "prompt", "request"),
+        "tenant",
+    )
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class Question:
         self.request = request
         self.began = began
         self.awaited = False
+        self.limited = False
 
 
 class TokenCounts(msgspec.Struct, frozen=True):
@@ -315,5 +320,5 @@ def _reasons(question: Question, found: int, none: int, gap: Gap | None) -> list
         stored = min(max(stored, 0), rest)
         missed[gap.reason] += stored
         rest -= stored
-    missed[Reason.COLD] += rest
+    missed[Reason.LOAD_LIMIT if question.limited and gap is None else Reason.COLD] += rest
     return missed

@@ -4,11 +4,13 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId, Update
 from kvhaven.catalog.ghosts import Reason
+from kvhaven.catalog.leases import Reading
 from kvhaven.catalog.misses import Gap
+from kvhaven.catalog.worth import WAIT_MEASURED, Price
 from kvhaven.errors import ProtocolError
 from kvhaven.protocol import (
     Acquire,
@@ -28,8 +30,38 @@ from kvhaven.service.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
+_LEAST_WAIT_S: Final = 0.005
+"""Shortest limit of a wait by the time to compute: shorter ones are within the noise."""
+_FOUND_EVERY_S: Final = 0.005
+"""Interval at which a wait follows how many chunks lookups have found in tiers."""
 _PIECE: Final = 2048
 """Places of an answer that one piece of a job collects; takes 0.2 ms."""
+
+
+class Wait(NamedTuple):
+    """Wait of a lease for promotions: since when, for how long at most, and what limits it.
+
+    `chunks` is the number of chunks asked for. With a `price`, the wait also ends when the chunks
+    from tiers could have been computed.
+    """
+
+    session: SessionId
+    lease_id: LeaseId
+    began: float
+    most_s: float
+    chunks: int
+    price: Price | None
+
+    def left_s(self, reading: Reading | None, now: float) -> float:
+        """Return the time until the deadline, or until it has to be computed again."""
+        left_s = self.began + self.most_s - now
+        if self.price is None or reading is None:
+            return left_s
+        end = self.chunks if reading.more else reading.end
+        times = WAIT_MEASURED if reading.measured else 1.0
+        worth_s = max(_LEAST_WAIT_S, times * self.price.seconds(reading.first, end))
+        left_s = min(left_s, self.began + worth_s - now)
+        return min(left_s, _FOUND_EVERY_S) if reading.more else left_s
 
 
 class Loads:
@@ -75,16 +107,17 @@ class Loads:
             began = asyncio.get_running_loop().time()
             tokens = message.prompt_tokens, message.computed_tokens
             question = Question(session, keys, *tokens, tenant, message.request, began)
+            question.limited = message.limited
+        price = Price(message.compute_s, message.growth_s) if message.compute_s else None
         acquisition = self._driver.catalog.acquire(
-            session.id, lease_id, session.digest, keys, tenant, tail_of(message.tail)
+            session.id, lease_id, session.digest, keys, tenant, tail_of(message.tail), price
         )
         if not acquisition.promoting:
             self._answer(member, acquisition, question)
             return
         self._cancel_deadline(session.id, lease_id)
-        self._deadlines[session.id, lease_id] = asyncio.get_running_loop().call_later(
-            message.wait_ms / 1000, self._finalize, session.id, lease_id
-        )
+        now = asyncio.get_running_loop().time()
+        self._wait(Wait(session.id, lease_id, now, message.wait_ms / 1000, len(keys), price))
         if question is not None:
             question.awaited = True
             self._questions[session.id, lease_id] = question
@@ -119,15 +152,30 @@ class Loads:
             self._driver.catalog.loaded(member.session.id, LeaseId(lease_id), member.id)
             yield
 
+    def _wait(self, wait: Wait) -> None:
+        """Wait until a lease's deadline, which moves as more of its chunks are found in tiers."""
+        reading = None
+        if wait.price is not None:
+            reading = self._driver.catalog.reading(wait.session, wait.lease_id)
+        left_s = wait.left_s(reading, asyncio.get_running_loop().time())
+        if left_s <= 0:
+            self._finalize(wait.session, wait.lease_id)
+            return
+        self._deadlines[wait.session, wait.lease_id] = asyncio.get_running_loop().call_later(
+            left_s, self._wait, wait
+        )
+
     def _finalize(self, session: SessionId, lease_id: LeaseId) -> None:
         """Answer at the deadline with the chunks that are ready."""
         self._deadlines.pop((session, lease_id), None)
+        reading = self._driver.catalog.reading(session, lease_id)
         with self._driver.event() as catalog:
             acquisition = catalog.finalize(session, lease_id)
+        missed = reading.end - len(acquisition.chunks) if reading is not None else 0
         known = self._sessions.get(session)
         question = self._questions.pop((session, lease_id), None)
         if known is not None and known.scheduler is not None:
-            self._answer(known.scheduler, acquisition, question, late=True)
+            self._answer(known.scheduler, acquisition, question, late=True, missed=missed)
 
     def _cancel_deadline(self, session: SessionId, lease_id: LeaseId) -> None:
         timer = self._deadlines.pop((session, lease_id), None)
@@ -141,15 +189,18 @@ class Loads:
         question: Question | None,
         *,
         late: bool = False,
+        missed: int = 0,
     ) -> None:
         """Send a final answer, after verifying the shards if `verify_memory` is `always`."""
         if self._verifier.blocks_answers and acquisition.chunks:
-            self._spawn(self._answer_verified(scheduler, acquisition, question, late=late))
+            self._spawn(
+                self._answer_verified(scheduler, acquisition, question, late=late, missed=missed)
+            )
             return
         self._verifier.sample(acquisition, scheduler.session.described)
         chunks = acquisition.chunks
-        self._count(question, chunks.sources, late=late)
-        self._driver.turns.start(self._offer(scheduler, acquisition, len(chunks)))
+        self._count(question, chunks.sources, late=late, slow=acquisition.skipped > 0)
+        self._driver.turns.start(self._offer(scheduler, acquisition, len(chunks), missed))
 
     async def _answer_verified(
         self,
@@ -158,13 +209,17 @@ class Loads:
         question: Question | None,
         *,
         late: bool,
+        missed: int,
     ) -> None:
         good = await self._verifier.verify(acquisition, scheduler.session.described)
-        self._count(question, acquisition.chunks.sources[:good], late=late)
+        sources, slow = acquisition.chunks.sources[:good], acquisition.skipped > 0
+        self._count(question, sources, late=late, slow=slow)
         with self._driver.event():
-            self._driver.turns.start(self._offer(scheduler, acquisition, good))
+            self._driver.turns.start(self._offer(scheduler, acquisition, good, missed))
 
-    def _offer(self, scheduler: AttachedProcess, acquisition: Acquisition, good: int) -> Job:
+    def _offer(
+        self, scheduler: AttachedProcess, acquisition: Acquisition, good: int, missed: int
+    ) -> Job:
         """Offer the first `good` chunks; a lease without chunks is released."""
         lease_id, chunks = acquisition.lease_id, acquisition.chunks
         if not good:
@@ -174,9 +229,14 @@ class Loads:
             extents = chunks.extents(first, min(good, first + _PIECE))
             places += [(extent.segment, extent.offset) for extent in extents]
             yield
-        self._send(scheduler, Acquired(lease_id, True, places, chunks.sources[:good]))
+        sources = chunks.sources[:good]
+        self._send(
+            scheduler, Acquired(lease_id, True, places, sources, acquisition.skipped, missed)
+        )
 
-    def _count(self, question: Question | None, found: bytes, *, late: bool) -> None:
+    def _count(
+        self, question: Question | None, found: bytes, *, late: bool, slow: bool = False
+    ) -> None:
         """Count a lookup with the sources of its final answer, and why that ends where it ends."""
         if question is None:
             return
@@ -186,6 +246,8 @@ class Loads:
             gap = catalog.gap(engine.digest, question.keys, len(found), question.tenant)
             if late:
                 gap = Gap(Reason.LATE, gap.chunks)
+            elif slow:
+                gap = Gap(Reason.SLOW_TIER, gap.chunks)
         self._accounts.answered(question, found, gap, asyncio.get_running_loop().time())
 
     @staticmethod

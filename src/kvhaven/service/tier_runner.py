@@ -19,6 +19,7 @@ from kvhaven.maps import OrderedMap
 from kvhaven.peers.tier import PeerTier
 from kvhaven.protocol import batches
 from kvhaven.service.driver import Driver
+from kvhaven.service.tier_speed import SpeedMeter
 from kvhaven.tiers.base import Namespace, StoredShard, Tier
 from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, TenantId, align_up
 
@@ -147,6 +148,7 @@ class TierRunner:
         self._writes = {name: _Lane[TierWrite](self._write, self._spawn) for name in tiers}
         self._deletes = {name: _Deletes() for name in tiers}
         self._clearing = {name: asyncio.Lock() for name in tiers}
+        self._meters = {name: SpeedMeter() for name in tiers}
         self._traffic = {name: {OP_READ: _Traffic(), OP_WRITE: _Traffic()} for name in tiers}
 
     def traffic(self) -> dict[str, dict[str, TierTraffic]]:
@@ -369,17 +371,23 @@ class TierRunner:
 
     async def _read(self, action: TierRead) -> None:
         checksums: tuple[Checksum, ...] | None = None
-        began = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        began, length = loop.time(), action.extent.length
+        meter = self._meters[action.tier]
+        begun = meter.begin(length, began)
         try:
             checksums = await self._read_shards(action)
-            self._traffic[action.tier][OP_READ].add(action.extent.length, began)
+            self._traffic[action.tier][OP_READ].add(length, began)
         except TierMissError:
             pass  # counted and logged by the tier
         except TierError:
             self.check_health()
         except Exception:  # any failure must release the extent and end the wait
             logger.exception("tier %s: a read failed unexpectedly", action.tier)
+        meter.end(length, begun, loop.time(), ok=checksums is not None)
         with self._driver.event() as catalog:
+            if meter.speed is not None:
+                catalog.tier_speed(action.tier, meter.speed)
             catalog.tier_read_done(action.tier, action.key, action.extent, checksums)
 
     async def _read_shards(self, action: TierRead) -> tuple[Checksum, ...]:

@@ -102,7 +102,8 @@ class VllmRequest:
             load = False
         if _is_on(_parameter(parameters, "skip_save")):
             save = False
-        return Permissions(load, save, _tags(_parameter(parameters, "tags")))
+        most = _count(_parameter(parameters, "max_load_tokens"))
+        return Permissions(load, save, _tags(_parameter(parameters, "tags")), most)
 
     @property
     def transfer(self) -> Transfer:
@@ -241,6 +242,14 @@ def _is_on(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in {"true", "1", "yes", "on"}
     return bool(value)
+
+
+def _count(given: Any) -> int | None:
+    """Return a number of tokens; JSON clients may also send it as text. Others are no limit."""
+    try:
+        return max(0, int(given))
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _tags(given: Any) -> tuple[str, ...]:

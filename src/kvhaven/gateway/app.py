@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -19,9 +20,11 @@ from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
 from kvhaven.gateway.answers import answered, audit, body_of, json_of, problem, switch
 from kvhaven.gateway.guard import Guard
+from kvhaven.gateway.history import History
 from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
 from kvhaven.gateway.openapi import SELECTOR, document
+from kvhaven.gateway.page import FILES, Page
 from kvhaven.gateway.routes import ROUTES
 from kvhaven.gateway.steering import Steering, version_of
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
@@ -54,9 +57,9 @@ _NO_CONTENT_OF_OTHERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
-"""Paths that never need the token, because orchestrators have none. Without it, they do not show
-the checks."""
+_OPEN_PATHS: Final = frozenset({"/livez", "/readyz", *FILES})
+"""Paths that never need the token. Orchestrators have none; without it, they are not shown the
+checks. Browsers send none with a page, and the files of the dashboard have no data."""
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -76,6 +79,9 @@ class Gateway:
         self._document = document(ROUTES)
         self._steering = Steering(observer, self._seen, self._all)
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
+        self._page_files = Page()
+        self._history = History()
+        observer.listeners.append(self._on_snapshot)
 
     def app(self) -> web.Application:
         """Return the application; it observes the service while it runs."""
@@ -198,6 +204,17 @@ class Gateway:
         if self._namespaces[0] != seen.id:
             self._namespaces = seen.id, await self._all("namespaces", NamespaceRow)
         return self._namespaces[1]
+
+    async def _on_history(self, _: web.Request) -> web.Response:
+        return json_of(self._history.recent(self._seen().snapshot, time.time()))
+
+    def _on_snapshot(self, seen: Seen) -> None:
+        self._history.note(seen.snapshot, time.time())
+
+    async def _on_page(self, request: web.Request) -> web.StreamResponse:
+        return await self._page_files.answer(request)
+
+    _on_page_style = _on_page_program = _on_page
 
     async def _on_inference_info(self, _: web.Request) -> web.Response:
         return json_of(models.InferenceInfo(await self._all("engines", EngineRow)))
@@ -372,7 +389,8 @@ def _reset(transport: asyncio.Transport) -> None:
 
 
 async def _add_headers(_: web.Request, answer: web.StreamResponse) -> None:
-    answer.headers.update(_NO_CONTENT_OF_OTHERS)
+    for name, value in _NO_CONTENT_OF_OTHERS.items():
+        answer.headers.setdefault(name, value)
     if "ETag" in answer.headers:
         answer.headers["Cache-Control"] = "no-cache"
     answer.headers.pop("Server", None)

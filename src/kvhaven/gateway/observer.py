@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -78,6 +79,8 @@ class Observer:
         self.seen: Seen | None = None
         self.error = f"no service has answered at {address} yet"
         """Why there is no newer snapshot."""
+        self.listeners: list[Callable[[Seen], None]] = []
+        """Functions that are called with each new snapshot."""
         self._interval_s = interval_s
         self._writer: asyncio.StreamWriter | None = None
         self._ids = itertools.count(1)
@@ -217,6 +220,8 @@ class Observer:
             ) from error
         id_ = f"{snapshot.service[:8]}-{next(self._numbers)}"
         self.seen = Seen(id_, message.snapshot, snapshot, _now())
+        for listener in self.listeners:
+            listener(self.seen)
         self._news.set()
         self._news = asyncio.Event()
 

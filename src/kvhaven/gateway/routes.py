@@ -4,6 +4,7 @@
 from typing import Final
 
 from kvhaven.gateway import models
+from kvhaven.gateway.history import Recent
 from kvhaven.gateway.openapi import CHANGE, JOB, PAGE, SELECTOR, TENANT, TIER, Route
 from kvhaven.service.jobs import JobRow
 from kvhaven.service.pins import PinRow
@@ -13,6 +14,9 @@ from kvhaven.service.steering import Drained, Found, TierState
 EVENTS: Final = "/events"
 
 ROUTES: Final = (
+    Route("/", "page", "The dashboard.", "text/html", (200, 304)),
+    Route("/dashboard.css", "page_style", "Its style.", "text/css", (200, 304)),
+    Route("/dashboard.js", "page_program", "Its program.", "text/javascript", (200, 304)),
     Route("/health", "health", "Health, with its checks.", models.Health, (200, 503)),
     Route("/livez", "livez", "Whether the service answers.", models.Health, (200, 503)),
     Route("/readyz", "readyz", "Whether engines are served.", models.Health, (200, 503)),
@@ -42,6 +46,13 @@ ROUTES: Final = (
         "events",
         "A snapshot a second, as server-sent events.",
         "text/event-stream",
+        (200, 503),
+    ),
+    Route(
+        "/v1/history",
+        "history",
+        "Counters of the last hour, every 10 s.",
+        Recent,
         (200, 503),
     ),
     Route("/v1/engines", "engines", "Engines.", models.Engines, (200, 400, 503), PAGE),

@@ -124,7 +124,9 @@ class GatewayThread:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        async with serving(Observer(self._address, self._interval_s), self._access) as url:
+        async with serving(
+            Observer(self._address, self._interval_s, sample=True), self._access
+        ) as url:
             self.url = url
             self._ready.set()
             await self._stop.wait()

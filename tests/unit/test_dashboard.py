@@ -56,11 +56,11 @@ def loaded() -> Iterator[Loaded]:
         tiered_node(Path(folder)) as node,
         Engine(node.address) as engine,
     ):
-        play_load(node, engine)
         token = Path(folder) / "token"
         token.write_text(TOKEN)
         with GatewayThread(node.address, interval_s=0.1, api_token_file=str(token)) as api:
             eventually(lambda: api.health() == (200, "ok"))
+            play_load(node, engine)
             yield Loaded(node, engine, api)
 
 
@@ -200,6 +200,13 @@ def test_its_values_are_those_of_the_api(browser: Any, api: GatewayThread) -> No
         if not tier["shared"]:
             assert value(page, f"{row} [data-name=used]") == tier["used_bytes"]
             assert value(page, f"{row} [data-name=chunks]") == tier["chunks"]
+    page.locator("summary").last.click()
+    until(page, "() => document.querySelectorAll('#curve-table tr[data-id]').length > 0")
+    curve = api.get("/v1/curve").json
+    assert curve["points"][0]["hit_ratio"] > 0
+    for point in curve["points"]:
+        row = f"#curve-table tr[data-id='{point['memory']:g}']"
+        assert value(page, f"{row} [data-name=hit_ratio]") == point["hit_ratio"]
     requests = api.get("/v1/requests").json["rows"]
     for row in requests:
         shown = page.locator(f"#rows tr[data-id='{row['id']}']")
@@ -221,7 +228,7 @@ def test_its_values_are_those_of_the_api(browser: Any, api: GatewayThread) -> No
 def test_it_follows_the_service(browser: Any, own: Loaded) -> None:
     _, engine, api = own
     page, console = opened(browser, api)
-    assert page.inner_text("#state") == "● healthy"
+    until(page, "() => document.getElementById('state').textContent === '● healthy'")
     hostile = "<img src=x onerror=alert(1)>"
     engine.scheduler.acquire(prompt("later", 5), about=Asking(50, 0, hostile))
     until(

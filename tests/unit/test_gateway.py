@@ -41,7 +41,16 @@ TOKEN = "0123456789abcdef-token"
 LISTS = ("engines", "namespaces", "requests", "tenants", "tiers")
 EMPTY_LISTS = ("jobs", "pins")
 JSON_PATHS = (
-    *("/health", "/livez", "/readyz", "/stats", "/config", "/inference_info", "/v1/history"),
+    *(
+        "/health",
+        "/livez",
+        "/readyz",
+        "/stats",
+        "/config",
+        "/inference_info",
+        "/v1/history",
+        "/v1/curve",
+    ),
     *(f"/v1/{name}" for name in (*LISTS, *EMPTY_LISTS)),
 )
 

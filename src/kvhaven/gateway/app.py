@@ -25,10 +25,13 @@ from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
 from kvhaven.gateway.openapi import SELECTOR, document
 from kvhaven.gateway.page import FILES, Page
+from kvhaven.gateway.reuse import ReuseCurve
 from kvhaven.gateway.routes import ROUTES
 from kvhaven.gateway.steering import Steering, version_of
+from kvhaven.gateway.tenants import Tenants
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
 from kvhaven.protocol import MOST_ROWS, NO_LIMIT, ListKind
+from kvhaven.service.reuse import decoded
 from kvhaven.service.runtime_settings import Config
 from kvhaven.service.snapshot import EngineRow, NamespaceRow
 from kvhaven.service.steering import GetConfig
@@ -81,6 +84,8 @@ class Gateway:
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
         self._page_files = Page()
         self._history = History()
+        self._tenants = Tenants(observer)
+        self._reuse, self._reuse_of = ReuseCurve(), ""
         observer.listeners.append(self._on_snapshot)
 
     def app(self) -> web.Application:
@@ -95,11 +100,12 @@ class Gateway:
         return app
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        observing = asyncio.create_task(self._observer.run())
+        tasks = [asyncio.create_task(part.run()) for part in (self._observer, self._tenants)]
         yield
-        observing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await observing
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
     # --- every request ----------------------------------------------------------------------
 
@@ -191,12 +197,18 @@ class Gateway:
         rows = await self._namespaces_at(seen)
         whole = len(rows) < _MOST_PAGES * MOST_ROWS
         tokens = tokens_in_memory(rows, seen.snapshot.catalog.tails) if whole else None
-        return json_of(stats_of(seen.snapshot, tokens))
+        return json_of(stats_of(seen.snapshot, tokens, self._reuse.curve(time.time())))
 
     async def _on_metrics(self, _: web.Request) -> web.Response:
         seen = self._seen()
         rows = await self._namespaces_at(seen)
-        text = text_of(seen.snapshot, rows[:MOST_ROWS], self._requests)
+        text = text_of(
+            seen.snapshot,
+            rows[:MOST_ROWS],
+            self._requests,
+            self._reuse.curve(time.time()),
+            self._tenants.largest,
+        )
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _namespaces_at(self, seen: Seen) -> list[NamespaceRow]:
@@ -209,7 +221,20 @@ class Gateway:
         return json_of(self._history.recent(self._seen().snapshot, time.time()))
 
     def _on_snapshot(self, seen: Seen) -> None:
-        self._history.note(seen.snapshot, time.time())
+        now = time.time()
+        self._history.note(seen.snapshot, now)
+        try:
+            requests = list(decoded(seen.sample))
+        except ValueError as error:
+            logger.warning("api: the sample of requests is malformed: %s", error)
+            return
+        if seen.snapshot.service != self._reuse_of:
+            self._reuse, self._reuse_of = ReuseCurve(), seen.snapshot.service
+        self._reuse.note(seen.snapshot.catalog.capacity_bytes, requests, now)
+
+    async def _on_curve(self, _: web.Request) -> web.Response:
+        self._seen()
+        return json_of(self._reuse.curve(time.time()))
 
     async def _on_page(self, request: web.Request) -> web.StreamResponse:
         return await self._page_files.answer(request)

@@ -42,7 +42,7 @@ async def _run(address: str, access: Access, *, child: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with serving(Observer(address), access) as url:
+    async with serving(Observer(address, sample=True), access) as url:
         logger.info("api: listening at %s, service at %s", url, address)
         beating = loop.create_task(_beat(stop)) if child else None
         await stop.wait()

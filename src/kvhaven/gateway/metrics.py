@@ -3,13 +3,15 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from kvhaven.catalog.histograms import Buckets
+from kvhaven.gateway.reuse import Curve
+from kvhaven.gateway.tenants import TenantBytes
 from kvhaven.gateway.views import memory_of, tiers_of
 from kvhaven.service.snapshot import NamespaceRow, ServiceSnapshot
 
@@ -38,7 +40,11 @@ class Requests:
 
 
 def text_of(
-    snapshot: ServiceSnapshot, namespaces: Iterable[NamespaceRow], requests: Requests
+    snapshot: ServiceSnapshot,
+    namespaces: Iterable[NamespaceRow],
+    requests: Requests,
+    curve: Curve,
+    tenants: Sequence[TenantBytes],
 ) -> str:
     """Return all metrics."""
     families = [
@@ -46,6 +52,17 @@ def text_of(
         *_memory(snapshot),
         *_chunks(snapshot),
         *_tiers(snapshot),
+        *_reuse(curve),
+        _family(
+            "tenant_bytes",
+            "gauge",
+            "Bytes of the largest tenants by place, and of all others together.",
+            [
+                ({"tenant": tenant.id, "place": place}, size)
+                for tenant in tenants
+                for place, size in tenant.bytes.items()
+            ],
+        ),
         *_about(snapshot, namespaces),
         *_process(snapshot.pid),
         _family(
@@ -101,6 +118,12 @@ def _tokens(snapshot: ServiceSnapshot) -> Iterator[str]:
         "counter",
         "Tokens of full chunks that became resident.",
         [({"namespace": name}, counts.saved) for name, counts in known],
+    )
+    yield _family(
+        "skipped_tokens_total",
+        "counter",
+        "Tokens that engines wanted to save and could not, by reason.",
+        [({"reason": reason}, tokens) for reason, tokens in snapshot.skipped_tokens.items()],
     )
     lookups = snapshot.lookups
     yield _histogram(
@@ -283,6 +306,36 @@ def _tiers(snapshot: ServiceSnapshot) -> Iterator[str]:
         "tier_seconds",
         "Time to read or write a chunk.",
         [(labels, known.seconds) for labels, known in traffic],
+    )
+
+
+def _reuse(curve: Curve) -> Iterator[str]:
+    yield _family(
+        "reuse_hit_ratio",
+        "gauge",
+        "Estimate for the last hour: prompt tokens in engines and memory, by size of the memory.",
+        [
+            ({"memory": f"{point.memory:g}x"}, point.hit_ratio)
+            for point in curve.points
+            if point.hit_ratio is not None
+        ],
+    )
+    yield _family(
+        "reuse_ceiling_ratio",
+        "gauge",
+        "The same, with unlimited memory that forgets chunks after a time.",
+        [
+            ({"window": window}, ratio)
+            for window, ratio in curve.ceilings.items()
+            if ratio is not None
+        ],
+    )
+    error = curve.error_ratio
+    yield _family(
+        "reuse_error_ratio",
+        "gauge",
+        "Difference between the estimate for the present memory and what was found.",
+        [({}, error)] if error is not None else [],
     )
 
 

@@ -6,6 +6,7 @@ from typing import Final
 from kvhaven.gateway import models
 from kvhaven.gateway.history import Recent
 from kvhaven.gateway.openapi import CHANGE, JOB, PAGE, SELECTOR, TENANT, TIER, Route
+from kvhaven.gateway.reuse import Curve
 from kvhaven.service.jobs import JobRow
 from kvhaven.service.pins import PinRow
 from kvhaven.service.runtime_settings import Changes, Config
@@ -55,6 +56,7 @@ ROUTES: Final = (
         Recent,
         (200, 503),
     ),
+    Route("/v1/curve", "curve", "Hit rate with less or more memory.", Curve, (200, 503)),
     Route("/v1/engines", "engines", "Engines.", models.Engines, (200, 400, 503), PAGE),
     Route(
         "/v1/namespaces",

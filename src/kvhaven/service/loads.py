@@ -23,6 +23,7 @@ from kvhaven.protocol import (
 from kvhaven.service.accounts import Accounts, Question
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
+from kvhaven.service.reuse import ReuseLog
 from kvhaven.service.turns import Job
 from kvhaven.service.verify import Verifier
 
@@ -51,6 +52,7 @@ class Loads:
         self._verifier = verifier
         self._spawn = spawn
         self._accounts = accounts
+        self.reuse = ReuseLog()
         self._questions: dict[tuple[SessionId, LeaseId], Question] = {}
         self._deadlines: dict[tuple[SessionId, LeaseId], asyncio.TimerHandle] = {}
 
@@ -186,7 +188,9 @@ class Loads:
             gap = catalog.gap(engine.digest, question.keys, len(found), question.tenant)
             if late:
                 gap = Gap(Reason.LATE, gap.chunks)
-        self._accounts.answered(question, found, gap, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        memory = self._accounts.answered(question, found, gap, now)
+        self.reuse.note(question, memory, now)
 
     @staticmethod
     def _send(scheduler: AttachedProcess, answer: Acquired) -> None:

@@ -779,6 +779,7 @@ async function lists() {
     if (seen.snapshot && !document.hidden) {
       await Promise.allSettled([
         drawEngines(), refresh(),
+        json("v1/curve").then((curve) => { seen.curve = curve; drawCurve(); }),
       ]);
     }
     await sleep(seen.snapshot ? 1000 * LIST_S : 100);

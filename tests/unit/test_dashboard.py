@@ -154,14 +154,14 @@ def test_the_page_is_readable_and_complains_of_nothing(
     for summary in page.locator("summary").all():
         summary.click()
     texts: list[tuple[str, float]] = []
-    for tab in TABS:
+    for tab in TABS if width == WIDTHS[-1] else TABS[:1]:
         page.get_by_role("tab", name=tab).click()
         if tab not in {"Prompt", "Pins", "Log"}:
             page.wait_for_selector("#rows tr[data-id]")
         texts += probe(page, "contrasts")
     page.locator("#tiers button").first.click()
     texts += probe(page, "contrasts")
-    assert len(texts) > 500
+    assert len(texts) > (500 if width == WIDTHS[-1] else 200)
     low = {text: round(ratio, 2) for text, ratio in texts if ratio < 4.5}
     assert not low, low
     page.keyboard.press("Escape")

@@ -151,6 +151,11 @@ def _memory(snapshot: ServiceSnapshot) -> Iterator[str]:
         [({"state": state}, bytes_) for state, bytes_ in memory.items()],
     )
     yield _one("memory_capacity_bytes", "gauge", "Host memory that chunks can use.", capacity)
+    for name, text, size in (
+        ("planned", "Host memory that the settings ask for.", snapshot.arena_planned_bytes),
+        ("allocated", "Host memory that is allocated of it.", snapshot.arena_allocated_bytes),
+    ):
+        yield _one(f"memory_{name}_bytes", "gauge", text, size)
     yield _one("leases", "gauge", "Leases that hold or await chunks.", snapshot.catalog.leases)
     oldest = snapshot.catalog.oldest_lease_s
     yield _one("oldest_lease_seconds", "gauge", "Age of the oldest lease.", oldest)

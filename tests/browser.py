@@ -78,7 +78,7 @@ def play_load(node: NodeThread, engine: Engine) -> None:
         if number == 7:  # the next ones come from disk and from the shared tier
             with connect(node.address) as control:
                 control.clear(tier="memory")
-    engine.scheduler.acquire(prompt("new", 6), about=Asking(60, 20, "with-own-cache"))
+    engine.scheduler.acquire(prompt("new", 6)[2:], about=Asking(60, 20, "with-own-cache"))
 
 
 def number_in(text: str) -> float:

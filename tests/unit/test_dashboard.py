@@ -377,6 +377,10 @@ def test_tiers_quotas_settings_and_pins_are_changed_after_a_dry_run(
     assert "chunks would not be found" in told
     apply(page)
     assert tier_state(api) == "off"
+    until(page, "() => document.querySelector('#tiers tr[data-id=disk]').innerText.includes('off')")
+    page.locator("#tiers tr[data-id=disk]").get_by_text("Switch…").click()
+    assert page.locator("#fields select").input_value() == "off", "the row of before"
+    page.click("#cancel")
 
     tenant = tenant_id("ann").hex()
     page.get_by_role("tab", name="Tenants").click()

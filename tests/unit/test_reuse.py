@@ -197,6 +197,23 @@ def test_tokens_in_the_engine_count_and_what_was_found_gives_the_error() -> None
     assert found.error_ratio == pytest.approx(50 / 320)
 
 
+def test_chunks_behind_a_missing_one_are_not_found() -> None:
+    chain, other = list(range(10)), list(range(100, 115))
+    curve = ReuseCurve()
+    # The head is in the engine, and its chunks were never seen.
+    curve.note(20 * BYTES, [request_of(chain, computed=5 * SIZE)], 0.0)
+    curve.note(20 * BYTES, [request_of(chain)], 0.0)
+    assert ratio(curve, 8.0) == pytest.approx(5 / 20)
+    # Now it is older than the tail, and evicted before it.
+    requests = [request_of(other), request_of(chain, computed=5 * SIZE), request_of(chain)]
+    curve = ReuseCurve()
+    curve.note(20 * BYTES, [request_of(chain), *requests], 0.0)
+    tokens = 10 + 15 + 10 + 10
+    tail = 10  # 5 in the engine, 5 from memory
+    assert ratio(curve) == pytest.approx(5 / tokens)
+    assert ratio(curve, 1.5) == pytest.approx((tail + 10) / tokens)
+
+
 def test_only_the_last_hour_counts_and_ceilings_forget() -> None:
     curve = ReuseCurve()
     chain = list(range(10))

@@ -342,7 +342,7 @@ function render() {
   legend($("sources"), Object.entries(window.by).map(([name, tokens]) => ({ name, colour: colourOf(name), value: tokens, text: `${name === "none" ? "none (computed)" : name} ${window.asked ? percent(tokens / window.asked) : "–"}` })));
   const point = (memory) => seen.curve?.points.find((one) => one.memory === memory)?.hit_ratio ?? null;
   const ceiling = seen.curve?.ceilings.all ?? null;
-  write($("ceiling"), ceiling === null ? "" : `Ceiling ${percent(ceiling)}${point(2) === null ? "" : `; with twice the memory ${percent(point(2))}`}`);
+  write($("ceiling"), ceiling === null || point(1) === null ? "" : `Estimate over ${duration(seen.curve.seconds)}, without tiers: ${percent(point(1))}${point(2) === null ? "" : `; with twice the memory ${percent(point(2))}`}; ceiling ${percent(ceiling)}`);
   drawMemory(stats.memory);
   drawAttention(window);
   drawMissed(window);

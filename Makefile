@@ -55,7 +55,7 @@ bench-tiers: setup servers  ## Measure disk, shared directory, S3 and Redis, and
 	@$(PYTHON) -m benchmarks tiers
 
 bench-fleet: setup  ## Measure several nodes: transfers, the router, tails, prefill and decode apart
-	@$(PYTHON) -m benchmarks fleet nixl route affinity tails apart
+	@$(PYTHON) -m benchmarks fleet nixl route affinity tails announce apart
 
 docs:  ## Build the documentation site in build/site; a warning or a broken link fails
 	@$(PYTHON3) scripts/setup-venv --venv .venv-docs --docs

@@ -2,9 +2,9 @@
 """Benchmarks by subject: `make bench`, or `python -m benchmarks [SUBJECT...]`.
 
 Without a subject, all are measured except `tiers` (`make bench-tiers`), `fleet`, `nixl`, `route`,
-`affinity`, `tails` and `apart` (`make bench-fleet`), `identity` and `operate`. Each subject
-measures its limit in the same run, alternating with the measured operation, and takes medians.
-Other load on the machine changes the results.
+`affinity`, `tails`, `announce` and `apart` (`make bench-fleet`), `identity` and `operate`. Each
+subject measures its limit in the same run, alternating with the measured operation, and takes
+medians. Other load on the machine changes the results.
 """
 
 import argparse
@@ -39,6 +39,7 @@ _SUBJECTS = {
     "affinity": "affinity",
     "apart": "apart",
     "tails": "tails",
+    "announce": "announces",
     "operate": "operate",
 }
 """Module of each subject, whose `measure(say)` returns its results; quick ones first."""
@@ -52,6 +53,7 @@ _OF_THEIR_OWN = {
     "affinity": "bench-fleet.json",
     "apart": "bench-fleet.json",
     "tails": "bench-fleet.json",
+    "announce": "bench-fleet.json",
     "operate": "bench-operate.json",
 }
 """Subjects that are measured only if they are named, and the files of their results."""

@@ -2,10 +2,12 @@
 """A node's chunks, for benchmarks of the peer plane: equal shards, one after another."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import xxhash
 
+from kvhaven.catalog.announcer import Batch, Cursor
 from kvhaven.catalog.loans import Loan
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import Checksum, ChunkKey, Extent, NamespaceDigest, TenantId
@@ -41,6 +43,12 @@ class NumberedShards:
         """Return True for every key."""
         del namespace, tenant
         return [True] * len(keys)
+
+    def announced(self, cursor: Cursor, wait_s: float) -> Batch:
+        """Announce nothing, so that peers ask."""
+        del cursor
+        time.sleep(wait_s)
+        return Batch(Cursor(0, 0), False, True, (), ())
 
     def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
         """Return the shard whose number the key is."""

@@ -4,11 +4,12 @@
 `api.snapshot` is the CPU time of one snapshot on the service's loop, with 100,000 chunks and 10,000
 tenants; `api.snapshot.empty` with none. `api.page` is that of a page of 100 tenants, and
 `api.page.piece` its longest piece. `api.acquire_p99` is the 99th percentile of acquires of 512
-chunks while the API answers 100 requests a second (every fifth for metrics) and 10 streams,
-relative to the same service without the API: the median of rounds that alternate. The clients of
-the API run on the same cores; `api.acquire_p99.other` is the ratio with the same load on the API of
-another, idle service, which takes nothing but CPU time from this one. `api.streams` is how much the
-API's memory grows by 500 clients that open a stream and never read.
+chunks while the API answers 100 requests a second (every fifth for metrics) and 10 streams, and
+runs a plugin that computes, prints and asks for each request, relative to the same service without
+the API: the median of rounds that alternate. The clients of the API run on the same cores;
+`api.acquire_p99.other` is the ratio with the same load on the API of another, idle service, which
+takes nothing but CPU time from this one (its plugin is told of no requests). `api.streams` is how
+much the API's memory grows by 500 clients that open a stream and never read.
 
 `metrics.cost` is the CPU time of the service's loop for an acquire of 512 resident chunks and its
 release that counts in the metrics, relative to one that does not; `metrics.cost.miss` the same for
@@ -42,6 +43,7 @@ from examples.demo.processes import ProcessError, Server, node_service, server
 from kvhaven.catalog.actions import LeaseId, MemberId, SessionId
 from kvhaven.config import Settings
 from kvhaven.keys import namespace_digest, tenant_id
+from kvhaven.peers.listener import ListenerStatus
 from kvhaven.protocol import Acquire, AttachRank, AttachScheduler, List, Snapshot, encode
 from kvhaven.service.arena import SEGMENT
 from kvhaven.service.main import tame_collector
@@ -187,7 +189,7 @@ def _snapshot_times(observation: Observation) -> list[float]:
     times = []
     for number in range(_REPETITIONS):
         began = time.thread_time_ns()
-        encode(Snapshot(number, observation.snapshot(ChainStatus())))
+        encode(Snapshot(number, observation.snapshot(ChainStatus(), ListenerStatus())))
         times.append((time.thread_time_ns() - began) / 1e6)
     return times
 
@@ -238,7 +240,7 @@ def _measure_processes(say: Callable[[str], None]) -> list[Result]:
                     with contextlib.ExitStack() as stack:
                         if side is not None:
                             stack.enter_context(_load(stack.enter_context(_api(side))))
-                        times = acquire_all(scheduler, keys)
+                        times = acquire_all(scheduler, keys, as_requests=True)
                     p99[side] = statistics.quantiles(times, n=100)[98]
                 ratios.append(p99[address] / p99[None])
                 others.append(p99[idle] / p99[None])
@@ -259,10 +261,17 @@ def _measure_processes(say: Callable[[str], None]) -> list[Result]:
 @contextlib.contextmanager
 def _api(address: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "kvhaven.cli", "api", "--socket", str(address)]
-    command += ["--listen", f"127.0.0.1:{_PORT}"]
-    with server(command, _PORT, BENCH / "operate-api.log") as api:
+    command += ["--listen", f"127.0.0.1:{_PORT}", "--file", str(_settings(address))]
+    with server(command, _PORT, BENCH / f"operate-api-{address.stem}.log") as api:
         api.wait()
         yield api
+
+
+def _settings(address: Path) -> Path:
+    """Return a file with the settings of the API: a plugin that is busy."""
+    file = address.with_name("api.yaml")
+    file.write_text("plugins: benchmarks.busy_plugin:Busy\n")
+    return file
 
 
 @contextlib.contextmanager

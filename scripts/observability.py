@@ -346,6 +346,16 @@ ROWS: dict[str, list[Panel]] = {
             "Chunks that were queued and not written.",
         ),
         Panel(
+            "Other nodes",
+            "short",
+            [
+                (gauge("peer_connections", "job"), "connections"),
+                (rate("peer_refused_connections_total", "job"), "refused, per second"),
+                (rate("peer_protocol_errors_total", "job"), "protocol errors, per second"),
+            ],
+            "Connections of other nodes to this one.",
+        ),
+        Panel(
             "Service and API",
             "short",
             [

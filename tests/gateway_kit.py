@@ -9,7 +9,7 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,8 +21,14 @@ from kvhaven.config import Settings
 from kvhaven.gateway.access import access_of
 from kvhaven.gateway.main import serving
 from kvhaven.gateway.observer import Observer
+from kvhaven.gateway.plugins import PluginSettings
+from kvhaven.keys import Extras, KeyChain
+from kvhaven.types import ChunkKey
+from tests.crash.engine import CHUNK_SIZE, Engine
 from tests.crash.node import NodeThread
 from tests.metrics_kit import check_metrics
+
+TOKEN = "0123456789abcdef-token"
 
 
 @contextlib.contextmanager
@@ -96,7 +102,15 @@ def ask(
 class GatewayThread:
     """A gateway for the service at `address`, in a thread; it looks every `interval_s` seconds."""
 
-    def __init__(self, address: str, *, interval_s: float = 0.02, **settings: Any) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        interval_s: float = 0.02,
+        plugins: PluginSettings | None = None,
+        **settings: Any,
+    ) -> None:
+        self._plugins = plugins or PluginSettings()
         self._access = access_of(Settings(**({"api_listen": "127.0.0.1:0"} | settings)))
         self._address = address
         self._interval_s = interval_s
@@ -124,9 +138,8 @@ class GatewayThread:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        async with serving(
-            Observer(self._address, self._interval_s, sample=True), self._access
-        ) as url:
+        observer = Observer(self._address, self._interval_s, sample=True)
+        async with serving(observer, self._access, self._plugins) as url:
             self.url = url
             self._ready.set()
             await self._stop.wait()
@@ -163,3 +176,68 @@ def streams(url: str, count: int) -> Iterator[list[socket.socket]]:
                 sock.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
             opened.append(sock)
         yield opened
+
+
+def send(api: GatewayThread, method: str, path: str, body: object = None, **headers: str) -> Answer:
+    """Send a change with the token."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return api.get(
+        path,
+        method=method,
+        headers={"Authorization": f"Bearer {TOKEN}"} | named,
+        body=None if body is None else json.dumps(body),
+    )
+
+
+def post(api: GatewayThread, path: str, body: object = None, **headers: str) -> Answer:
+    return send(api, "POST", path, body, **headers)
+
+
+def tokens_of(name: int, chunks: int, more: int = 0) -> list[int]:
+    return [name * 1000 + at for at in range(chunks * CHUNK_SIZE + more)]
+
+
+def keys_of(engine: Engine, tokens: list[int], salt: str = "") -> list[ChunkKey]:
+    """Return the keys that an engine computes for a prompt."""
+    chain = KeyChain(engine.ranks[0].attach.namespace, CHUNK_SIZE, Extras(salt=salt))
+    chain.extend(tokens)
+    return chain.keys
+
+
+def state_at(url: str) -> str:
+    """Return the state that an API tells; empty if none answers."""
+    try:
+        status: str = ask(url, "/health").json["status"]
+    except OSError:
+        return ""
+    return status
+
+
+class Loading:
+    """An engine that loads the same chunks over and over, in a thread; `failed` counts misses."""
+
+    def __init__(self, engine: Engine, keys: Sequence[ChunkKey]) -> None:
+        self._engine = engine
+        self._keys = keys
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.loads = self.failed = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.001):
+            self.failed += self._engine.load(self._keys) != len(self._keys)
+            self.loads += 1
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process, or a thread of it, has started."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]

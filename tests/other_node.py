@@ -36,6 +36,7 @@ from kvhaven.types import (
     TenantId,
     align_up,
 )
+from tests.shelf import Unannounced
 
 ARENA = 1 << 26
 DEADLINE_S = 2.0
@@ -74,7 +75,7 @@ class _Stored:
     deleted: bool = False
 
 
-class OtherNode:
+class OtherNode(Unannounced):
     """A node's memory and listener: a `Lender` of what tests put there."""
 
     def __init__(self, arena: Arena, channel: NixlChannel | TcpOnly) -> None:

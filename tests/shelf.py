@@ -3,11 +3,13 @@
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from typing import Final
 
 import xxhash
 
+from kvhaven.catalog.announcer import Batch, Cursor
 from kvhaven.catalog.loans import Loan
 from kvhaven.tiers.base import Namespace, StoredShard
 from kvhaven.types import (
@@ -30,7 +32,17 @@ def as_chunk(shard: StoredShard) -> StoredShard:
     return StoredShard(namespace, shard.key, shard.shard, shard.payload_bytes, shard.tenant)
 
 
-class Shelf:
+class Unannounced:
+    """A part of a `Lender`: nothing is announced, so peers ask."""
+
+    def announced(self, cursor: Cursor, wait_s: float) -> Batch:
+        """Return an empty beginning of a snapshot, again and again."""
+        del cursor
+        time.sleep(wait_s)
+        return Batch(Cursor(0, 0), False, True, (), ())
+
+
+class Shelf(Unannounced):
     """A `Lender` of the chunks that were put there, each of one shard."""
 
     def __init__(self) -> None:

@@ -230,9 +230,9 @@ class Server:
     """A process that serves HTTP at `url`. Use `server`, which ends it."""
 
     def __init__(
-        self, command: list[str], port: int, log: Path, environment: Mapping[str, str]
+        self, command: list[str], address: str, log: Path, environment: Mapping[str, str]
     ) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{address}"
         self._log = log
         self._process = _start(command, log, clean_environment() | dict(environment))
 
@@ -253,10 +253,14 @@ class Server:
 
 @contextlib.contextmanager
 def server(
-    command: list[str], port: int, log: Path, environment: Mapping[str, str] = MappingProxyType({})
+    command: list[str],
+    port: int,
+    log: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    host: str = "127.0.0.1",
 ) -> Iterator[Server]:
-    """Start a server; it is killed on exit."""
-    started = Server(command, port, log, environment)
+    """Start a server that listens at a port of `host`; it is killed on exit."""
+    started = Server(command, f"{host}:{port}", log, environment)
     try:
         yield started
     finally:
@@ -264,7 +268,12 @@ def server(
 
 
 def vllm_server(
-    model: Path, port: int, log: Path, options: Mapping[str, object], cores: str = ""
+    model: Path,
+    port: int,
+    log: Path,
+    options: Mapping[str, object],
+    cores: str = "",
+    host: str = "127.0.0.1",
 ) -> contextlib.AbstractContextManager[Server]:
     """Start vLLM's HTTP server; `options` are its arguments. It is killed on exit.
 
@@ -283,19 +292,20 @@ def vllm_server(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": host,
     }
     ranks = options.get("tensor_parallel_size", 1)
     cores = cores or engine_cores()
     environment["VLLM_CPU_OMP_THREADS_BIND"] = cores if ranks == 1 else cores.replace(",", "|")
     # Not `vllm serve`, which asks for the version of a package that CPU builds name otherwise.
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
-    command = [*program, f"--port={port}", "--host=127.0.0.1", *arguments, *flags]
-    return server(command, port, log, environment)
+    command = [*program, f"--port={port}", f"--host={host}", *arguments, *flags]
+    return server(command, port, log, environment, host)
 
 
-def free_port() -> int:
-    """Return a port of loopback that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port of an address of this machine that is free now."""
+    with socket.create_server((host, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fleet demo: one node computes prompts, an unlike one answers them, behind one address.
 
-Two nodes on loopback, each with `kvhaven serve` and `vllm serve`: a prefill node with blocks of 32
-tokens on one rank, and a decode node with blocks of 128 tokens, on two ranks if the machine has
-four cores: with fewer, ranks that wait for each other leave no core to anything else. `kvhaven
-route` is in front of them. Prompts of 9,000 tokens are asked in five rows:
+Two nodes, each with `kvhaven serve` and `vllm serve`: a prefill node with blocks of 32 tokens on
+one rank, and a decode node with blocks of 128 tokens, on two ranks if the machine has four cores:
+with fewer, ranks that wait for each other leave no core to anything else. `kvhaven route` is in
+front of them. As root, each node has a network namespace of its own, and so have the router and
+this process; else all are on loopback. Prompts of 9,000 tokens are asked in five rows:
 
 | row | what happens |
 | --- | --- |
@@ -22,6 +23,7 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import shutil
 import signal
 import statistics
@@ -30,6 +32,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +54,7 @@ from examples.demo.processes import (
     vllm_server,
 )
 from examples.demo.text import Question, make_document, make_questions
+from examples.fleet.namespaces import Namespace, NoNetworkError, star
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
@@ -84,6 +88,25 @@ class Answer:
     ttft: float
     text: str
     chunks: int = 0
+
+
+class Places:
+    """Where the nodes and the router run: their hosts, and how processes get there."""
+
+    def __init__(self, namespaces: Sequence[Namespace] = (), reason: str = "") -> None:
+        self._namespaces = dict(zip(("prefill", "decode", "router"), namespaces, strict=False))
+        self.described = f"All are on loopback: {reason}."
+        if namespaces:
+            where = ", ".join(f"{name} {one.address}" for name, one in self._namespaces.items())
+            self.described = f"Each has a network namespace of its own: {where}."
+
+    def host(self, name: str) -> str:
+        """Return the address of a node, or the router."""
+        return self._namespaces[name].address if self._namespaces else "127.0.0.1"
+
+    def inside(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Let processes that are started meanwhile be there."""
+        return self._namespaces[name].inside() if self._namespaces else contextlib.nullcontext()
 
 
 @dataclass
@@ -129,20 +152,22 @@ def main() -> int:
     # A document for each question, so that no prompt profits from another.
     documents = [make_document(DOCUMENT_TOKENS, seed) for seed in range(1, QUESTIONS + 1)]
     questions = [make_questions(document, 1)[0] for document in documents]
-    console.print(
-        f"{QUESTIONS} documents of {DOCUMENT_TOKENS} tokens, a question about each.\n"
-        "Prefill node: blocks of 32 tokens, 1 rank. Decode node: blocks of 128 tokens, "
-        f"{decode_ranks()} rank(s).\n"
-        "Both are on this machine, over loopback. Logs: build/fleet/"
-    )
     model = make_model(BUILD / "demo" / "model")
-    try:
-        with tempfile.TemporaryDirectory(prefix="kvhaven-fleet-") as runtime:
-            answers = run(console, model, Path(runtime), questions)
-    except ProcessError as error:
-        console.print("[bold red]The demo failed:[/]", end=" ")
-        console.print(error, markup=False, soft_wrap=True)
-        return 1
+    with contextlib.ExitStack() as stack:
+        places = make_places(stack)
+        console.print(
+            f"{QUESTIONS} documents of {DOCUMENT_TOKENS} tokens, a question about each.\n"
+            "Prefill node: blocks of 32 tokens, 1 rank. Decode node: blocks of 128 tokens, "
+            f"{decode_ranks()} rank(s).\n{places.described} Logs: build/fleet/",
+            soft_wrap=True,
+        )
+        runtime = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhaven-fleet-"))
+        try:
+            answers = run(console, model, Path(runtime), questions, places)
+        except ProcessError as error:
+            console.print("[bold red]The demo failed:[/]", end=" ")
+            console.print(error, markup=False, soft_wrap=True)
+            return 1
     print_table(console, answers)
     (BUILD / "demo-fleet.json").write_text(json.dumps(summary(answers), indent=2) + "\n")
     problems = wrong(answers)
@@ -151,8 +176,21 @@ def main() -> int:
     return 1 if problems else 0
 
 
+def make_places(stack: contextlib.ExitStack) -> Places:
+    """Make a network namespace for each node and one for the router, where that is possible.
+
+    This process sends its requests from the router's namespace.
+    """
+    try:
+        places = Places(stack.enter_context(star("10.79.0", 2)))
+        stack.enter_context(places.inside("router"))
+    except NoNetworkError as reason:
+        return Places(reason=str(reason))
+    return places
+
+
 def run(
-    console: Console, model: Path, runtime: Path, questions: list[Question]
+    console: Console, model: Path, runtime: Path, questions: list[Question], places: Places
 ) -> dict[str, list[Answer]]:
     """Ask all questions in all rows."""
     control = []
@@ -163,7 +201,7 @@ def run(
             answer = plain.ask(question.prompt, OUTPUT_TOKENS)
             control.append(Answer(answer.ttft, answer.text))
     with contextlib.ExitStack() as stack:
-        fleet = start(stack, console, model, runtime)
+        fleet = start(stack, console, model, runtime, places)
         warm_up(fleet)
         console.print("[bold]cold[/]: the decode node alone")
         for question in questions:
@@ -189,29 +227,36 @@ def run(
     return {"control": control, **fleet.answers}
 
 
-def start(stack: contextlib.ExitStack, console: Console, model: Path, runtime: Path) -> Fleet:
+def start(
+    stack: contextlib.ExitStack, console: Console, model: Path, runtime: Path, places: Places
+) -> Fleet:
     """Start both nodes and the router."""
     console.print("starting two node services, two vLLM servers, and the router")
-    ports = {"prefill": free_port(), "decode": free_port()}
-    peers = " ".join(f"127.0.0.1:{port}" for port in ports.values())
-    services = {
-        name: stack.enter_context(
-            node_service(
-                runtime / f"{name}.sock",
-                LOGS / f"{name}-service.log",
-                max_local_cpu_size="2GiB",
-                peer_listen=f"127.0.0.1:{port}",
-                peers=peers,  # the same list for all nodes
-                remote_lookup_ttl_s=0.1,
-                runtime_dir=runtime,
-            )
-        )
-        for name, port in ports.items()
-    }
+    token = runtime / "token"
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
     shapes: dict[str, dict[str, object]] = {
         "prefill": {"block_size": 32},
         "decode": {"block_size": 128, "tensor_parallel_size": decode_ranks()},
     }
+    addresses = {}
+    for name in shapes:
+        with places.inside(name):
+            addresses[name] = f"{places.host(name)}:{free_port(places.host(name))}"
+    services = {}
+    for name, address in addresses.items():
+        service = node_service(
+            runtime / f"{name}.sock",
+            LOGS / f"{name}-service.log",
+            max_local_cpu_size="2GiB",
+            peer_listen=address,
+            peers=" ".join(addresses.values()),  # the same list for all nodes
+            peer_token_file=token,
+            remote_lookup_ttl_s=0.1,
+            runtime_dir=runtime,
+        )
+        with places.inside(name):
+            services[name] = stack.enter_context(service)
     servers = {}
     for name, shape in shapes.items():
         settings = {
@@ -222,15 +267,18 @@ def start(stack: contextlib.ExitStack, console: Console, model: Path, runtime: P
             "promote_deadline_ms": 10_000,
         }
         options = COMMON | shape | {"kv_transfer_config": kvhaven(**settings)}
-        log = LOGS / f"{name}-vllm.log"
-        servers[name] = stack.enter_context(vllm_server(model, free_port(), log, options))
+        log, host = LOGS / f"{name}-vllm.log", places.host(name)
+        with places.inside(name):
+            started = vllm_server(model, free_port(host), log, options, host=host)
+            servers[name] = stack.enter_context(started)
     for one in servers.values():
         one.wait()
-    port = free_port()
-    command = [sys.executable, "-m", "kvhaven.cli", "route", "--listen", f"127.0.0.1:{port}"]
+    host = places.host("router")
+    port = free_port(host)
+    command = [sys.executable, "-m", "kvhaven.cli", "route", "--listen", f"{host}:{port}"]
     command += ["--prefill", servers["prefill"].url]
-    command += ["--decode", f"{servers['decode'].url}=127.0.0.1:{ports['decode']}"]
-    router = stack.enter_context(server(command, port, LOGS / "router.log"))
+    command += ["--decode", f"{servers['decode'].url}={addresses['decode']}"]
+    router = stack.enter_context(server(command, port, LOGS / "router.log", host=host))
     router.wait()
     return Fleet(services, servers["prefill"], servers["decode"], router, console)
 

@@ -21,6 +21,7 @@ bytes each, so that no text is refused.
   and its extras are those of chunk 0.
 - Tenant: the first 8 bytes of `SHA-256("kvhaven tenant 1\n" || cache salt)`, empty without a salt.
   It replaces the salt wherever users or files see it: usage, quotas, names of stores.
+- Announced digest of a chunk: xxh3-64 of `namespace's digest || key || tenant`, an unsigned number.
 
 `tests/unit/key_vectors.json` holds test vectors.
 """
@@ -32,6 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 
 import msgspec
+import xxhash
 
 from kvhaven.errors import KVHavenError
 from kvhaven.types import (
@@ -121,6 +123,14 @@ def tenant_id(salt: str) -> TenantId:
     if not salt:
         return NO_TENANT
     return TenantId(sha256(_TENANT_TAG + _text(salt)).digest()[:TENANT_BYTES])
+
+
+def announced_digest(namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> int:
+    """Return the number by which nodes announce a tenant's chunk: xxh3-64 of all three.
+
+    It reveals nothing of the key, with which the chunk could be read.
+    """
+    return xxhash.xxh3_64_intdigest(namespace + key + tenant)
 
 
 class KeyChain:

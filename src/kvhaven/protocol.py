@@ -272,10 +272,15 @@ class EndChain(Message, frozen=True, tag=True):
     id: RequestName
 
 
+UNKNOWN_NODE = "?"
+"""`PullChain.source` if another node has prefilled the request, and its name is unknown."""
+
+
 class PullChain(Message, frozen=True, tag=True):
     """Another node has prefilled the request of the next `Acquire`: ask it for these chunks.
 
-    `source` is that node's name. `tail` is the key of the tail behind all of `keys` (empty: none).
+    `source` is that node's name, or `UNKNOWN_NODE`: then the chunks may have been offered, or are
+    being written to a shared tier. `tail` is the key of the tail behind `keys` (empty: none).
     """
 
     source: NodeName

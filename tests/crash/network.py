@@ -6,54 +6,47 @@ other. Namespaces and devices have no names outside; they end with the descripto
 """
 
 import contextlib
-import ctypes
 import fcntl
 import heapq
 import itertools
 import os
 import random
 import select
-import shutil
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-_CLONE_NEWNET = 0x40000000
+from examples.fleet.namespaces import Namespace, NoNetworkError, new_namespace, run
+
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 1, 0x1000
 _MTU = 1500
 _QUEUE = 10_000
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Namespace(NamedTuple):
-    """A network namespace: its descriptor, that of its TUN device, and its address."""
+class End(NamedTuple):
+    """An end of the link: a network namespace, and the descriptor of its TUN device."""
 
-    net: int
+    namespace: Namespace
     tun: int
-    address: str
 
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        """Let this thread, and the processes that it starts, be in the namespace."""
-        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        try:
-            _enter(self.net)
-            yield
-        finally:
-            _enter(before)
-            os.close(before)
+    @property
+    def address(self) -> str:
+        return self.namespace.address
+
+    def inside(self) -> contextlib.AbstractContextManager[None]:
+        return self.namespace.inside()
 
 
 class Link:
     """The link between two namespaces. All can be changed while it carries packets."""
 
-    def __init__(self, ends: tuple[Namespace, Namespace], seed: int) -> None:
+    def __init__(self, ends: tuple[End, End], seed: int) -> None:
         self.ends = ends
         self.delay_s = 0.0
         self.loss = 0.0
@@ -102,53 +95,32 @@ class Link:
 @contextlib.contextmanager
 def link(seed: int) -> Iterator[Link]:
     """Make two namespaces and a link between them; skip the test where that is not possible."""
-    if os.geteuid() or shutil.which("ip") is None or not os.path.exists("/dev/net/tun"):  # noqa: PTH110
-        pytest.skip("network namespaces with TUN devices need root, iproute2 and /dev/net/tun")
-    ends = _new_namespace("10.78.0.1", "10.78.0.2"), _new_namespace("10.78.0.2", "10.78.0.1")
-    made = Link(ends, seed)
-    try:
-        yield made
-    finally:
-        made.close()
-        for end in ends:
-            os.close(end.tun)
-            os.close(end.net)
-
-
-def _new_namespace(address: str, other: str) -> Namespace:
-    made: list[Namespace | str] = []
-
-    def make() -> None:  # in a thread of its own, which stays in the new namespace until it ends
+    if not Path("/dev/net/tun").exists():
+        pytest.skip("network namespaces with TUN devices need /dev/net/tun")
+    with contextlib.ExitStack() as stack:
         try:
-            _check(_libc.unshare(_CLONE_NEWNET), "unshare")
-            tun = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
-            fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH14x", b"test", _IFF_TUN | _IFF_NO_PI))
-            _run("ip link set lo up")
-            _run(f"ip address add {address} peer {other} dev test")
-            _run(f"ip link set test mtu {_MTU} txqueuelen 10000 up")
-            made.append(Namespace(os.open("/proc/thread-self/ns/net", os.O_RDONLY), tun, address))
-        except OSError as error:
-            made.append(str(error))
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    (namespace,) = made
-    if isinstance(namespace, str):
-        pytest.skip(f"network namespaces with TUN devices are not possible here: {namespace}")
-    return namespace
+            near = stack.enter_context(_end("10.78.0.1", "10.78.0.2"))
+            far = stack.enter_context(_end("10.78.0.2", "10.78.0.1"))
+        except NoNetworkError as error:
+            pytest.skip(f"network namespaces with TUN devices are not possible here: {error}")
+        made = Link((near, far), seed)
+        stack.callback(made.close)
+        yield made
 
 
-def _enter(net: int) -> None:
-    _check(_libc.setns(net, _CLONE_NEWNET), "setns")
+@contextlib.contextmanager
+def _end(address: str, other: str) -> Iterator[End]:
+    tuns: list[int] = []
 
+    def prepare() -> None:
+        tuns.append(os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC))
+        fcntl.ioctl(tuns[0], _TUNSETIFF, struct.pack("16sH14x", b"test", _IFF_TUN | _IFF_NO_PI))
+        run(f"ip address add {address} peer {other} dev test")
+        run(f"ip link set test mtu {_MTU} txqueuelen 10000 up")
 
-def _check(result: int, call: str) -> None:
-    if result:
-        raise OSError(ctypes.get_errno(), call)
-
-
-def _run(line: str) -> None:
-    done = subprocess.run(line.split(), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(done.returncode, f"{line}: {done.stderr.strip()}")
+    try:
+        with new_namespace(address, prepare) as namespace:
+            yield End(namespace, tuns[0])
+    finally:
+        for tun in tuns:
+            os.close(tun)

@@ -23,7 +23,7 @@ from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 from tests.commands import kvhaven
 from tests.crash.engine import CHUNK_SIZE, Engine, prompt
 from tests.crash.node import NodeProcess, eventually, settled, status_of
-from tests.crash.test_peers import connected, node_of, pair_at
+from tests.crash.test_peers import announced, connected, node_of, pair_at
 from tests.servers import free_port
 from tests.unit.test_peers import Held
 
@@ -317,8 +317,8 @@ def test_a_chain_for_a_stranger_is_refused_with_the_reason(
     [
         ("localhost:{}", "localhost:{}", False),
         ("dns://localhost:{}", "127.0.0.1:{}", False),
-        # A name that `dns://` stands for is known by its numbers only.
-        ("dns://localhost:{}", "localhost:{}", True),
+        ("dns://localhost:{}", "localhost:{}", False),
+        ("dns://localhost:{}", "ip6-localhost:{}", True),
     ],
 )
 def test_a_chain_goes_to_an_address_that_is_written_as_in_peers(
@@ -497,6 +497,39 @@ def test_a_chain_is_pulled_from_the_node_that_computed_it_with_its_tail(short_di
         nodes.quiet()
 
 
+def test_a_chain_that_is_announced_or_here_is_not_pulled_as_well(short_dir: Path) -> None:
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            nodes.offer(p, KEYS, tail=TAIL)
+            asking = Pulling(d, name_of(nodes.p), KEYS)
+            asking.start()
+            assert asking.pending.wait(10)
+            assert p.save(KEYS) == len(KEYS)
+            assert p.save([TAIL], KEYS[-1], tail=TAIL_TOKENS) == 1
+            assert asking.result() == len(KEYS) + 1
+            again = Pulling(d, name_of(nodes.p), KEYS)
+            again.start()
+            assert again.result() == len(KEYS) + 1
+            assert status_of(nodes.d.address).chains.expected == 1
+        nodes.quiet()
+
+
+def test_a_chain_that_is_announced_after_it_was_pulled_comes_all_the_same(short_dir: Path) -> None:
+    """The decode request may overtake the announcement."""
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            rank = p.ranks[0]
+            late = rank.reserve([TAIL], None, save=99, tail=TAIL_TOKENS)
+            asking = Pulling(d, name_of(nodes.p), [])
+            asking.start()
+            assert asking.pending.wait(10)
+            name = nodes.offer(p, [], tail=TAIL)
+            p.scheduler.client.end_chain(name)
+            rank.client.commit([rank.write(grant, tail=TAIL_TOKENS) for grant in late])
+            assert asking.result() == 1
+        nodes.quiet()
+
+
 def test_what_the_other_node_does_not_have_is_not_waited_for(short_dir: Path) -> None:
     with fleet(short_dir) as nodes:
         with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
@@ -519,6 +552,7 @@ def test_a_node_that_cannot_be_asked_for_a_chain_is_asked_for_chunks(
         with Engine(there.address) as p, Engine(here.address) as d:
             connected(here)
             assert p.save(KEYS) == len(KEYS)
+            announced(here, len(KEYS))
             name = name_of(there) if source != "nobody" else source
             asking = Pulling(d, name, KEYS)
             asking.start()

@@ -3,10 +3,9 @@
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,43 +21,11 @@ from tests.servers import free_port
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
-from tests.gateway_kit import ask
+from tests.gateway_kit import Loading, ask, children_of, state_at
 
 pytestmark = pytest.mark.crash
 
 KEYS = prompt("p", 8)
-
-
-def state_at(url: str) -> str:
-    """Return the state that an API tells; empty if none answers."""
-    try:
-        status: str = ask(url, "/health").json["status"]
-    except OSError:
-        return ""
-    return status
-
-
-class Loading:
-    """An engine that loads the same chunks over and over, in a thread; `failed` counts misses."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.loads = self.failed = 0
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.001):
-            self.failed += self._engine.load(KEYS) != len(KEYS)
-            self.loads += 1
 
 
 def test_no_acquire_fails_while_the_api_is_killed_and_stopped(short_dir: Path) -> None:
@@ -71,7 +38,7 @@ def test_no_acquire_fails_while_the_api_is_killed_and_stopped(short_dir: Path) -
         api = ApiProcess(settings, node.address, silence_s=1.0)
         api.start()
         try:
-            with Loading(engine) as loading:
+            with Loading(engine, KEYS) as loading:
                 for number in range(events_of_this_run(10)):
                     eventually(lambda: state_at(url) == "ok")
                     before, started, loads = api.process, api.started, loading.loads
@@ -151,9 +118,3 @@ def test_an_embedded_service_has_one_too_if_it_is_told_to(short_dir: Path) -> No
         (row,) = [row for row in answer.json["settings"] if row["name"] == "api_listen"]
         assert (row["text"], row["origin"]) == (settings.api_listen, None)
     eventually(lambda: state_at(url) == "")
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the processes that a process, or a thread of it, has started."""
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for file in files for child in file.read_text().split()]

@@ -25,7 +25,7 @@ from tests.commands import kvhaven
 from tests.crash.engine import Engine, prompt
 from tests.crash.forking_helper import CHILD
 from tests.crash.node import NodeProcess, eventually, settled, status_of
-from tests.crash.test_peers import connected, node_of, pair
+from tests.crash.test_peers import announced, connected, node_of, pair
 from tests.other_node import Pair, agreed, pair_of, skip_without_nixl, uses
 from tests.servers import free_port
 
@@ -238,6 +238,7 @@ def test_a_node_loads_what_is_in_anothers_memory_over_nixl(
     with services(short_dir) as (a, b):
         with Engine(a.address, world_size) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         with Engine(b.address, world_size) as engine:
             assert engine.load([*KEYS, *prompt("unknown", 4)]) == len(KEYS)
         peer = status_of(b.address).tiers["peer"]
@@ -268,6 +269,7 @@ def test_a_service_that_is_killed_takes_its_helpers_along(short_dir: Path) -> No
         a.start()
         with Engine(a.address) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         with Engine(b.address) as engine:
             eventually(lambda: engine.load(KEYS) == len(KEYS), 60)
 
@@ -276,6 +278,7 @@ def test_a_helper_that_hangs_costs_a_transfer_and_then_tcp_is_used(short_dir: Pa
     with services(short_dir) as (a, b):
         with Engine(a.address) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         (sender,), (receiver,) = helpers(a, "send"), helpers(b, "receive")
         os.kill(sender, signal.SIGSTOP)
         try:
@@ -296,6 +299,7 @@ def test_a_helper_that_dies_is_started_again(short_dir: Path) -> None:
     with services(short_dir) as (a, b):
         with Engine(a.address) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         for node, role in ((a, "send"), (b, "receive")):
             (pid,) = helpers(node, role)
             os.kill(pid, signal.SIGKILL)
@@ -320,6 +324,7 @@ def test_one_node_with_tcp_alone_is_read_over_tcp_and_says_why(short_dir: Path) 
         assert "transfer_channel is tcp" in reason_of(b)
         with Engine(a.address) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         with Engine(b.address) as engine:
             assert engine.load(KEYS) == len(KEYS)
         assert "TCP is used: the peer says" in kvhaven("peers", "--socket", b.address)
@@ -334,6 +339,7 @@ def test_a_self_test_that_fails_leaves_tcp_and_says_why(short_dir: Path) -> None
             eventually(lambda: "failed its self-test" in reason_of(b), 60)
             with Engine(a.address) as engine:
                 assert engine.save(KEYS) == len(KEYS)
+            announced(b, len(KEYS))
             with Engine(b.address) as engine:
                 assert engine.load(KEYS) == len(KEYS)
             assert "no RDMA device is active" in b.log.read_text()

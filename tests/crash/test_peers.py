@@ -54,6 +54,16 @@ def connected(node: NodeProcess) -> None:
     eventually(lambda: status_of(node.address).tiers["peer"].online, 30)
 
 
+def announced(node: NodeProcess, chunks: int) -> None:
+    """Wait until a node has heard of so many chunks of its peer."""
+
+    def heard() -> bool:
+        (peer,) = status_of(node.address).peers
+        return peer.followed and peer.chunks_announced == chunks
+
+    eventually(heard, 30)
+
+
 @contextlib.contextmanager
 def pair(short_dir: Path, **settings: object) -> Iterator[tuple[NodeProcess, NodeProcess]]:
     """Two nodes, of which each reads the other's memory."""
@@ -82,6 +92,7 @@ def test_a_node_loads_what_is_in_anothers_memory(
     with pair(short_dir, peer_token_file=token) as (a, b):
         with Engine(a.address, world_size) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         with Engine(b.address, world_size) as engine:
             assert engine.load([*KEYS, *prompt("unknown", 4)]) == len(KEYS)
             assert engine.load(KEYS) == len(KEYS)
@@ -97,11 +108,58 @@ def test_a_node_loads_what_is_in_anothers_memory(
             node.stop()
 
 
+def test_lookups_need_no_questions_and_follow_what_is_evicted_cleared_and_restarted(
+    short_dir: Path,
+) -> None:
+    with pair(short_dir, remote_lookup_ttl_s=0.1) as (a, b):
+        announced(b, 0)
+
+        def questions() -> int:
+            (peer,) = status_of(b.address).peers
+            return peer.questions
+
+        with Engine(a.address) as engine, Engine(b.address) as other:
+            assert other.load(prompt("unknown", 4)) == 0
+            assert engine.save(KEYS) == len(KEYS)
+            announced(b, len(KEYS))
+            assert other.load(KEYS) == len(KEYS)
+            assert questions() == 0
+            kvhaven("clear", "--all", "--socket", b.address)
+            # Of a chain of which it has announced a part, a peer is asked for the rest.
+            assert other.load([*KEYS, *prompt("more", 2)]) == len(KEYS)
+            before = questions()
+            assert before > 0
+            for node in (b, a):
+                kvhaven("clear", "--all", "--socket", node.address)
+            announced(b, 0)
+            assert other.load(KEYS) == 0
+            assert questions() == before
+            assert engine.save(KEYS[:3]) == 3
+            announced(b, 3)
+        a.stop()
+        eventually(lambda: not status_of(b.address).tiers["peer"].online)
+        a.start()
+        announced(b, 0)
+        with Engine(a.address) as engine:
+            assert engine.save(KEYS[:2]) == 2
+            announced(b, 2)
+
+
+def test_what_a_peer_computes_after_a_miss_is_soon_a_hit(short_dir: Path) -> None:
+    with pair(short_dir, remote_lookup_ttl_s=3600) as (a, b):
+        announced(b, 0)
+        with Engine(a.address) as engine, Engine(b.address) as other:
+            assert other.load(KEYS) == 0
+            assert engine.save(KEYS) == len(KEYS)
+            eventually(lambda: other.load(KEYS) == len(KEYS), 60)
+
+
 def test_a_chunk_is_lent_to_its_tenant_only(short_dir: Path) -> None:
     ann, ben = tenant_id("ann"), tenant_id("ben")
     with pair(short_dir) as (a, b):
         with Engine(a.address) as engine:
             assert engine.save(KEYS, tenant=ann) == len(KEYS)
+        announced(b, len(KEYS))
         with Engine(b.address) as engine:
             assert engine.load(KEYS, tenant=ben) == 0
             assert engine.load(KEYS) == 0
@@ -112,6 +170,7 @@ def test_what_was_cleared_is_not_lent(short_dir: Path) -> None:
     with pair(short_dir) as (a, b):
         with Engine(a.address) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         with connect(a.address) as control:
             control.clear()
         with Engine(b.address) as engine:
@@ -135,6 +194,11 @@ def test_two_nodes_with_unlike_tokens_share_nothing_and_say_why(
             assert engine.load(KEYS) == 0
         assert not status_of(b.address).tiers["peer"].online
         assert "away: peer 127.0.0.1" in b.log.read_text()
+        listener = status_of(a.address).listener
+        assert (listener.connections, listener.protocol_errors) == (0, 0)
+        assert listener.refused > 0
+        said = kvhaven("peers", "--socket", a.address, status=1, whole=True)
+        assert f"last one: {listener.last_refusal[:20]}" in said
 
 
 def test_a_node_that_is_its_own_peer_asks_nobody(short_dir: Path) -> None:
@@ -149,6 +213,7 @@ def test_a_peer_that_is_killed_is_a_miss_and_is_found_again(short_dir: Path) -> 
     with pair(short_dir) as (a, b):
         with Engine(a.address) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         with Engine(b.address) as engine:
             assert engine.load(KEYS[:4]) == 4
             a.kill()
@@ -165,6 +230,7 @@ def test_a_peer_that_is_stopped_costs_misses_and_is_found_again(short_dir: Path)
     with pair(short_dir) as (a, b):
         with Engine(a.address) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         with Engine(b.address) as engine:
             with a.frozen():
                 assert engine.load(KEYS) == 0
@@ -219,6 +285,7 @@ def test_damage_on_the_way_is_a_miss(short_dir: Path, mode: str) -> None:
         connected(b)
         with Engine(a.address) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         relay.mode = mode
         with Engine(b.address) as engine:
             assert engine.load(KEYS) == 0
@@ -247,6 +314,7 @@ def test_nonsense_at_the_listener_ends_its_connection_only(short_dir: Path) -> N
                     sock.recv(100)
         with Engine(a.address) as engine:
             assert engine.save(KEYS) == len(KEYS)
+        announced(b, len(KEYS))
         with Engine(b.address) as engine:
             assert engine.load(KEYS) == len(KEYS)
         assert "Traceback" not in a.log.read_text()

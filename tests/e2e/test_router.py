@@ -4,9 +4,11 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,12 +18,14 @@ import aiohttp
 
 from examples.demo.processes import Server, kvhaven, vllm_server
 from kvhaven.router.app import Router
+from kvhaven.router.body import RequestBody
 from kvhaven.router.choice import Chooser
 from kvhaven.router.nodes import parse_node
 from tests.e2e.engines import CHUNK, PATIENT, SMALL_SERVER, NodeService, peered_services
 from tests.e2e.test_peers import PATIENT_PEERS
+from tests.e2e.test_two_nodes import wait_until_attached
 from tests.router_kit import serving, until
-from tests.servers import free_port
+from tests.servers import Bucket, free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -30,26 +34,34 @@ PROMPTS = [
     for number in (3, 5, 7, 11)
 ]
 """About 500 tokens each: a byte is a token."""
+STORED = [f"Stored {number}. {prompt}" for number, prompt in enumerate(PROMPTS[:3])]
+ATTACHED = "attached to the node service"
 
 
-@pytest.fixture
-def nodes(
-    model: Path, tmp_path: Path, short_dir: Path
-) -> Iterator[tuple[list[Server], list[NodeService], int]]:
-    """Return servers and services of a prefill and a decode node, and the latter's peer port."""
-    ports = [free_port(), free_port()]
-    with contextlib.ExitStack() as stack:
-        services = stack.enter_context(peered_services(short_dir, tmp_path, ports, **PATIENT_PEERS))
+class Nodes(NamedTuple):
+    """Servers of a prefill and a decode node, and where their services listen."""
+
+    prefill: Server
+    decode: Server
+    sockets: Sequence[Path]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def nodes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Start the servers, which attach to services as these come and go."""
+    folder = tmp_path_factory.mktemp("router")
+    with tempfile.TemporaryDirectory(prefix="kvh-") as short, contextlib.ExitStack() as stack:
+        sockets = [Path(short) / str(number) for number in range(2)]
         servers = []
-        for number, service in enumerate(services):
-            settings: dict[str, Any] = {"chunk_size": CHUNK, "service_address": str(service.socket)}
+        for number, socket in enumerate(sockets):
+            settings: dict[str, Any] = {"chunk_size": CHUNK, "service_address": str(socket)}
             options = SMALL_SERVER | {"kv_transfer_config": kvhaven(**settings, **PATIENT)}
-            log = tmp_path / f"vllm-{number}.log"
+            log = folder / f"vllm-{number}.log"
             servers.append(stack.enter_context(vllm_server(model, free_port(), log, options)))
-        for server, service in zip(servers, services, strict=True):
+        for server in servers:
             server.wait()
-            service.await_ranks()
-        yield servers, services, ports[1]
+        yield Nodes(servers[0], servers[1], sockets, folder)
 
 
 async def complete(session: aiohttp.ClientSession, url: str, prompt: str, **more: Any) -> str:
@@ -65,16 +77,95 @@ async def complete(session: aiohttp.ClientSession, url: str, prompt: str, **more
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
-async def test_answers_are_those_of_one_server_also_when_the_prefill_node_is_killed(
-    nodes: tuple[list[Server], list[NodeService], int],
+@contextlib.contextmanager
+def service_at(nodes: Nodes, number: int, **settings: object) -> Iterator[NodeService]:
+    """Run a service of a node without peers, to which its server is attached."""
+    log = nodes.folder / f"vllm-{number}.log"
+    before = log.read_text().count(ATTACHED)
+    service = NodeService(
+        nodes.sockets[number],
+        nodes.folder / f"service-{number}.log",
+        max_local_cpu_size="64MiB",
+        **settings,
+    )
+    try:
+        service.start()
+        service.await_ranks()
+        wait_until_attached(log, before // 2 + 1)
+        yield service
+    finally:
+        service.stop(signal.SIGKILL)
+
+
+async def test_kv_moves_through_storage_also_when_the_prefill_node_is_gone(
+    nodes: Nodes, s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (prefill, decode), (_, service), port = nodes
+    """No node is another's peer: the prefill node writes behind, the decode node reads."""
+    bucket = Bucket(s3_server)
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "shared").mkdir()
+    stores = {"fs": f"file://{tmp_path}/shared", "s3": f"s3://{bucket.name}/kv"}
+    common: dict[str, Any] = {"s3_endpoint_url": bucket.url, "pd_stall_ms": 20_000}
+    chooser = Chooser(
+        [parse_node(nodes.prefill.url, "--prefill")], [parse_node(nodes.decode.url, "--decode")], 0
+    )
+    found = []
+    with contextlib.ExitStack() as stack:
+        writing = stack.enter_context(
+            service_at(nodes, 0, remote_url=" ".join(stores.values()), **common)
+        )
+        async with serving(Router(chooser).app()) as url, aiohttp.ClientSession() as session:
+            for (tier, store), prompt in zip(stores.items(), STORED, strict=False):
+                with service_at(nodes, 1, remote_url=store, remote_write="off", **common) as d:
+                    found.append(await complete(session, url, prompt, stream=tier == "s3"))
+                    status = d.settled()
+                    # Some were stored when the decode node was asked, some a moment later.
+                    assert status.tiers[tier].reads == len(prompt) // CHUNK
+            with service_at(nodes, 1, remote_url=stores["s3"], remote_write="off", **common) as d:
+                params = await prefilled(session, nodes.prefill.url, STORED[2])
+                writing.flush()
+                writing.stop(signal.SIGKILL)  # with it, all that is in its memory
+                found.append(
+                    await complete(session, nodes.decode.url, STORED[2], kv_transfer_params=params)
+                )
+                assert d.settled().tiers["s3"].reads == len(STORED[2]) // CHUNK
+            alone = [
+                await complete(session, nodes.decode.url, one, cache_salt="x") for one in STORED
+            ]
+    assert found == alone
+    assert len(set(alone)) > 1
+
+
+async def prefilled(session: aiohttp.ClientSession, url: str, prompt: str) -> Any:
+    """Have a node prefill a prompt, as the router does; return what it answers for the other."""
+    fields = {"model": "tiny", "prompt": prompt, "temperature": 0}
+    body = RequestBody("/v1/completions", json.dumps(fields).encode())
+    headers = {"Content-Type": "application/json"}
+    raw = body.for_prefill("127.0.0.1:7420")
+    async with session.post(f"{url}/v1/completions", data=raw, headers=headers) as answer:
+        return (await answer.json())["kv_transfer_params"]
+
+
+async def test_answers_are_those_of_one_server_also_when_the_prefill_node_is_killed(
+    nodes: Nodes,
+) -> None:
+    """The last test of these servers: one of them is killed."""
+    prefill, decode, ports = nodes.prefill, nodes.decode, [free_port(), free_port()]
     chooser = Chooser(
         [parse_node(prefill.url, "--prefill")],
-        [parse_node(f"{decode.url}=127.0.0.1:{port}", "--decode")],
+        [parse_node(f"{decode.url}=127.0.0.1:{ports[1]}", "--decode")],
         CHUNK,
     )
-    async with serving(Router(chooser).app()) as url, aiohttp.ClientSession() as session:
+    logs = [nodes.folder / f"vllm-{number}.log" for number in range(2)]
+    before = [log.read_text().count(ATTACHED) for log in logs]
+    peered = peered_services(nodes.sockets[0].parent, nodes.folder, ports, **PATIENT_PEERS)
+    async with contextlib.AsyncExitStack() as stack:
+        _, service = stack.enter_context(peered)
+        for log, times in zip(logs, before, strict=True):
+            await asyncio.to_thread(wait_until_attached, log, times // 2 + 1)
+        url = await stack.enter_async_context(serving(Router(chooser).app()))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
         found = [await complete(session, url, PROMPTS[0])]
         found.append(await complete(session, url, PROMPTS[1], stream=True))
         status = service.status()

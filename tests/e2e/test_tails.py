@@ -121,19 +121,24 @@ def test_without_the_setting_repeats_compute_what_is_behind_the_last_full_chunk(
         assert started.ask("metrics").get("vllm:kvhaven_tail_hits", 0) == 0
 
 
+@pytest.mark.parametrize("kv_format", ["paged", "portable"])
 def test_the_decode_node_computes_one_token(
-    model: Path, control: Control, tmp_path: Path, short_dir: Path
+    kv_format: str, model: Path, control: Control, tmp_path: Path, short_dir: Path
 ) -> None:
-    """Tails travel between unlike engines of two nodes, and nothing has to wait for a repeat."""
+    """Tails travel between two nodes, and nothing has to wait for a repeat.
+
+    Portable ones also between engines with other block sizes.
+    """
     asked, ports = prompts(45), [free_port(), free_port()]
-    settings: dict[str, Any] = {"chunk_size": CHUNK, "format": "portable"}
+    settings: dict[str, Any] = {"chunk_size": CHUNK, "format": kv_format}
+    other = 64 if kv_format == "portable" else 32
     common: dict[str, Any] = {"in_process": True, "enable_prefix_caching": False}
     with peered_services(short_dir, tmp_path, ports, **PATIENT_PEERS) as (p, d):
         at_p = settings | {"service_address": str(p.socket)}
         at_d = settings | {"service_address": str(d.socket)}
         with (
             engine(model, tmp_path / "prefill.log", at_p, **common) as prefill,
-            engine(model, tmp_path / "decode.log", at_d, block_size=64, **common) as decode,
+            engine(model, tmp_path / "decode.log", at_d, block_size=other, **common) as decode,
         ):
             p.await_ranks()
             d.await_ranks()

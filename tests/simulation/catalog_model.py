@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import Leased, TierName
+from kvhaven.catalog.announcer import Announcer
 from kvhaven.catalog.entries import State
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.tier_spec import MEMORY
@@ -302,6 +303,7 @@ class World:
             memory_quotas=MEMORY_QUOTAS,
             disk_quotas=DISK_QUOTAS,
             pace=PACE,
+            announcer=Announcer(most=30),
         )
         self.memory = Memory()
         self.counts: Counter[str] = Counter()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from kvhaven.catalog.actions import Update
 from tests.simulation.catalog_engines import Engines
+from tests.simulation.catalog_followers import Followers
 from tests.simulation.catalog_model import ARENA_BYTES, Choose, World
 from tests.simulation.catalog_peers import Peers
 from tests.simulation.catalog_saving import Saving
@@ -26,6 +27,7 @@ class Node:
         self.saving = Saving(self.world, self.engines)
         self.tenants = TenantEvents(self.world, self.engines, self.tiers)
         self.peers = Peers(self.world)
+        self.followers = Followers(self.world)
         engines, saving, tiers, tenants = self.engines, self.saving, self.tiers, self.tenants
         peers = self.peers
         self.events: list[tuple[int, Callable[[], None]]] = [
@@ -48,6 +50,7 @@ class Node:
             (6, tenants.acquire_as_another),
             (12, peers.borrow),
             (12, peers.read),
+            (20, self.followers.hear),
             (2, tenants.limit),
             (1, tenants.clear),
             (8, tiers.others_write),
@@ -110,4 +113,5 @@ class Node:
         assert (stats.leased_bytes, stats.promoting_bytes) == (0, 0)
         assert (stats.reserved_bytes, stats.retired_bytes, stats.quarantined_bytes) == (0, 0, 0)
         assert not any(self.world.memory.claims.values()), "the model itself leaks"
+        self.followers.finish()
         self.world.catalog.check()

@@ -133,7 +133,7 @@ class Simulation:
             else:
                 assert got == expected, f"{name}: {got} instead of {expected}"
         for node in self.nodes:
-            _check_no_leaks(node)
+            check_no_leaks(node)
 
     # --- what may happen --------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Simulation:
         return f"{blocks} free blocks, {len(scheduler.running)} running; {'; '.join(states)}"
 
 
-def _check_no_leaks(node: Node) -> None:
+def check_no_leaks(node: Node) -> None:
     """Wait until nobody holds anything in the service; cleared, it holds nothing at all.
 
     (A chunk that only some ranks wrote stays reserved without a writer: it can be completed,

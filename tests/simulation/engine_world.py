@@ -228,6 +228,8 @@ class Engine:
         self.counters: dict[str, float] = {}
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.handovers: dict[str, dict[str, Any]] = {}
+        """What ended requests answer for the node that decodes them."""
 
     def add(
         self,
@@ -309,6 +311,8 @@ class Engine:
         for core in self.scheduler.update_from_output(output, combined).values():
             for result in core.outputs:
                 self.outputs[result.request_id].extend(result.new_token_ids)
+                if result.kv_transfer_params is not None:
+                    self.handovers[result.request_id] = result.kv_transfer_params
             if core.scheduler_stats is not None:
                 self._count(core.scheduler_stats.kv_connector_stats or {})
 

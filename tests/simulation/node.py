@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,7 +28,9 @@ serve(msgspec.json.decode(sys.argv[2], type=Settings), sys.argv[1], embedded=Fal
 class Node:
     """A node service as a process of its own; it can be killed, stopped and started again."""
 
-    def __init__(self, folder: Path, arena_bytes: int = 1 << 20, *, disk: bool = False) -> None:
+    def __init__(
+        self, folder: Path, arena_bytes: int = 1 << 20, *, disk: bool = False, **settings: Any
+    ) -> None:
         self.address = str(folder / "node.sock")
         self._settings = Settings(
             max_local_cpu_size=arena_bytes,
@@ -35,6 +38,7 @@ class Node:
             log_level="ERROR",
             embedded_linger_s=600.0,
             verify_memory="sample",
+            **settings,
         )
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -84,9 +88,11 @@ class Node:
 
 
 @contextmanager
-def running_node(folder: Path, arena_bytes: int = 1 << 20, *, disk: bool = False) -> Iterator[Node]:
+def running_node(
+    folder: Path, arena_bytes: int = 1 << 20, *, disk: bool = False, **settings: Any
+) -> Iterator[Node]:
     """Run a node service for the duration of a `with`."""
-    node = Node(folder, arena_bytes, disk=disk)
+    node = Node(folder, arena_bytes, disk=disk, **settings)
     node.start()
     try:
         yield node

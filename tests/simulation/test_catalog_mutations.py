@@ -12,6 +12,7 @@ from kvhaven.arena.slabs import SegmentUnits, SlabId
 from kvhaven.catalog import Catalog, leases
 from kvhaven.catalog.actions import CommitResult, Grant, MemberId, TierName
 from kvhaven.catalog.allocation import Reach
+from kvhaven.catalog.announcer import Announcer, Batch, Cursor
 from kvhaven.catalog.entries import Entry, NamespaceState, State, Tenant
 from kvhaven.catalog.holdings import Place, Scope
 from kvhaven.catalog.leases import Leases, Unpinning
@@ -41,6 +42,27 @@ def simulate_some() -> None:
 
 def test_the_catalog_as_it_is_passes_where_broken_ones_fail() -> None:
     simulate_some()
+
+
+def _break_announced_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = Announcer.note
+
+    def only_added(log: Announcer, entry: Entry, *, added: bool) -> None:
+        if added:
+            note(log, entry, added=added)
+
+    monkeypatch.setattr(Announcer, "note", only_added)
+
+
+def _break_announced_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announce a change before it happened: what a snapshot shows is then taken back."""
+    follow = Announcer.next
+
+    def late(log: Announcer, entries: Any, cursor: Cursor, most: int) -> Batch:
+        batch = follow(log, entries, cursor, most)
+        return batch._replace(removed=[*batch.removed, *batch.added[:1]])
+
+    monkeypatch.setattr(Announcer, "next", late)
 
 
 def _break_leases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,6 +630,8 @@ def _break_copies_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BREAKAGES = [
+    _break_announced_evictions,
+    _break_announced_order,
     _break_age_of_tails,
     _break_use_of_tails,
     _break_order_of_tails,

@@ -4,11 +4,13 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhaven.catalog.ghosts import Reason
 from kvhaven.catalog.misses import Gap
+from kvhaven.errors import KVHavenError
 from kvhaven.service.accounts import MOST_NAMESPACES, MOST_REQUESTS, OTHERS, Accounts, Question
 from kvhaven.service.engines import AttachedEngine
 from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
@@ -47,7 +49,7 @@ def test_sources_sum_to_the_tokens_asked_for_and_reasons_to_those_found_nowhere(
     accounts = Accounts(TIERS)
     for prompt, computed, chunks, found, gap in many:
         count(accounts, found[: chunks + 1], gap, prompt=prompt, computed=computed, chunks=chunks)
-    rows = accounts.requests_before("", 0.0)
+    rows = list(accounts.requests_before("", 0.0))
     assert len(rows) == len(many)
     for row in rows:
         assert sum(row.by_source.values()) == row.prompt_tokens
@@ -65,7 +67,7 @@ def test_each_chunk_counts_where_it_was() -> None:
     asked = {"prompt": 5 * SIZE + 4, "computed": SIZE + 6, "chunks": 4}
     count(accounts, bytes([0, 1, 2]), Gap(Reason.EVICTED, 1), **asked)
     count(accounts, bytes([2, 0, 0, 0, 1]), None, **asked)  # with the tail, from a peer
-    first, last = reversed(accounts.requests_before("", 0.0))
+    first, last = reversed(list(accounts.requests_before("", 0.0)))
     have = {"engine": SIZE + 6}
     assert first.by_source == have | {"memory": 10, "disk": 16, "s3": 16, "none": 20}
     assert first.missed == {"evicted": 16, "partial_chunk": 4}
@@ -84,4 +86,15 @@ def test_what_is_kept_is_bounded() -> None:
     assert tokens[OTHERS].asked == 5 * SIZE
     for _ in range(MOST_REQUESTS):
         count(accounts, b"", None, prompt=SIZE, computed=0, chunks=1)
-    assert len(accounts.requests_before("", 0.0)) == MOST_REQUESTS
+    rows = accounts.requests_before("", 0.0)  # one by one, and others come meanwhile
+    ids = []
+    for row in rows:
+        ids.append(int(row.id))
+        count(accounts, b"", None, prompt=SIZE, computed=0, chunks=1)
+    assert ids == list(range(ids[0], ids[0] - MOST_REQUESTS, -1))
+    later = accounts.requests_before(f"{ids[0] + 3:016d}", 0.0)
+    assert [int(row.id) - ids[0] for row in later] == [2, 1]
+    assert len(accounts._by_digest) <= MOST_NAMESPACES
+    for cursor in ("1", "-" * 16, "²" * 16):
+        with pytest.raises(KVHavenError, match="not an id"):
+            accounts.requests_before(cursor, 0.0)

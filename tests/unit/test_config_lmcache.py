@@ -35,6 +35,7 @@ UNDERSTOOD = [
     ("save_decode_cache", "False", "save_decode_cache", False),
     ("save_unfull_chunk", "true", "pd_tail", True),
     ("save_unfull_chunk", "False", "pd_tail", False),
+    ("pd_role", "null", "pd_role", "both"),
     ("transfer_channel", "nixl", "transfer_channel", "auto"),
     ("transfer_channel", "py_socket", "transfer_channel", "tcp"),
     ("nixl_backends", "UCX", "nixl_backends", "UCX"),
@@ -47,12 +48,35 @@ UNDERSTOOD = [
     ("remote_url", "s3://bucket/some/prefix", "remote_url", "s3://bucket/some/prefix"),
     ("remote_url", "fs://host:0/mnt/kv", "remote_url", "fs:///mnt/kv"),
     ("s3_endpoint_url", "http://ceph:7480", "s3_endpoint_url", "http://ceph:7480"),
+    ("plugins", "plugins.warm:Warm", "plugins", "plugins.warm:Warm"),
+    ("runtime_plugin_locations", "['/a/b', '/c']", "runtime_plugin_locations", "/a/b /c"),
 ]
 
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
     return tmp_path / "lmcache.yaml"
+
+
+@pytest.mark.parametrize(
+    ("role", "enabled", "taken", "advice"),
+    [
+        ("sender", "True", "sender", ""),
+        ("Receiver", "1", "receiver", ""),
+        ("null", "True", "both", ""),
+        ("sender", "False", "both", "without enable_pd it has no effect"),
+        ("sender", None, "both", "without enable_pd it has no effect"),
+        ("middle", "True", "both", "this role is not known"),
+    ],
+)
+def test_a_role_counts_if_prefill_and_decode_are_apart(
+    role: str, enabled: str | None, taken: str, advice: str
+) -> None:
+    environ = {"LMCACHE_PD_ROLE": role} | ({"LMCACHE_ENABLE_PD": enabled} if enabled else {})
+    loaded = load_settings({}, environ)
+    assert loaded.settings.pd_role == taken
+    noted = any(f"pd_role (LMCACHE_PD_ROLE): {advice}" in note for note in loaded.notes)
+    assert noted == bool(advice)
 
 
 def test_a_channel_that_is_not_there_is_named() -> None:
@@ -288,7 +312,8 @@ def test_an_imported_file_says_what_is_different(theirs: Path) -> None:
     assert "LMCache: enable_kv_events: False. Enabled by default. kv_events: false" in told
     assert "chunk_size: 512" in result.output.splitlines()
     assert "Not imported: local_cpu (line 3): host memory is always used" in told
-    assert "enable_pd (line 9), pd_role (line 10): set peer_listen and peers on all" in told
+    assert "enable_pd (line 9): set peer_listen and peers on all" in told
+    assert "Only with enable_pd, as in LMCache: a sender only saves" in told
     assert "stores its own beside it. remote_url: redis://:hunter2@host" in told
     assert all(len(line) <= 100 for line in result.output.splitlines())
 

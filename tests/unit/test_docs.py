@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from kvhaven import protocol
+from kvhaven.catalog.ghosts import Reason
 from kvhaven.cli import _COMMANDS
 from kvhaven.config import load_settings, setting_infos
 from kvhaven.config.lmcache import NOT_TAKEN, TAKEN
@@ -284,6 +285,17 @@ def test_the_status_page_names_are_those_of_the_service() -> None:
     catalog = msgspec.structs.fields(ServiceStatus.__annotations__["catalog"])
     fields |= {f"catalog.{field.encode_name}" for field in catalog}
     assert rows.keys() <= fields, rows.keys() - fields
+
+
+@pytest.mark.parametrize(
+    ("page", "title"),
+    [
+        ("api.md", "Reasons of misses"),
+        ("guides/why-did-it-miss.md", "Reasons, and what to do"),
+    ],
+)
+def test_every_reason_of_a_miss_is_explained(page: str, title: str) -> None:
+    assert set(table(section(page, title))) == {reason.label for reason in Reason}
 
 
 def links() -> Iterator[tuple[Path, str]]:

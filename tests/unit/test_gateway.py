@@ -39,7 +39,7 @@ from tests.gateway_kit import GatewayThread, ask, make_certificate, streams
 ANN, BEN = tenant_id("ann"), tenant_id("ben")
 TOKEN = "0123456789abcdef-token"
 LISTS = ("engines", "namespaces", "requests", "tenants", "tiers")
-EMPTY_LISTS = ("jobs", "pins")
+EMPTY_LISTS = ("jobs", "pins", "plugins")
 JSON_PATHS = (
     *(
         "/health",
@@ -150,7 +150,7 @@ def test_every_answer_is_as_the_description_says(node: NodeThread, api: GatewayT
             check(api.get(f"/v1/{name}?limit=0"), f"/v1/{name}")
             assert rows_of(api, name), name
     read = {path for path, methods in described["paths"].items() if "get" in methods}
-    others = {"/v1/jobs/{id}", "/metrics", "/openapi.json", "/events", *FILES}
+    others = {"/v1/jobs/{id}", "/v1/chunks/{id}", "/metrics", "/openapi.json", "/events", *FILES}
     assert read == {*JSON_PATHS, *others}
     changes = {
         (method, path): operation["security"]
@@ -414,6 +414,17 @@ def test_a_service_without_snapshots_is_told_from_one_that_is_gone(
     with GatewayThread(node.address) as api:
         eventually(lambda: "its version has no HTTP API" in api.get("/health").body.decode())
         assert api.health()[0] == 503
+
+
+def test_a_service_that_cannot_be_steered_is_observed(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvhaven.service.membership.FEATURES", OBSERVE)
+    with GatewayThread(node.address) as api:
+        eventually(lambda: api.health() == (200, "ok"))
+        answer = api.get("/config")
+        assert answer.status == 503
+        assert "its version cannot be steered" in answer.json["error"]
 
 
 # --- streams --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,28 @@ from urllib.parse import quote
 
 import pytest
 
-from kvhaven.catalog.actions import TierName
+from kvhaven.catalog.actions import LeaseId, TierName
 from kvhaven.client.control import connect
 from kvhaven.config import NEXT_REQUEST, NOW, Settings, setting_infos
 from kvhaven.errors import KVHavenError
-from kvhaven.keys import Extras, KeyChain, tenant_id
-from kvhaven.types import ChunkKey
+from kvhaven.keys import tenant_id
 from tests.crash.engine import CHUNK_SIZE, EXTENT_BYTES, Engine
 from tests.crash.node import MIB, NodeThread, eventually, flush
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
-from tests.gateway_kit import Answer, GatewayThread, tiered_node
+from tests.gateway_kit import (
+    TOKEN,
+    Answer,
+    GatewayThread,
+    keys_of,
+    post,
+    send,
+    tiered_node,
+    tokens_of,
+)
 from tests.metrics_kit import samples_of, summed
 
-TOKEN = "0123456789abcdef-token"
 SALT = "ann"
 DISK = TierName("disk")
 
@@ -50,36 +58,10 @@ def engine(node: NodeThread) -> Iterator[Engine]:
         yield engine
 
 
-def send(api: GatewayThread, method: str, path: str, body: object = None, **headers: str) -> Answer:
-    """Send a change with the token."""
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return api.get(
-        path,
-        method=method,
-        headers={"Authorization": f"Bearer {TOKEN}"} | named,
-        body=None if body is None else json.dumps(body),
-    )
-
-
-def post(api: GatewayThread, path: str, body: object = None, **headers: str) -> Answer:
-    return send(api, "POST", path, body, **headers)
-
-
 def setting(api: GatewayThread, name: str) -> dict[str, Any]:
     rows = api.get("/config").json["settings"]
     found: dict[str, Any] = next(row for row in rows if row["name"] == name)
     return found
-
-
-def tokens_of(name: int, chunks: int, more: int = 0) -> list[int]:
-    return [name * 1000 + at for at in range(chunks * CHUNK_SIZE + more)]
-
-
-def keys_of(engine: Engine, tokens: list[int], salt: str = "") -> list[ChunkKey]:
-    """Return the keys that an engine computes for a prompt."""
-    chain = KeyChain(engine.ranks[0].attach.namespace, CHUNK_SIZE, Extras(salt=salt))
-    chain.extend(tokens)
-    return chain.keys
 
 
 def prompt_of(engine: Engine, tokens: list[int], **more: object) -> dict[str, object]:
@@ -158,6 +140,23 @@ def test_a_change_needs_the_etag_that_it_was_made_for(api: GatewayThread) -> Non
     assert post(api, "/config", {"log_level": "INFO"}, If_Match=etag).status == 412
     assert post(api, "/config", {"log_level": "INFO"}, If_Match="*").status == 200
     assert api.get("/config", headers={"If-None-Match": etag}).status == 200
+
+
+def test_an_etag_of_a_service_that_has_ended_is_refused(short_dir: Path) -> None:
+    token = short_dir / "token"
+    token.write_text(TOKEN)
+    address = short_dir / "s.sock"
+    with GatewayThread(str(address), api_token_file=str(token)) as api:
+        tags = []
+        for _ in range(2):
+            with NodeThread(address):
+                eventually(lambda: api.health() == (200, "ok"))
+                tags.append(api.get("/config").headers["etag"])
+                for tag in tags:
+                    answer = post(api, "/config?dry_run=true", {"pin_share": 0.1}, If_Match=tag)
+                    assert answer.status == (200 if tag == tags[-1] else 412)
+            eventually(lambda: api.health()[0] == 503)
+    assert tags[0] != tags[1]
 
 
 def test_nothing_changes_without_the_token(node: NodeThread, api: GatewayThread) -> None:
@@ -273,6 +272,39 @@ def test_a_lookup_tells_the_places_and_the_first_gap(
     assert salted.json["cached_tokens"] == 0, "another tenant's"
 
 
+def test_a_chunk_tells_its_places_leases_and_pins_but_not_its_key(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    tokens = tokens_of(1, 3)
+    keys = keys_of(engine, tokens[:20], SALT)
+    engine.save(keys, tenant=tenant_id(SALT))
+    flush(node.address)
+    prompt = prompt_of(engine, tokens, cache_salt=SALT)
+    assert api.get("/v1/chunks/0123456789abcdef").status == 404
+    answer = post(api, "/v1/lookup?chunks=true", prompt)
+    first, second, absent = answer.json["chunks"]
+    assert answer.json["cached_tokens"] == 20
+    assert "chunks" not in post(api, "/v1/lookup", prompt).json
+    assert keys[0].hex() not in answer.body.decode()
+    lease = engine.scheduler.acquire(keys, tenant_id(SALT))
+    pin = post(api, "/v1/pins", prompt | {"token_ids": tokens[:10], "ttl_s": 60})
+    assert lease is not None
+    rows = [api.get(f"/v1/chunks/{id_}").json for id_ in (first, second, absent)]
+    assert [row["leases"] for row in rows] == [2, 1, 0]
+    assert [row["pins"] for row in rows] == [1, 0, 0]
+    stored = 4096 + EXTENT_BYTES
+    assert rows[1]["places"] == {"memory": EXTENT_BYTES, "disk": stored, "fs": stored}
+    assert rows[2]["places"] == {}
+    assert (rows[1]["tenant"], rows[1]["id"]) == (tenant_id(SALT).hex(), second)
+    assert rows[2]["age_s"] is None
+    assert 0 <= rows[1]["idle_s"] <= rows[1]["age_s"]
+    engine.scheduler.client.release([lease.lease_id])
+    assert send(api, "DELETE", f"/v1/pins/{pin.json['id']}").status == 200
+    with connect(node.address) as control:
+        control.clear(tier="memory")
+    assert api.get(f"/v1/chunks/{first}").json["places"] == {"disk": stored, "fs": stored}
+
+
 def test_a_prompt_must_be_named_well(api: GatewayThread, engine: Engine) -> None:
     good = prompt_of(engine, tokens_of(1, 1))
     for body in (
@@ -385,6 +417,95 @@ def test_pinned_chunks_stay_until_their_time(short_dir: Path) -> None:
         eventually(lambda: not api.get("/v1/pins").json["rows"])
         eventually(lambda: state("pinned") == state("leased") == 0)
         node.check()
+
+
+def test_jobs_hold_no_more_than_the_share_of_pins(short_dir: Path) -> None:
+    token = short_dir / "token"
+    token.write_text(TOKEN)
+    settings = {"max_local_cpu_size": 2 * MIB, "local_disk": str(short_dir / "disk")}
+    with (
+        NodeThread(short_dir / "s.sock", **settings) as node,
+        GatewayThread(node.address, api_token_file=str(token)) as api,
+        Engine(node.address) as engine,
+    ):
+        eventually(lambda: api.health() == (200, "ok"))
+        room = node.status().catalog.capacity_bytes // EXTENT_BYTES
+        tokens = tokens_of(1, room // 2)
+        engine.save(keys_of(engine, tokens))
+        flush(node.address)
+        with connect(node.address) as control:
+            control.clear(tier="memory")
+        held = [0]
+
+        def note() -> None:
+            totals = node.service.catalog.totals()
+            held.append(totals.leased_bytes + totals.promoting_bytes)
+
+        node.call(lambda: node.service.driver.observe(note))
+        chunks = room // 2
+        result = done(api, post(api, "/v1/prefetch", prompt_of(engine, tokens)))
+        assert result == {
+            "asked_chunks": chunks,
+            "resident_chunks": chunks,
+            "promoted_chunks": chunks,
+        }
+        result = done(api, post(api, "/v1/verify", prompt_of(engine, tokens)))
+        assert result == {"chunks": chunks, "intact_chunks": chunks, "damaged_chunks": 0}
+        share = node.status().catalog.capacity_bytes // 4
+        assert 0 < max(held) <= share < chunks * EXTENT_BYTES
+        fill = tokens[: share // EXTENT_BYTES * CHUNK_SIZE]
+        pin = post(api, "/v1/pins", prompt_of(engine, fill, ttl_s=600))
+        assert pin.status == 201, pin.json
+        job = post(api, "/v1/prefetch", prompt_of(engine, tokens)).json["id"]
+        row = eventually(lambda: (r := api.get(f"/v1/jobs/{job}").json)["state"] != "running" and r)
+        assert row["state"] == "failed"
+        assert "pin_share" in row["error"]
+        node.check()
+
+
+def test_long_pins_are_counted_piece_by_piece(short_dir: Path) -> None:
+    token = short_dir / "token"
+    token.write_text(TOKEN)
+    with (
+        NodeThread(short_dir / "s.sock", max_local_cpu_size=48 * MIB) as node,
+        GatewayThread(node.address, api_token_file=str(token)) as api,
+        Engine(node.address, shard_bytes=100) as engine,
+    ):
+        eventually(lambda: api.health() == (200, "ok"))
+        tokens = tokens_of(0, 2500)
+        engine.save(keys_of(engine, tokens))
+        answer = post(api, "/v1/pins", prompt_of(engine, tokens, ttl_s=600))
+        assert (answer.status, answer.json.get("chunks")) == (201, 2500), answer.json
+        pins, turns = node.service.pins, node.service.driver.turns
+        assert node.call(lambda: pins.bytes) == answer.json["bytes"]
+
+        def unpin() -> int:
+            before = turns.pieces
+            pins.unpin(LeaseId(int(answer.json["id"])))
+            return before
+
+        before = node.call(unpin)
+        eventually(lambda: node.call(lambda: pins.bytes) == 0)
+        eventually(lambda: node.status().catalog.leases == 0)
+        assert node.call(lambda: turns.pieces) - before >= 5
+        node.check()
+
+
+def test_no_answer_waits_for_an_operators_verification(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    assert post(api, "/config", {"verify_memory": "always"}).status == 200
+    tokens = tokens_of(1, 3)
+    engine.save(keys_of(engine, tokens))
+    release = threading.Event()
+    try:
+        node.service.verifier._audits.submit(release.wait, 30)
+        job = post(api, "/v1/verify", prompt_of(engine, tokens))
+        assert engine.load(keys_of(engine, tokens)) == 3
+        assert api.get(f"/v1/jobs/{job.json['id']}").json["state"] == "running"
+    finally:
+        release.set()
+    assert done(api, job)["intact_chunks"] == 3
 
 
 # --- tiers and the service ------------------------------------------------------------------

@@ -121,6 +121,30 @@ def fetched(stream: Stream, request: Fetch = FETCH) -> bytes | None:
     return bytes(data)
 
 
+@pytest.mark.parametrize("version", [wire.VERSION - 1, wire.VERSION + 1])
+async def test_a_node_of_another_version_is_refused_by_both_sides_with_the_reason(
+    version: int,
+) -> None:
+    with listening() as listener, stream_to(listener.port) as stream:
+        stream.send(PeerHello("elsewhere", bytes(NONCE_BYTES), version), later())
+        answer = stream.receive(msgspec.msgpack.Decoder(PeerRefused), later())
+        assert f"version {version} was offered; this node has {wire.VERSION}" in answer.reason
+        assert ended(stream)
+
+    def other(sock: socket.socket) -> None:
+        stream = Stream(sock, "here")
+        assert stream.receive(msgspec.msgpack.Decoder(PeerHello), later()).version == wire.VERSION
+        with contextlib.suppress(PeerError):
+            wire.refuse(stream, f"this node has {version}: install the same KVHaven", later())
+
+    with rogue(other) as port:
+        tier = PeerTier([local(port)], token=TOKEN)
+        await tier.start()
+        (peer,) = tier.peers()
+        assert f"this node has {version}: install the same KVHaven" in peer.error
+        await tier.close(1)
+
+
 def nothing_lent(lender: Held) -> None:
     """Wait until the listener's threads have returned all; they do so after the last byte."""
     end = later()

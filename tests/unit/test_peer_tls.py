@@ -3,19 +3,21 @@
 
 import asyncio
 import contextlib
+import re
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvhaven.config import Settings
-from kvhaven.errors import ConfigError, TierMissError
+from kvhaven.errors import ConfigError, TierError, TierMissError
 from kvhaven.keys import tenant_id
 from kvhaven.peers import dial as dialing
 from kvhaven.peers import visit
@@ -25,14 +27,18 @@ from kvhaven.peers.dial import Tickets, dial
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
 from kvhaven.peers.wire import (
+    FETCHED,
     FOLLOWING,
     HAS_REPLY,
     TICKET,
+    Chunk,
+    Fetch,
     GetTicket,
     Has,
     Offer,
     PeerError,
     SilentPeerError,
+    Stream,
 )
 from tests.unit.test_peers import PIECE, SPACE, Held, local, reached
 
@@ -51,14 +57,22 @@ class Authority:
         self._openssl(*new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=cluster")
 
     def node(
-        self, name: str, *, encrypt_data: bool = False, ca: Path | None = None
+        self,
+        name: str,
+        *,
+        encrypt_data: bool = False,
+        ca: Path | None = None,
+        files: Path | None = None,
     ) -> Certificates:
-        """Return a new certificate of this authority."""
+        """Return a new certificate of this authority; `files`: with copies of all files there."""
         key, cert = f"{name}.key", f"{name}.pem"
         new = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
         self._openssl(*new, "-keyout", key, "-out", "request", "-subj", f"/CN={name}")
         sign = ["x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key"]
         self._openssl(*sign, "-CAcreateserial", "-out", cert, "-days", "2")
+        if files is not None:
+            shutil.copytree(self.folder, files)
+            return Certificates(*(str(files / one) for one in (cert, key, "ca.pem")))
         paths = (str(self.folder / cert), str(self.folder / key), str(ca or self.ca))
         return Certificates(*paths, encrypt_data=encrypt_data)
 
@@ -196,9 +210,13 @@ async def test_only_nodes_with_a_certificate_of_the_authority_are_let_in(
         async with tier_at(listener.port, ours, token) as tier:
             (peer,) = tier.peers()
             assert not peer.up
-            # A listener that refuses a certificate may close before its alert has been read.
-            assert peer.error, "no reason is given"
-            assert who == "stranger" or "peer_cert" in peer.error, peer.error
+            assert "peer_cert" in peer.error, peer.error
+            if who == "stranger":  # the listener says why it refuses the certificate
+                assert "the other node refused this node's certificate" in peer.error, peer.error
+                assert "alert" in peer.error, peer.error
+        status = listener.status()
+        assert (status.connections, status.refused > 0) == (0, True)
+        assert status.last_refusal
 
 
 async def test_a_node_with_certificates_says_that_the_other_has_none(authority: Authority) -> None:
@@ -241,17 +259,31 @@ def test_a_ticket_is_good_for_one_connection_and_for_chunks_alone(authority: Aut
             stream.close()
 
 
-def test_tickets_end_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    tickets = Tickets()
-    first = tickets.issue()
-    assert tickets.redeem(first.id) == first.secret
+@pytest.fixture
+def two_streams() -> Iterator[tuple[Stream, Stream]]:
+    with socket.socket() as one, socket.socket() as two:
+        yield Stream(one, "one"), Stream(two, "two")
+
+
+def test_tickets_end_and_are_limited_for_each_connection(
+    monkeypatch: pytest.MonkeyPatch, two_streams: tuple[Stream, Stream]
+) -> None:
+    tickets, (one, other) = Tickets(), two_streams
+    first = tickets.issue(one)
+    assert tickets.redeem(first.id) == (first.secret, None)
     assert tickets.redeem(first.id) is None
     assert tickets.redeem(b"") is None
-    given = [tickets.issue() for _ in range(dialing._MOST_TICKETS + 1)]
+    kept = tickets.issue(other)
+    given = [tickets.issue(one) for _ in range(dialing._MOST_TICKETS + 1)]
     assert tickets.redeem(given[0].id) is None
-    assert tickets.redeem(given[1].id) == given[1].secret
+    assert tickets.redeem(given[1].id) == (given[1].secret, None)
+    # A node that asks for many voids its own alone.
+    assert tickets.redeem(kept.id) == (kept.secret, None)
+    tickets.void(one)
+    assert tickets.redeem(given[2].id) is None
+    assert not tickets._open
     monkeypatch.setattr(dialing, "_TICKET_S", 0.0)
-    late = tickets.issue()
+    late = tickets.issue(one)
     assert tickets.redeem(late.id) is None
 
 
@@ -300,6 +332,154 @@ def test_renewed_certificates_are_used_without_a_restart(authority: Authority) -
             shutil.copy(other.folder / f"new.{name}", authority.folder / f"old.{name}")
         with pytest.raises(PeerError):
             dial(local(listener.port), "me", b"", ours, 5)
+
+
+def test_a_changed_file_that_cannot_be_used_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = Authority(tmp_path / "ours")
+    with listening(ours.node("b")) as listener:
+        key = ours.folder / "b.key"
+        kept = key.read_bytes()
+        key.write_bytes(b"half of a k")
+        for _ in range(3):
+            dial(local(listener.port), "me", b"", ours.node("a"), 5)[0].close()
+        warned = [one for one in caplog.messages if "peer_cert, peer_key: cannot use" in one]
+        assert len(warned) == 1
+        assert "peer_cert, peer_key: cannot use" in listener.status().certificates
+        key.write_bytes(kept)
+        dial(local(listener.port), "me", b"", ours.node("a"), 5)[0].close()
+        assert not listener.status().certificates
+
+
+class Open:
+    """A connection for requests, and one for chunks."""
+
+    def __init__(self, listener: PeerListener, ours: Certificates) -> None:
+        there, self._end = local(listener.port), time.monotonic() + 60
+        self._control, _ = dial(there, "me", b"", ours, 5)
+        self._control.send(GetTicket(), self._end)
+        ticket = self._control.receive(TICKET, self._end)
+        self._data, _ = dial(there, "me", b"", None, 5, ticket)
+
+    def has(self) -> None:
+        self._control.send(Has(SPACE.digest, PIECE.shard.key), self._end)
+        assert self._control.receive(HAS_REPLY, self._end).there == b"\1"
+
+    def fetch(self) -> None:
+        shard = PIECE.shard
+        wanted = Fetch(SPACE.digest, shard.key, shard.shard, shard.payload_bytes)
+        self._data.send(wanted, self._end)
+        assert isinstance(self._data.receive(FETCHED, self._end), Chunk)
+        self._data.receive_into(memoryview(bytearray(shard.payload_bytes)), self._end)
+
+    def close(self) -> None:
+        self._control.close()
+        self._data.close()
+
+
+def await_refusal(request: Callable[[], None]) -> None:
+    """Repeat a request until the connection is closed."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            request()
+        except PeerError as error:
+            assert re.search("closed|reset|pipe", str(error))  # noqa: PT017 - it comes some time
+            return
+        time.sleep(0.02)
+    raise AssertionError("the connection stays open")
+
+
+def test_a_node_that_was_expelled_loses_its_open_connections(tmp_path: Path) -> None:
+    """Its authority is replaced on the other nodes."""
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    expelled = old.node("a")
+    with listening(old.node("b")) as listener:
+        connections = Open(listener, expelled)
+        with contextlib.closing(connections):
+            connections.has()
+            connections.fetch()
+            new.node("b")
+            for name in ("b.pem", "b.key"):
+                shutil.copy(new.folder / name, old.folder / name)
+            shutil.copy(new.folder / "ca.pem", old.folder / "ca.pem")
+            await_refusal(connections.has)
+            await_refusal(connections.fetch)
+
+
+def test_a_node_loses_its_open_connections_when_its_certificate_ends(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with listening(authority.node("b")) as listener:
+        connections = Open(listener, authority.node("a"))
+        with contextlib.closing(connections):
+            connections.has()
+            connections.fetch()
+            now = time.time()  # they end in two days
+            monkeypatch.setattr("kvhaven.peers.certificates.time.time", lambda: now + 3 * 86400)
+            for request in (connections.has, connections.fetch):
+                with pytest.raises(PeerError, match=r"closed|reset|pipe"):
+                    request()
+
+
+async def test_a_node_reads_no_longer_from_one_that_was_expelled(tmp_path: Path) -> None:
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    with listening(old.node("b", files=tmp_path / "b")) as listener:
+        async with tier_at(listener.port, old.node("a")) as tier:
+            await reached(tier)
+            into = memoryview(bytearray(PIECE.shard.payload_bytes))
+            assert await tier.read(PIECE.shard, into) == PIECE.checksum
+            new.node("a")
+            for name in ("a.pem", "a.key", "ca.pem"):
+                shutil.copy(new.folder / name, old.folder / name)
+            with contextlib.suppress(TierError):
+                async with asyncio.timeout(60):
+                    while True:
+                        await tier.read(PIECE.shard, into)
+                        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("addresses", [1, 6])
+def test_strangers_cannot_keep_nodes_out(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, addresses: int
+) -> None:
+    monkeypatch.setattr("kvhaven.peers.listener._HANDSHAKE_S", 300)
+    with contextlib.ExitStack() as stack, listening(authority.node("b")) as listener:
+        for number in range(120):
+            source = (f"127.0.1.{number % addresses}", 0)
+            there = ("127.0.0.1", listener.port)
+            sock = socket.create_connection(there, timeout=60, source_address=source)
+            stack.enter_context(contextlib.closing(sock))
+            sock.sendall(b"\x16\x03\x01")
+        dial(local(listener.port), "me", b"", authority.node("a"), 60)[0].close()
+        assert len(listener._unknown) <= 64
+        while not listener.status().refused:
+            time.sleep(0.01)
+
+
+def test_the_end_of_a_listener_ends_handshakes(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvhaven.peers.listener._HANDSHAKE_S", 300)
+
+    def threads() -> int:
+        return sum(one.name == "kvhaven-peer" for one in threading.enumerate())
+
+    before = threads()
+    with listening(authority.node("b")) as listener:
+        sock = socket.create_connection(("127.0.0.1", listener.port), timeout=60)
+        with contextlib.closing(sock):
+            sock.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a TLS handshake
+            while not any(
+                isinstance(one._socket, ssl.SSLSocket) for one in tuple(listener._unknown)
+            ):
+                time.sleep(0.01)
+            listener.close()
+            end = time.monotonic() + 60
+            while threads() > before:
+                assert time.monotonic() < end, "a handshake goes on"
+                time.sleep(0.01)
 
 
 def test_tools_visit_over_tls(authority: Authority) -> None:

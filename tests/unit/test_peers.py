@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,24 +24,30 @@ from kvhaven.peers.wire import (
     HANDSHAKE_LIMIT,
     MOST_KEYS,
     REQUEST,
+    Announce,
     Chunk,
     Fetch,
+    Has,
+    HasReply,
     PeerError,
+    PeerMessage,
     Ping,
     Pong,
     SilentPeerError,
     Stream,
+    Watch,
     welcome,
 )
 from kvhaven.testing.tiers import make_namespace, make_piece
 from kvhaven.tiers.base import Namespace
-from kvhaven.types import ChunkKey, Extent, NamespaceDigest, TenantId, align_up
+from kvhaven.types import KEY_BYTES, ChunkKey, Extent, NamespaceDigest, TenantId, align_up
+from tests.shelf import Unannounced
 
 SPACE = make_namespace()
 PIECE = make_piece(SPACE, 1)
 
 
-class Held:
+class Held(Unannounced):
     """A lender of one chunk."""
 
     def __init__(self) -> None:
@@ -321,3 +328,115 @@ async def test_a_peer_that_was_away_returns_when_it_answers_however_long_it_was(
             assert peer.breaker.pause_s == first
             away.clear()
             await reached(tier)
+
+
+def resolve_by(monkeypatch: pytest.MonkeyPatch, found: Callable[[str], list[str]]) -> None:
+    """Let names have the addresses that `found` returns; numbers are as ever."""
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: int, *more: Any, **options: Any) -> Any:
+        if host[0].isdigit():
+            return real(host, port, *more, **options)
+        addresses = found(host)
+        if not addresses:
+            raise socket.gaierror("no such host")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+async def test_a_peer_is_found_by_its_name_and_by_hosts_in_its_domain(
+    listener: PeerListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    known = {"decode": ["127.0.0.1"], "decode-0.decode": ["127.0.0.1"], "x.decode": ["127.0.0.9"]}
+
+    def found(host: str) -> list[str]:
+        asked.append(host)
+        return known.get(host, [])
+
+    resolve_by(monkeypatch, found)
+    port = listener.port
+    tier = PeerTier([Address("decode", port, dynamic=True)], token=b"")
+    await tier.start()
+    try:
+        await reached(tier)
+        (peer,) = tier._peers.values()
+        for host in ("127.0.0.1", "decode", "DECODE.", "decode-0.decode", "decode-0.decode"):
+            assert await tier.at(Address(host, port)) is peer, host
+        assert asked.count("decode-0.decode") == 1
+        for host in ("x.decode", "no.decode", "no.decode", "undecode", "decode.example"):
+            assert await tier.at(Address(host, port)) is None, host
+        assert await tier.at(Address("decode", port + 1)) is None
+        assert asked.count("no.decode") == 1
+        assert not {"undecode", "decode.example"} & {*asked}
+    finally:
+        await tier.close(1)
+
+
+async def test_a_name_of_several_peers_means_none_of_them(
+    listener: PeerListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = PeerListener(Address("127.0.0.2", listener.port), "other", b"", Held())
+
+    resolve_by(monkeypatch, lambda _: ["127.0.0.1", "127.0.0.2"])
+    tier = PeerTier([Address("decode", listener.port, dynamic=True)], token=b"")
+    await tier.start()
+    try:
+        while sum(peer.up for peer in tier.peers()) < 2:  # noqa: ASYNC110 - peers signal nothing
+            await asyncio.sleep(0.01)
+        assert await tier.at(Address("decode", listener.port)) is None
+        assert await tier.at(Address("127.0.0.2", listener.port)) is not None
+    finally:
+        await tier.close(1)
+        second.close()
+
+
+@pytest.mark.parametrize(
+    ("announce", "followed"),
+    [
+        (Announce("there", 0, 0, fresh=True, whole=True), True),
+        (Announce("there", 0, 0, fresh=True, whole=False), False),
+        (Announce("there", 0, 0, fresh=True, whole=True, added=b"part of"), False),
+        (Announce("there", 0, 0, fresh=False, whole=True), False),
+        (Announce("there", -1, 0, fresh=True, whole=True), False),
+        (Pong(), False),
+        (None, False),
+    ],
+)
+async def test_a_peer_whose_announcements_make_no_sense_is_asked(
+    announce: PeerMessage | None, *, followed: bool
+) -> None:
+    asked = threading.Event()
+
+    def serve(sock: socket.socket) -> None:
+        stream = Stream(sock, "test")
+        deadline = time.monotonic() + 60
+        with contextlib.suppress(PeerError):
+            welcome(stream, "there", b"", deadline)
+            while True:
+                request = stream.receive(REQUEST, deadline)
+                if isinstance(request, Ping):
+                    stream.send(Pong(), deadline)
+                elif isinstance(request, Has):
+                    stream.send(HasReply(b"\1" * (len(request.keys) // KEY_BYTES)), deadline)
+                elif isinstance(request, Watch):
+                    asked.set()
+                    if announce is not None:
+                        time.sleep(0.01)
+                        stream.send(announce, deadline)
+
+    with rogue(serve) as port:
+        async with tier_of(local(port), deadline_s=5.0) as tier:
+            await reached(tier)
+            await asyncio.to_thread(asked.wait, 60)
+            for _ in range(500 if followed else 20):
+                (peer,) = tier.peers()
+                if peer.followed:
+                    break
+                await asyncio.sleep(0.01)
+            assert (peer.up, peer.followed) == (True, followed)
+            # What is announced is believed, and else there is a question.
+            assert list(await tier.contains([PIECE.shard])) == [not followed]
+            (peer,) = tier.peers()
+            assert (peer.questions > 0) == (not followed)

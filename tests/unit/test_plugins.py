@@ -2,6 +2,7 @@
 """Tiers, eviction policies and devices of other packages, by the example package, installed."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -17,6 +18,9 @@ from kvhaven.devices import detect
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.errors import ConfigError, IncompatibleEngineError
 from kvhaven.tiers.registry import open_tier
+from tests.crash.engine import Engine, prompt
+from tests.crash.node import NodeProcess, eventually
+from tests.servers import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 
@@ -67,6 +71,35 @@ def test_settings_take_the_names_of_an_installed_package(environment: dict[str, 
         "print(open_device('plain').name)\n"
     )
     assert run(environment, "-c", code).split() == ["sqlite", "second-chance", "plain"]
+
+
+def test_a_plugin_of_an_installed_package_is_told_of_requests(
+    environment: dict[str, str], short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
+    paths = [environment["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    log = short_dir / "log"
+    settings = {"api_listen": f"127.0.0.1:{free_port()}", "plugins": "Miss-Log"}
+    with (
+        NodeProcess(short_dir / "s.sock", log, max_local_cpu_size="1MiB", **settings) as node,
+        Engine(node.address) as engine,
+    ):
+        keys = prompt("evicted", 5)
+        engine.save(keys)
+        for number in range(60):
+            engine.save(prompt(f"other {number}", 2))
+        eventually(lambda: engine.load(keys) < 5)
+        eventually(lambda: "api: listening" in log.read_text())
+
+        def told() -> re.Match[str] | None:
+            engine.load(keys)  # again, as the plugin may have been started since
+            return re.search(
+                r"plugin miss-log: request: \d+ of 50 tokens, evicted", log.read_text()
+            )
+
+        eventually(told)
+        node.stop()
 
 
 def test_without_the_package_its_names_are_refused_with_advice() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvhaven.client.rank import RankClient
 from kvhaven.errors import IncompleteEngineError, KVHavenError
+from kvhaven.peers.listener import ListenerStatus
 from kvhaven.protocol import (
     Attached,
     Hello,
@@ -214,7 +215,8 @@ def test_a_status_of_many_namespaces_is_made_in_pieces(node: NodeThread) -> None
     def pieces() -> int:
         service = node.service
         parts = (service.catalog, service.arena, service.verifier, service.sessions)
-        return sum(1 for _ in describe(service.id, *parts, service.tiers, ChainStatus()))
+        described = describe(service.id, *parts, service.tiers, ChainStatus(), ListenerStatus())
+        return sum(1 for _ in described)
 
     def add() -> None:
         for number in range(256):

@@ -156,7 +156,7 @@ def test_an_engine_tells_the_service_of_each_request_once(engine: Engine, node: 
     warm = node.call(tokens)
     assert warm["lookups"] == 8
     assert warm["memory"] - cold["memory"] == 3 * 3 * CHUNK
-    (last, *_) = node.call(lambda: node.service.accounts.requests_before("", 0.0))
+    last = node.call(lambda: next(node.service.accounts.requests_before("", 0.0)))
     assert last.request.startswith("request ")
 
 
@@ -179,7 +179,7 @@ def test_settings_that_the_service_changes_apply_to_the_next_request(
     engine: Engine, node: NodeThread
 ) -> None:
     def change(**values: object) -> None:
-        node.call(lambda: node.service.settings.change(values, dry_run=False, generation=None))
+        node.call(lambda: node.service.settings.change(values, dry_run=False, version=None))
         end = time.monotonic() + 30
         while not _changed(engine, values):
             assert time.monotonic() < end

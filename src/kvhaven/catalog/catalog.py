@@ -16,6 +16,8 @@ from kvhaven.catalog.actions import (
     TierName,
 )
 from kvhaven.catalog.allocation import Allocator, S
+from kvhaven.catalog.announcer import Announcer, Batch, Cursor
+from kvhaven.catalog.chunk_state import ChunkState, chunk_state
 from kvhaven.catalog.entries import Entry, State
 from kvhaven.catalog.ghosts import Ghosts
 from kvhaven.catalog.holdings import Scope
@@ -58,6 +60,8 @@ class Catalog:
 
     No event takes long, however many chunks exist: work on many chunks is begun by the event, and
     done piece by piece by `work`, between events. `pace` sets the length of a piece.
+
+    With an `announcer`, other nodes can follow which chunks are in the arena (see `announced`).
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Catalog:
         memory_quotas: Quotas = Quotas(),  # noqa: B008  it is frozen
         disk_quotas: Quotas = Quotas(),  # noqa: B008
         pace: Pace = Pace(),  # noqa: B008
+        announcer: Announcer | None = None,
     ) -> None:
         if any(spec.name == MEMORY for spec in tiers):
             raise KVHavenError(
@@ -81,7 +86,7 @@ class Catalog:
         self._work = Work(pace)
         self._owners = Owners(memory_quotas, disk_quotas)
         self._ghosts = Ghosts()
-        self._space = ResidentChunks(allocator, policy, self._work, self._ghosts)
+        self._space = ResidentChunks(allocator, policy, self._work, self._ghosts, announcer)
         self._sessions = Sessions(allocator.usable)
         self._pin_limit_bytes = pin_limit_bytes
         self._write_queue_bytes = write_queue_bytes
@@ -325,6 +330,13 @@ class Catalog:
         index = self._tiers.source(key, part)
         return None if index is None else index.spec.name
 
+    def chunk(
+        self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
+    ) -> ChunkState:
+        """Return the places of a tenant's chunk, and its use in memory."""
+        part = self._owners.known_part(namespace, tenant)
+        return chunk_state(self._space, self._tiers, part, key)
+
     def push(
         self,
         namespace: NamespaceDigest,
@@ -362,6 +374,17 @@ class Catalog:
         """Return whether each chunk is resident as this tenant's; False for unknown namespaces."""
         part = self._owners.known_part(namespace, tenant)
         return [part is not None and self._leases.loans.has(part, key) for key in keys]
+
+    def announced(self, cursor: Cursor, most: int) -> Batch:
+        """Return what a follower at `cursor` has to hear next, about `most` digests.
+
+        A chunk that was cleared counts as there until its space is freed. Raises `KVHavenError`
+        without an announcer.
+        """
+        announcer = self._space.announcer
+        if announcer is None:
+            raise KVHavenError("this catalog has no announcer; pass one to it")
+        return announcer.next(self._space.entries, cursor, most)
 
     def lend(
         self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId = NO_TENANT
@@ -496,6 +519,10 @@ class Catalog:
         numbers = index.expect(part, self._leases.absent(part, wanted))
         self._leases.prefetch(NO_SESSION, part, keys, tail)
         return numbers
+
+    def is_looked_up(self, key: ChunkKey) -> bool:
+        """Return whether a lookup of a chunk is pending in any shared tier."""
+        return any(key in index.pending for index in self._tiers.shared.values())
 
     def withdrawn(self, tier: TierName, number: int) -> None:
         """End a lookup of `expected` without an answer: the other node cannot tell.

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Generic
 
 from kvhaven.catalog.allocation import Allocator, Reach, S
+from kvhaven.catalog.announcer import Announcer
 from kvhaven.catalog.entries import Entry, NamespaceState, SlabUse, State, Tenant
 from kvhaven.catalog.eviction_queues import EvictionQueues
 from kvhaven.catalog.ghosts import Ghosts, Reason
@@ -36,7 +37,12 @@ class ResidentChunks(Generic[S]):
     """
 
     def __init__(
-        self, allocator: Allocator[S], policy: EvictionPolicy, work: Work, ghosts: Ghosts
+        self,
+        allocator: Allocator[S],
+        policy: EvictionPolicy,
+        work: Work,
+        ghosts: Ghosts,
+        announcer: Announcer | None = None,
     ) -> None:
         self.allocator = allocator
         self.entries = StripedDict[ChunkKey, Entry]()  # all but retired ones
@@ -56,6 +62,7 @@ class ResidentChunks(Generic[S]):
         self.expired = 0  # tails dropped for their age
         self.cleared = 0  # chunks that were cleared
         self.ghosts = ghosts
+        self.announcer = announcer
         self.now = 0.0  # in seconds
         self.residence = {reason: Histogram(AGES) for reason in ("space", "quota")}
         self.reuse_age = Histogram(AGES)
@@ -218,6 +225,8 @@ class ResidentChunks(Generic[S]):
         entry.writers = None
         entry.checksums = tuple(c for c in entry.checksums if c is not None)
         self.place.count(entry.holding, 1, entry.extent.length)
+        if self.announcer is not None:
+            self.announcer.note(entry, added=True)
         self.list(entry)
         # If it has a child in the arena, publishing the child puts the chain in order.
         if not (entry.children or entry.tail):
@@ -235,6 +244,11 @@ class ResidentChunks(Generic[S]):
     def observe_reuse(self, entry: Entry) -> None:
         """Count the time since a chunk's last use; once for each piece of a lease."""
         self.reuse_age.observe(self._uses.age(entry.stamp, self.now))
+
+    def ages(self, entry: Entry) -> tuple[float, float]:
+        """Return the seconds since a chunk came to memory, and since its last use there."""
+        born = self._births.age(entry.extent.generation, self.now)
+        return born, self._uses.age(entry.stamp, self.now)
 
     def touch(self, entries: Sequence[Entry]) -> None:
         """Record a use of resident full chunks of one namespace, given from head to tail."""
@@ -461,6 +475,8 @@ class ResidentChunks(Generic[S]):
         key, length = entry.key, entry.extent.length
         if entry.state is State.RESIDENT:
             self.place.count(entry.holding, -1, -length)
+            if self.announcer is not None:
+                self.announcer.note(entry, added=False)
         elif entry.state is State.RESERVED:
             self.reserved_bytes -= length
         if entry.tail:

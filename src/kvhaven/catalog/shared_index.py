@@ -67,6 +67,7 @@ class SharedTierIndex(TierTransfers):
 
     def believe(self, seconds: float) -> None:
         """Set how long results are cached; a shorter time drops those that are cached."""
+        seconds = min(seconds, self.spec.most_lookup_ttl_s)
         if seconds < self.spec.lookup_ttl_s:
             old, self.known = self.known, OrderedMap()
             self._work.start(_forget(old))

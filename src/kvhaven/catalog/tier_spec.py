@@ -2,6 +2,7 @@
 """Description of a tier for the catalog, and the interface of the catalog's tier indexes."""
 
 import enum
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
@@ -50,6 +51,8 @@ class TierSpec(msgspec.Struct, frozen=True):
     watermark: float = 0.9
     shared: bool = False
     lookup_ttl_s: float = 5.0
+    most_lookup_ttl_s: float = math.inf
+    """Limit of `lookup_ttl_s`, for tiers whose lookups cost nearly nothing."""
     write: WriteMode = WriteMode.BEHIND
     store_on: StoreOn = StoreOn.FIRST
 

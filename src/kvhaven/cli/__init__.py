@@ -21,6 +21,7 @@ __all__ = ["app", "main"]
 _COMMANDS = (
     "serve",
     "status",
+    "top",
     "clear",
     "limit",
     "tenant",

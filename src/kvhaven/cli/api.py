@@ -49,6 +49,7 @@ def api(
 
     try:
         from kvhaven.gateway.main import serve  # noqa: PLC0415
+        from kvhaven.gateway.plugins import plugin_settings  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             f"kvhaven api needs the package {error.name}; install it with: "
@@ -60,4 +61,6 @@ def api(
     logging.basicConfig(
         level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    serve(find_socket(settings, socket), access_of(settings), child=child)
+    serve(
+        find_socket(settings, socket), access_of(settings), plugin_settings(settings), child=child
+    )

@@ -49,11 +49,13 @@ def peers(context: typer.Context, socket: Socket = None) -> None:
     if not known:
         typer.echo("this service has no peers: set peers to the addresses of other nodes")
         return
-    table = Table("peer", "node", "state", "channel", "chunks found", "shards read", "damaged")
+    heads = ("chunks there", "chunks found", "shards read", "damaged")
+    table = Table("peer", "node", "state", "channel", *heads)
     for peer in known:
         state = "connected" if peer.up else peer.error
+        there = str(peer.chunks_announced) if peer.followed else "?"
         counts = (peer.chunks_found, peer.shards_read, peer.shards_damaged)
-        table.add_row(peer.address, peer.node[:8], state, peer.channel, *map(str, counts))
+        table.add_row(peer.address, peer.node[:8], state, peer.channel, there, *map(str, counts))
     Console().print(table)
     for reason in sorted({peer.channel_reason for peer in known if not peer.own} - {""}):
         typer.echo(f"TCP is used: {reason}")
@@ -61,6 +63,14 @@ def peers(context: typer.Context, socket: Socket = None) -> None:
         f"chains: {chains.open} open; offered {chains.offered}, refused {chains.refused}; "
         f"expected {chains.expected}, completed {chains.completed}, stalled {chains.stalled}"
     )
+    listener = status.listener
+    if listener.refused or listener.protocol_errors:
+        typer.echo(
+            f"refused connections: {listener.refused}; protocol errors: "
+            f"{listener.protocol_errors}; the last one: {listener.last_refusal}"
+        )
+    if listener.certificates:
+        typer.echo(f"certificates: {listener.certificates}; those read before stay in use")
     if not all(peer.up or peer.own for peer in known):
         raise typer.Exit(1)
 

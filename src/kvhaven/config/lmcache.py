@@ -59,6 +59,9 @@ TAKEN = {
         "pd_tail",
         "applies to the end of prompts only: kept in memory for 60 s, never written to tiers",
     ),
+    "pd_role": Taken(
+        "pd_role", "only with enable_pd, as in LMCache: a sender only saves, a receiver only loads"
+    ),
     "transfer_channel": Taken(
         "transfer_channel",
         "`nixl` becomes `auto`: NIXL between nodes with RDMA, and elsewhere TCP, which is faster "
@@ -71,6 +74,10 @@ TAKEN = {
         "force_skip_save", "0 and false disable it; in LMCache they enable it"
     ),
     "log_level": Taken("log_level"),
+    "plugins": Taken("plugins", "run by the HTTP API, once for a node, as worker 0 of 1"),
+    "runtime_plugin_locations": Taken(
+        "runtime_plugin_locations", "run by the HTTP API, once for a node, as worker 0 of 1"
+    ),
 }
 """Settings with a counterpart, by their names in LMCache."""
 
@@ -93,8 +100,8 @@ NOT_TAKEN = (
     ),
     Left(
         ("enable_pd", "enable_xpyd", "pd_*", "enable_nixl", "nixl_*"),
-        "set peer_listen and peers on all nodes, and put `kvhaven route` in front of them; nodes "
-        "of both roles have the same settings",
+        "set peer_listen and peers on all nodes, and put `kvhaven route` in front of them; only "
+        "pd_role is taken over",
     ),
     Left(
         (
@@ -115,11 +122,11 @@ NOT_TAKEN = (
     ),
     Left(
         ("internal_api_server_*", "enable_chunk_statistics", "chunk_statistics_*"),
-        "there is no HTTP interface yet; use `kvhaven status`",
+        "the HTTP API has its own settings, api_listen and others",
     ),
     Left(
-        ("plugin_locations", "runtime_plugin_locations", "script_allowed_imports", "extra_config"),
-        "plugins and their settings are not supported",
+        ("plugin_locations", "script_allowed_imports", "extra_config"),
+        "settings of plugins are not supported; see runtime_plugin_locations",
     ),
     Left(
         ("lookup_timeout_ms", "blocking_timeout_secs"),
@@ -146,6 +153,7 @@ _NAIVE = {"remote_serde": "naive", "use_gds": "true", "py_enable_gc": "true"}
 """Values that are LMCache's defaults and enable nothing; they cause no warning."""
 
 
+_ROLES = ("sender", "receiver")
 _CHANNELS = {"nixl": "auto", "py_socket": "tcp"}
 """Values of LMCache's transfer_channel."""
 
@@ -215,7 +223,7 @@ def translate(given: Mapping[str, RawValue]) -> Translation:
     taken: dict[str, RawValue] = {}
     skipped: list[Skipped] = []
     for name, raw in given.items():
-        advice = _not_taken(name, raw)
+        advice = _not_taken(name, raw) or _role_without_effect(name, raw, given)
         if advice is not None:
             skipped.append(Skipped(name, raw.origin, advice))
         elif name in TAKEN:
@@ -245,6 +253,16 @@ def _not_taken(name: str, raw: RawValue) -> str | None:
     return _advice(name)
 
 
+def _role_without_effect(name: str, raw: RawValue, given: Mapping[str, RawValue]) -> str | None:
+    """Return why `pd_role` is not imported; None if it is, for other settings, and if it is off."""
+    if name != "pd_role" or _is_off(raw):
+        return None
+    if str(raw.value).lower() not in _ROLES:
+        return "this role is not known; expected sender or receiver"
+    enabled = "enable_pd" in given and not _is_off(given["enable_pd"])
+    return None if enabled else "without enable_pd it has no effect, as in LMCache"
+
+
 def _advice(name: str) -> str:
     return next(
         left.advice
@@ -263,7 +281,9 @@ def _ours(name: str, raw: RawValue) -> RawValue:
     """Return a value in KVHaven's notation; the host in LMCache's `fs://` URLs is dropped."""
     if name == "transfer_channel":
         return RawValue(_CHANNELS.get(str(raw.value).lower(), raw.value), raw.origin)
-    if name == "nixl_backends":
+    if name == "pd_role":
+        return RawValue("both" if _is_off(raw) else str(raw.value).lower(), raw.origin)
+    if name in {"nixl_backends", "runtime_plugin_locations"}:
         return RawValue(_words(raw.value), raw.origin)
     if name != "remote_url" or not str(raw.value).lower().startswith("fs://"):
         return raw

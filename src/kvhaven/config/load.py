@@ -169,6 +169,9 @@ def notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
                 f"service_address is set, so the service's own settings apply instead of this "
                 f"engine's {', '.join(own)}"
             )
+    plugins = [name for name in _PLUGINS_ONLY if name in raws]
+    if settings.api_listen == "off" and plugins:
+        found.append(f"{', '.join(plugins)} without effect: api_listen is off")
     if settings.local_disk is None:
         disk = [name for name in _DISK_ONLY if name in raws]
         if disk:
@@ -238,6 +241,13 @@ _REMOTE_ONLY = (
     "remote_lookup_ttl_s",
     "fill_faster_tiers",
 )
+_PLUGINS_ONLY = (
+    "plugins",
+    "runtime_plugin_locations",
+    "plugin_engine_url",
+    "plugin_may_change",
+    "plugin_memory",
+)
 _TIERS_ONLY = ("write_queue_size",)
 _SERVICE_ONLY = (
     "max_local_cpu_size",
@@ -270,6 +280,7 @@ _SERVICE_ONLY = (
     "api_tls_certificate",
     "api_tls_key",
     "api_hosts",
+    *_PLUGINS_ONLY,
 )
 _NOT_YET: dict[tuple[str, object], str] = {
     ("discard_partial_chunks", False): (

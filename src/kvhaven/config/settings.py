@@ -50,6 +50,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "for exact repeats of the prompt. Prompts that another node decodes always keep it."
         ),
     ] = False
+    pd_role: Annotated[
+        Literal["both", "sender", "receiver"],
+        setting(
+            "Role of an engine whose prompts and answers are computed on two nodes: a sender only "
+            "saves, a receiver only loads.",
+            "both, sender or receiver",
+        ),
+    ] = "both"
     device: Annotated[
         str,
         setting(
@@ -247,7 +255,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     remote_lookup_ttl_s: Annotated[
         float,
         duration(
-            "How long to cache lookup results of shared tiers.",
+            "How long to cache lookup results of shared tiers; those of peers for half a "
+            "second at most.",
             "seconds",
             most=3600,
             least=0.1,
@@ -474,6 +483,40 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             most=4096,
         ),
     ] = None
+    plugins: Annotated[
+        str | None,
+        setting(
+            "Plugins, each run by the HTTP API in a process of its own.",
+            "module:Class or names of entry points, separated by spaces, or a list of mappings "
+            "with module and class; or none",
+            kind="plugins",
+        ),
+    ] = None
+    runtime_plugin_locations: Annotated[
+        str | None,
+        setting(
+            "Scripts that the HTTP API runs while it runs, or directories of such scripts. Names: "
+            "ROLE[_ID]_text.py or .sh, as for LMCache.",
+            "paths without spaces, separated by spaces or commas, or a list; or none",
+            kind="paths",
+        ),
+    ] = None
+    plugin_engine_url: Annotated[
+        str | None,
+        setting(
+            "URL of an engine's OpenAI-compatible server, which tokenizes the texts that plugins "
+            "prefetch, and computes prompts that are not cached.",
+            "a URL such as http://127.0.0.1:8000, or none",
+            least=1,
+            most=4096,
+        ),
+    ] = None
+    plugin_may_change: Annotated[
+        bool, switch("Allow plugins to pin prompts. All of them may look up and prefetch.")
+    ] = False
+    plugin_memory: Annotated[
+        int, size("Largest memory of a plugin, with that of its child processes.")
+    ] = 512 * MIB
 
     lookup_deadline_ms: Annotated[
         float,

@@ -3,6 +3,7 @@
 
 import math
 import os
+import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -16,13 +17,27 @@ from kvhaven.config.urls import parse_urls, redacted
 from kvhaven.errors import ConfigError
 from kvhaven.tenants import parse_quotas
 
+_PLUGIN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|[\w.-]+", re.ASCII)
 _MAX_SOCKET_BYTES = 107  # sun_path of unix(7) without its terminating null
 _SWITCH = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
 
-Kind = Literal["bool", "int", "float", "text", "choice", "size", "path", "socket", "urls", "quotas"]
+Kind = Literal[
+    "bool",
+    "int",
+    "float",
+    "text",
+    "choice",
+    "size",
+    "path",
+    "paths",
+    "socket",
+    "urls",
+    "quotas",
+    "plugins",
+]
 Value = str | int | float | bool | None
 
 
@@ -250,6 +265,39 @@ def _parse_quotas(_info: SettingInfo, value: object) -> str:
     return str(quotas)
 
 
+def _parse_paths(info: SettingInfo, value: object) -> str:
+    words = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(words, list) or not words:
+        raise ValueError("no paths")
+    paths = [_parse_path(info, word) for word in words]
+    if any(len(path.split()) != 1 or "," in path for path in paths):
+        raise ValueError("a path must not contain spaces or commas")
+    return " ".join(paths)
+
+
+def _parse_plugins(_info: SettingInfo, value: object) -> str:
+    """Return plugins as words, `module:Class` or the name of an entry point."""
+    items = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(items, list) or not items:
+        raise ValueError("no plugins")
+    words = [_plugin(item) for item in items]
+    if len(set(words)) < len(words):
+        raise ValueError("a plugin is named twice")
+    return " ".join(words)
+
+
+def _plugin(item: object) -> str:
+    if isinstance(item, dict):
+        if item.keys() != {"module", "class"}:
+            raise ValueError("a mapping must have the keys module and class, and no others")
+        item = f"{item['module']}:{item['class']}"
+    if not isinstance(item, str) or not _PLUGIN.fullmatch(item):
+        raise ValueError(f"{item!r} is neither module:Class nor a name")
+    if ":" not in item and item.lower() not in plugins.installed(plugins.PLUGINS):
+        raise ValueError(f"no installed package has a plugin {item!r}")
+    return item if ":" in item else item.lower()
+
+
 _PARSERS: dict[Kind, Callable[[SettingInfo, object], Value]] = {
     "bool": _parse_bool,
     "int": _parse_int,
@@ -261,4 +309,6 @@ _PARSERS: dict[Kind, Callable[[SettingInfo, object], Value]] = {
     "socket": _parse_socket,
     "urls": lambda _info, value: parse_urls(value),
     "quotas": _parse_quotas,
+    "paths": _parse_paths,
+    "plugins": _parse_plugins,
 }

@@ -14,7 +14,7 @@ from kvhaven.client.scheduler import (
 from kvhaven.config import Settings
 from kvhaven.engine.request_state import PendingLoad, RequestState
 from kvhaven.engine.requests import printable
-from kvhaven.protocol import MOST_NAME
+from kvhaven.protocol import MOST_NAME, UNKNOWN_NODE
 from kvhaven.types import ChunkKey
 
 _ASK_AGAIN_S = 1.0
@@ -75,10 +75,10 @@ class Lookups:
                 return Outcome.MISS
             transfer = state.request.transfer
             awaited_s = self._awaited_s if transfer.awaited else None
-            if transfer.awaited and transfer.source and not state.pulled:
+            if transfer.awaited and not state.pulled:
                 state.pulled = True
                 self._client.pull_chain(
-                    transfer.source, keys[first:], state.chain.tenant, state.tail
+                    transfer.source or UNKNOWN_NODE, keys[first:], state.chain.tenant, state.tail
                 )
             state.lease_id = self._client.ask(
                 keys[first:], state.chain.tenant, state.tail, awaited_s, self._about(state)

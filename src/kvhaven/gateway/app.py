@@ -25,9 +25,10 @@ from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
 from kvhaven.gateway.openapi import SELECTOR, document
 from kvhaven.gateway.page import FILES, Page
+from kvhaven.gateway.plugins import Plugins, PluginSettings
 from kvhaven.gateway.reuse import ReuseCurve
 from kvhaven.gateway.routes import ROUTES
-from kvhaven.gateway.steering import Steering, version_of
+from kvhaven.gateway.steering import Steering
 from kvhaven.gateway.tenants import Tenants
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
 from kvhaven.protocol import MOST_ROWS, NO_LIMIT, ListKind
@@ -63,6 +64,7 @@ _NO_CONTENT_OF_OTHERS: Final = {
 _OPEN_PATHS: Final = frozenset({"/livez", "/readyz", *FILES})
 """Paths that never need the token. Orchestrators have none; without it, they are not shown the
 checks. Browsers send none with a page, and the files of the dashboard have no data."""
+_NO_PLUGINS: Final = PluginSettings()
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -73,14 +75,21 @@ class Gateway:
     its token. Answers carry no CORS headers, so pages of other sites cannot read them.
     """
 
-    def __init__(self, observer: Observer, access: Access, guard: Guard) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        access: Access,
+        guard: Guard,
+        plugins: PluginSettings = _NO_PLUGINS,
+    ) -> None:
         self._observer = observer
         self._access = access
         self._guard = guard
         self._requests = Requests()
         self._streams = 0
         self._document = document(ROUTES)
-        self._steering = Steering(observer, self._seen, self._all)
+        self._steering = Steering(observer, self._all)
+        self._plugins = Plugins(observer, plugins, self._steering.keys_of)
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
         self._page_files = Page()
         self._history = History()
@@ -100,9 +109,13 @@ class Gateway:
         return app
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(part.run()) for part in (self._observer, self._tenants)]
+        observing = asyncio.create_task(self._observer.run())
+        tenants = asyncio.create_task(self._tenants.run())
+        plugins = asyncio.create_task(self._plugins.run())
+        for task in (plugins, tenants):
+            task.add_done_callback(_log_failure)
         yield
-        for task in tasks:
+        for task in (plugins, tenants, observing):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -208,6 +221,7 @@ class Gateway:
             self._requests,
             self._reuse.curve(time.time()),
             self._tenants.largest,
+            list(self._plugins.samples()),
         )
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -247,10 +261,8 @@ class Gateway:
     async def _on_config(self, request: web.Request) -> web.Response:
         answer = answered(await self._observer.steer(GetConfig()))
         assert isinstance(answer.body, bytes)
-        generation = msgspec.json.decode(answer.body, type=Config).generation
-        tag = (
-            f"{version_of(self._seen(), generation)}-{hashlib.sha256(answer.body).hexdigest()[:16]}"
-        )
+        version = msgspec.json.decode(answer.body, type=Config).version
+        tag = f"{version}-{hashlib.sha256(answer.body).hexdigest()[:16]}"
         if any(known.value in {tag, "*"} for known in request.if_none_match or ()):
             answer = web.Response(status=304)
         answer.etag = tag
@@ -284,6 +296,12 @@ class Gateway:
         rows = [row for row in tiers_of(self._seen().snapshot) if row.id > cursor]
         more = len(rows) > limit
         return json_of(models.Tiers(rows[:limit], rows[limit - 1].id if more else None))
+
+    async def _on_plugins(self, request: web.Request) -> web.Response:
+        cursor, limit = _page_of(request)
+        rows = [row for row in self._plugins.rows() if row.id > cursor]
+        more = len(rows) > limit
+        return json_of(models.Plugins(rows[:limit], rows[limit - 1].id if more else None))
 
     async def _page(self, request: web.Request, kind: ListKind) -> web.Response:
         rows, more = await self._observer.rows(kind, *_page_of(request))
@@ -395,6 +413,11 @@ class Gateway:
             else:
                 logger.info("api: ended a stream of a client that does not read")
                 _reset(transport)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("api: a task failed", exc_info=task.exception())
 
 
 def _bound(transport: asyncio.Transport) -> None:

@@ -18,9 +18,11 @@ from kvhaven.gateway.access import Access
 from kvhaven.gateway.app import Gateway
 from kvhaven.gateway.guard import HEADER_S, MOST_CONNECTIONS, Guard
 from kvhaven.gateway.observer import Observer
+from kvhaven.gateway.plugins import PluginSettings
 
 HEARTBEAT_S: Final = 1.0
 _SHUTDOWN_S: Final = 1.0
+_NO_PLUGINS: Final = PluginSettings()
 
 logger = logging.getLogger(__name__)
 
@@ -28,21 +30,23 @@ _malformed = logging.getLogger(f"{__name__}.malformed")
 _malformed.setLevel(logging.CRITICAL)  # aiohttp would log a traceback for each malformed request
 
 
-def serve(address: str, access: Access, *, child: bool = False) -> None:
+def serve(
+    address: str, access: Access, plugins: PluginSettings = _NO_PLUGINS, *, child: bool = False
+) -> None:
     """Serve the API of the service at `address` until SIGTERM or SIGINT.
 
     `child`: write a byte to standard output every second, and end when its reader, the service,
     is gone. Raises `KVHavenError` if the API cannot listen.
     """
-    asyncio.run(_run(address, access, child=child))
+    asyncio.run(_run(address, access, plugins, child=child))
 
 
-async def _run(address: str, access: Access, *, child: bool) -> None:
+async def _run(address: str, access: Access, plugins: PluginSettings, *, child: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with serving(Observer(address, sample=True), access) as url:
+    async with serving(Observer(address, sample=True), access, plugins) as url:
         logger.info("api: listening at %s, service at %s", url, address)
         beating = loop.create_task(_beat(stop)) if child else None
         await stop.wait()
@@ -51,11 +55,13 @@ async def _run(address: str, access: Access, *, child: bool) -> None:
 
 
 @asynccontextmanager
-async def serving(observer: Observer, access: Access) -> AsyncIterator[str]:
+async def serving(
+    observer: Observer, access: Access, plugins: PluginSettings = _NO_PLUGINS
+) -> AsyncIterator[str]:
     """Serve the API within a context; yield its URL. Raises `KVHavenError` if it cannot listen."""
     guard = Guard()
     runner = web.AppRunner(
-        Gateway(observer, access, guard).app(),
+        Gateway(observer, access, guard, plugins).app(),
         access_log=None,
         logger=_malformed,
         handler_cancellation=True,  # a client that goes away ends its request

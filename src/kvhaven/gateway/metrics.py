@@ -45,6 +45,7 @@ def text_of(
     requests: Requests,
     curve: Curve,
     tenants: Sequence[TenantBytes],
+    plugins: Samples = (),
 ) -> str:
     """Return all metrics."""
     families = [
@@ -63,6 +64,7 @@ def text_of(
                 for place, size in tenant.bytes.items()
             ],
         ),
+        *_peers(snapshot),
         *_about(snapshot, namespaces),
         *_process(snapshot.pid),
         _family(
@@ -70,6 +72,12 @@ def text_of(
             "counter",
             "Requests to the HTTP API, by route and status.",
             requests.samples(),
+        ),
+        _family(
+            "plugin_events_total",
+            "counter",
+            "Events of plugins, by hook and result.",
+            plugins,
         ),
     ]
     return "".join(families)
@@ -341,6 +349,28 @@ def _reuse(curve: Curve) -> Iterator[str]:
         "gauge",
         "Difference between the estimate for the present memory and what was found.",
         [({}, error)] if error is not None else [],
+    )
+
+
+def _peers(snapshot: ServiceSnapshot) -> Iterator[str]:
+    listener = snapshot.listener
+    yield _family(
+        "peer_connections",
+        "gauge",
+        "Connections of other nodes.",
+        [({}, listener.connections)],
+    )
+    yield _family(
+        "peer_refused_connections_total",
+        "counter",
+        "Connections that ended before the other side had proved to be a node of the cluster.",
+        [({}, listener.refused)],
+    )
+    yield _family(
+        "peer_protocol_errors_total",
+        "counter",
+        "Malformed frames and unexpected messages at the listener for other nodes.",
+        [({}, listener.protocol_errors)],
     )
 
 

@@ -16,6 +16,7 @@ from kvhaven.service.tier_runner import TierSwitch
 
 GB = 1_000_000_000
 
+State = Literal["ok", "degraded", "stopping"]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 QuotaBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_QUOTA)]
 
@@ -37,7 +38,7 @@ class Check(msgspec.Struct, frozen=True):
 class Health(msgspec.Struct, frozen=True):
     """Health of the service. `degraded`: some check failed, but engines are served or may be."""
 
-    status: Literal["ok", "degraded", "stopping"]
+    status: State
     checks: list[Check]
 
 
@@ -180,6 +181,26 @@ class Jobs(msgspec.Struct, frozen=True):
     """A page of jobs. `next` is the cursor of the next page; null on the last one."""
 
     rows: list[JobRow]
+    next: str | None
+
+
+class PluginRow(msgspec.Struct, frozen=True):
+    """A plugin. `error` says why its process ended last."""
+
+    id: str
+    kind: Literal["class", "script"]
+    state: Literal["starting", "running", "waiting", "ended", "off"]
+    """`waiting`: for its next start; `off`: it has failed too often."""
+    pid: int | None
+    starts: int
+    queued_events: int
+    error: str
+
+
+class Plugins(msgspec.Struct, frozen=True):
+    """A page of plugins. `next` is the cursor of the next page; null on the last one."""
+
+    rows: list[PluginRow]
     next: str | None
 
 

@@ -14,6 +14,7 @@ from kvhaven.errors import KVHavenError, ProtocolError, ServiceUnavailableError
 from kvhaven.protocol import (
     MOST_ROWS,
     OBSERVE,
+    STEER,
     Clear,
     Cleared,
     FrameReader,
@@ -87,6 +88,7 @@ class Observer:
         """Functions that are called with each new snapshot."""
         self._interval_s = interval_s
         self._writer: asyncio.StreamWriter | None = None
+        self._features = 0
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[ServiceMessage]] = {}
         self._news = asyncio.Event()
@@ -149,6 +151,11 @@ class Observer:
 
     async def steer(self, request: Request, timeout_s: float = STEER_S) -> Steered:
         """Have the service answer a request of an operator. Raises as `rows` does."""
+        if self._writer is not None and not self._features & STEER:
+            raise ServiceUnavailableError(
+                f"the service at {self.address}: its version cannot be steered; restart it with "
+                "this version"
+            )
         message = Steer(next(self._ids), msgspec.json.encode(request))
         return await self._ask(message, Steered, timeout_s)
 
@@ -164,6 +171,7 @@ class Observer:
                     message = decode_service(body)
                     if isinstance(message, Welcome):
                         _require_observable(message)
+                        self._features = message.features
                         self._writer = writer
                         asking = asyncio.create_task(self._ask_repeatedly(writer))
                     else:

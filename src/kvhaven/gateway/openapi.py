@@ -43,6 +43,19 @@ JOB: Final[Parameter] = {
     "description": "An id of a job or of a pin.",
     "schema": {"type": "string", "pattern": "^[0-9]{16}$"},
 }
+CHUNK: Final[Parameter] = {
+    "name": "id",
+    "in": "path",
+    "required": True,
+    "description": "A chunk's id, as `/v1/lookup?chunks=true` tells it.",
+    "schema": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
+}
+CHUNKS: Final[Parameter] = {
+    "name": "chunks",
+    "in": "query",
+    "description": "Also return the ids of the prompt's chunks.",
+    "schema": {"type": "boolean", "default": False},
+}
 TIER: Final[Parameter] = {
     "name": "name",
     "in": "path",
@@ -194,7 +207,8 @@ def _response(route: Route, status: int) -> dict[str, Any]:
     if status == 304:  # noqa: PLR2004  it has no body
         return found
     if own and isinstance(route.answer, str):
-        found["content"] = {route.answer: {"schema": _TEXT}}
+        schema = {"type": "object"} if route.answer == "application/json" else _TEXT
+        found["content"] = {route.answer: {"schema": schema}}
         return found
     kind = route.answer if own and not isinstance(route.answer, str) else Problem
     found["content"] = {

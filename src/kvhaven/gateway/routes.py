@@ -5,12 +5,12 @@ from typing import Final
 
 from kvhaven.gateway import models
 from kvhaven.gateway.history import Recent
-from kvhaven.gateway.openapi import CHANGE, JOB, PAGE, SELECTOR, TENANT, TIER, Route
+from kvhaven.gateway.openapi import CHANGE, CHUNK, CHUNKS, JOB, PAGE, SELECTOR, TENANT, TIER, Route
 from kvhaven.gateway.reuse import Curve
 from kvhaven.service.jobs import JobRow
 from kvhaven.service.pins import PinRow
 from kvhaven.service.runtime_settings import Changes, Config
-from kvhaven.service.steering import Drained, Found, TierState
+from kvhaven.service.steering import ChunkRow, Drained, Found, TierState
 
 EVENTS: Final = "/events"
 
@@ -78,14 +78,16 @@ ROUTES: Final = (
     Route("/v1/tiers", "tiers", "Tiers.", models.Tiers, (200, 400, 503), PAGE),
     Route("/v1/pins", "pins", "Pins.", models.Pins, (200, 400, 503), PAGE),
     Route("/v1/jobs", "jobs", "Jobs.", models.Jobs, (200, 400, 503), PAGE),
+    Route("/v1/plugins", "plugins", "Plugins.", models.Plugins, (200, 400), PAGE),
     Route("/v1/jobs/{id}", "job", "A job.", JobRow, (200, 400, 404, 503), (JOB,)),
+    Route("/v1/chunks/{id}", "chunk", "A chunk.", ChunkRow, (200, 404, 503), (CHUNK,)),
     Route(
         "/v1/lookup",
         "lookup",
         "Where the chunks of a prompt are, and why the first missing one is missing.",
         Found,
         (200, 400, 401, 403, 404, 409, 503),
-        (),
+        (CHUNKS,),
         models.Chain,
         "post",
     ),

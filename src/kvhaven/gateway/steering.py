@@ -20,9 +20,9 @@ from kvhaven.gateway.answers import (
     require_known,
     switch,
 )
-from kvhaven.gateway.observer import Observer, Seen
+from kvhaven.gateway.observer import Observer
 from kvhaven.keys import Extras, KeyChain, tenant_id
-from kvhaven.protocol import MOST_KEYS, ListKind
+from kvhaven.protocol import MOST_KEYS, KeyList, ListKind
 from kvhaven.service.runtime_settings import Config
 from kvhaven.service.snapshot import EngineRow, NamespaceRow
 from kvhaven.service.steering import (
@@ -30,6 +30,7 @@ from kvhaven.service.steering import (
     Drain,
     FlushAll,
     Found,
+    GetChunk,
     GetConfig,
     GetJob,
     LookUp,
@@ -40,25 +41,23 @@ from kvhaven.service.steering import (
     SwitchTier,
     Unpin,
     Verify,
+    chunk_id,
 )
 
 _MOST_NAMES: Final = 256
+_MOST_CHUNKS: Final = 1 << 16
+"""Chunks whose ids are known: those of the last lookups that asked for them."""
 
 Rows = Callable[[ListKind, type[Any]], Awaitable[list[Any]]]
 """Function that returns all rows of a kind."""
 
 
-def version_of(seen: Seen, generation: int) -> str:
-    """Return the part of the ETag of `/config` that changes with the settings alone."""
-    return f"{seen.snapshot.service[:8]}-{generation}"
-
-
 class Steering:
-    """Handlers, each with the name that its route has. `seen` returns the last snapshot."""
+    """Handlers, each with the name that its route has."""
 
-    def __init__(self, observer: Observer, seen: Callable[[], Seen], rows: Rows) -> None:
+    def __init__(self, observer: Observer, rows: Rows) -> None:
         self._observer = observer
-        self._seen = seen
+        self._chunks: dict[str, tuple[bytes, bytes, bytes]] = {}
         self._rows = rows
 
     async def configure(self, request: web.Request) -> web.Response:
@@ -66,22 +65,23 @@ class Steering:
         require_known(request, {"dry_run"})
         dry_run = switch(request.query, "dry_run")
         values = await body_of(request, models.Values)
-        generation = None
+        version = None
         if request.if_match is not None and not any(t.value == "*" for t in request.if_match):
             config = await self._observer.steer(GetConfig())
-            generation = msgspec.json.decode(config.answer, type=Config).generation
-            version = version_of(self._seen(), generation)
+            version = msgspec.json.decode(config.answer, type=Config).version
             if not any(tag.value.startswith(f"{version}-") for tag in request.if_match):
                 return problem(412, "If-Match: the settings have changed; read /config again")
-        answer = await self._observer.steer(Configure(values, dry_run, generation))
+        answer = await self._observer.steer(Configure(values, dry_run, version))
         if not dry_run:
             audit(request, f"status {answer.status}: {', '.join(sorted(values))[:_MOST_NAMES]!r}")
         return answered(answer)
 
     async def lookup(self, request: web.Request) -> web.Response:
         """Say where a prompt's chunks are."""
+        require_known(request, {"chunks"})
+        with_chunks = switch(request.query, "chunks")
         wanted = await body_of(request, models.Chain)
-        chain, size = await self._keys(wanted)
+        chain, size = await self.keys_of(wanted)
         answer = await self._observer.steer(LookUp(*chain))
         if answer.status != 200:  # noqa: PLR2004  OK
             return answered(answer)
@@ -93,22 +93,42 @@ class Steering:
             if tokens - gap < size:
                 reason = Reason.PARTIAL_CHUNK
             found = msgspec.structs.replace(found, first_gap=gap, reason=reason.label)
+        if with_chunks:
+            found = msgspec.structs.replace(found, chunks=self._remember(*chain))
         return json_of(msgspec.structs.replace(found, tokens=tokens))
+
+    async def chunk(self, request: web.Request) -> web.Response:
+        """Return a chunk."""
+        known = self._chunks.get(request.match_info["id"])
+        if known is None:
+            return problem(404, "unknown chunk; /v1/lookup?chunks=true tells the ids of a prompt's")
+        return answered(await self._observer.steer(GetChunk(*known)))
+
+    def _remember(self, namespace: bytes, keys: bytes, tenant: bytes) -> list[str]:
+        """Return the ids of chunks, and remember the last ones with their keys."""
+        ids = []
+        for key in KeyList(keys):
+            ids.append(chunk_id(key))
+            self._chunks.pop(ids[-1], None)
+            self._chunks[ids[-1]] = (namespace, key, tenant)
+        while len(self._chunks) > _MOST_CHUNKS:
+            del self._chunks[next(iter(self._chunks))]
+        return ids
 
     async def prefetch(self, request: web.Request) -> web.Response:
         """Promote a prompt's chunks."""
-        chain, _ = await self._keys(await body_of(request, models.Chain))
+        chain, _ = await self.keys_of(await body_of(request, models.Chain))
         return await self._steered(request, Promote(*chain))
 
     async def verify(self, request: web.Request) -> web.Response:
         """Verify a prompt's chunks."""
-        chain, _ = await self._keys(await body_of(request, models.Chain))
+        chain, _ = await self.keys_of(await body_of(request, models.Chain))
         return await self._steered(request, Verify(*chain))
 
     async def move(self, request: web.Request) -> web.Response:
         """Write a prompt's chunks to a tier, or promote them."""
         wanted = await body_of(request, models.MovedChain)
-        chain, _ = await self._keys(wanted)
+        chain, _ = await self.keys_of(wanted)
         if wanted.to == "memory":
             return await self._steered(request, Promote(*chain))
         return await self._steered(request, Move(*chain, to=wanted.to))
@@ -116,7 +136,7 @@ class Steering:
     async def pin(self, request: web.Request) -> web.Response:
         """Pin a prompt's chunks."""
         wanted = await body_of(request, models.PinnedChain)
-        chain, _ = await self._keys(wanted)
+        chain, _ = await self.keys_of(wanted)
         return await self._steered(request, PinChain(*chain, ttl_s=wanted.ttl_s))
 
     async def unpin(self, request: web.Request) -> web.Response:
@@ -148,7 +168,7 @@ class Steering:
         audit(request, f"status {answer.status}")
         return answered(answer)
 
-    async def _keys(self, chain: models.Chain) -> tuple[tuple[bytes, bytes, bytes], int]:
+    async def keys_of(self, chain: models.Chain) -> tuple[tuple[bytes, bytes, bytes], int]:
         """Return namespace, keys and tenant of a prompt, and the tokens of a chunk.
 
         Raises `KVHavenError` if it names no namespace, or an unknown one.

@@ -4,7 +4,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kvhaven.gateway.models import GB, Check, Chunks, Health, Memory, Stats, TierRow, Tokens
+from kvhaven.gateway.models import GB, Check, Chunks, Health, Memory, State, Stats, TierRow, Tokens
 from kvhaven.gateway.observer import SILENT_S, Observer
 from kvhaven.gateway.reuse import Curve
 from kvhaven.service.snapshot import NamespaceRow, ServiceSnapshot
@@ -19,13 +19,19 @@ def health_of(observer: Observer) -> tuple[Health, bool]:
     if seen is None or observer.silent_s >= SILENT_S:
         detail = observer.error if seen is None else f"silent for {observer.silent_s:.0f} s"
         return Health("degraded", [Check("service", ok=False, detail=detail)]), False
-    checks = [Check("service", ok=True), *_checks(seen.snapshot)]
-    if seen.snapshot.stopping or seen.snapshot.draining:
-        return Health("stopping", checks), True
-    return Health("ok" if all(check.ok for check in checks) else "degraded", checks), True
+    checks = [Check("service", ok=True), *checks_of(seen.snapshot)]
+    return Health(state_of(seen.snapshot), checks), True
 
 
-def _checks(snapshot: ServiceSnapshot) -> Iterator[Check]:
+def state_of(snapshot: ServiceSnapshot) -> State:
+    """Return the state of a service that answers."""
+    if snapshot.stopping or snapshot.draining:
+        return "stopping"
+    return "ok" if all(check.ok for check in checks_of(snapshot)) else "degraded"
+
+
+def checks_of(snapshot: ServiceSnapshot) -> Iterator[Check]:
+    """Yield the conditions of health that a snapshot tells."""
     allocated, planned = snapshot.arena_allocated_bytes, snapshot.arena_planned_bytes
     complete = snapshot.arena_allocating or allocated >= planned
     detail = "" if complete else f"memory ran out: {allocated} of {planned} bytes are allocated"
@@ -100,6 +106,17 @@ def tiers_of(snapshot: ServiceSnapshot) -> list[TierRow]:
             )
         )
     return rows
+
+
+def tier_state_of(row: TierRow) -> str:
+    """Return the state of a tier in a word: as an operator has switched it, or what is wrong."""
+    if row.state == "off":
+        return "off"
+    if not row.online:
+        return "offline"
+    if row.state == "on" and not row.writable and row.id != _READ_ONLY:
+        return "writes off"
+    return row.state
 
 
 def stats_of(snapshot: ServiceSnapshot, cached_tokens: int | None, curve: Curve) -> Stats:

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from kvhaven.peers.addresses import Address
@@ -12,6 +13,7 @@ from kvhaven.peers.certificates import Certificates
 from kvhaven.peers.wire import (
     PROOF_BYTES,
     TICKET_BYTES,
+    Credential,
     PeerError,
     Stream,
     Ticket,
@@ -19,7 +21,8 @@ from kvhaven.peers.wire import (
 )
 
 _TICKET_S: Final = 10.0
-_MOST_TICKETS: Final = 1024
+_MOST_TICKETS: Final = 64
+"""Tickets of one connection that were not used yet."""
 
 
 class Tickets:
@@ -31,22 +34,55 @@ class Tickets:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[bytes, tuple[float, bytes]] = {}
+        self._open: dict[bytes, tuple[Stream, float, bytes]] = {}
+        self._given: dict[Stream, dict[bytes, None]] = {}
+        """Open tickets of each connection, oldest first."""
 
-    def issue(self) -> Ticket:
-        """Return a new ticket; the oldest is void if there are too many."""
+    def issue(self, to: Stream) -> Ticket:
+        """Return a new ticket; if a connection has too many, its own oldest one is void."""
         ticket = Ticket(os.urandom(TICKET_BYTES), os.urandom(PROOF_BYTES))
         with self._lock:
-            if len(self._open) >= _MOST_TICKETS:
-                del self._open[next(iter(self._open))]
-            self._open[ticket.id] = time.monotonic() + _TICKET_S, ticket.secret
+            given = self._given.setdefault(to, {})
+            if len(given) >= _MOST_TICKETS:
+                self._drop(next(iter(given)))
+            given[ticket.id] = None
+            self._open[ticket.id] = to, time.monotonic() + _TICKET_S, ticket.secret
         return ticket
 
-    def redeem(self, ticket: bytes) -> bytes | None:
-        """Return the secret of a ticket once; None if there is no such ticket."""
+    def redeem(self, ticket: bytes) -> tuple[bytes, Credential | None] | None:
+        """Return the secret of a ticket once, and the credential of the connection that got it.
+
+        None if there is no such ticket.
+        """
         with self._lock:
-            until, secret = self._open.pop(ticket, (0.0, b""))
-        return secret if time.monotonic() < until else None
+            if ticket not in self._open:
+                return None
+            to, until, secret = self._open[ticket]
+            self._drop(ticket)
+        return (secret, to.credential) if time.monotonic() < until else None
+
+    def void(self, of: Stream) -> None:
+        """Void all tickets of a connection that has ended."""
+        with self._lock:
+            for ticket in self._given.pop(of, ()):
+                del self._open[ticket]
+
+    def _drop(self, ticket: bytes) -> None:
+        to, _, _ = self._open.pop(ticket)
+        self._given[to].pop(ticket, None)
+
+
+def encrypt(
+    stream: Stream,
+    certificates: Certificates,
+    wrap: Callable[[socket.socket], socket.socket],
+    deadline: float,
+) -> None:
+    """Encrypt a new connection, if `wrap` says so. Raises `PeerError`."""
+    try:
+        stream.secure(wrap, lambda sock: certificates.shake_hands(sock, deadline))
+    except PeerError as error:
+        raise PeerError(f"{stream.title}: {error}") from error
 
 
 def dial(
@@ -68,13 +104,10 @@ def dial(
     except (OSError, UnicodeError) as error:  # no DNS name may be like that
         reason = getattr(error, "strerror", None) or str(error)
         raise PeerError(f"{title} cannot be reached: {reason}") from error
-    if certificates is not None and ticket is None:
-        try:
-            sock = certificates.connect(sock, deadline)
-        except PeerError as error:
-            raise PeerError(f"{title}: {error}") from error
     stream = Stream(sock, title)
     try:
+        if certificates is not None and ticket is None:
+            encrypt(stream, certificates, certificates.connect, deadline)
         if ticket is None:
             return stream, greet(stream, node, token, deadline)
         return stream, greet(stream, node, ticket.secret, deadline, ticket.id)

@@ -2,6 +2,7 @@
 """Listener of the peer plane: sends chunks from this node's memory to other nodes."""
 
 import contextlib
+import ipaddress
 import logging
 import socket
 import threading
@@ -9,16 +10,20 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+import msgspec
+
+from kvhaven.catalog.announcer import START, Batch, Cursor
 from kvhaven.catalog.loans import Loan
 from kvhaven.errors import ConfigError, KVHavenError, ProtocolError
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.certificates import Certificates
-from kvhaven.peers.dial import Tickets
+from kvhaven.peers.dial import Tickets, encrypt
 from kvhaven.peers.nixl import KIND, NixlChannel, TcpOnly
 from kvhaven.peers.wire import (
     REQUEST,
     RETURNED,
     Absent,
+    Announce,
     Borrow,
     Channel,
     Chunk,
@@ -45,6 +50,8 @@ from kvhaven.peers.wire import (
     Stale,
     Stream,
     Ticket,
+    Watch,
+    pack_digests,
     welcome,
 )
 from kvhaven.protocol import KeyList, tenant_of
@@ -64,7 +71,9 @@ _log = logging.getLogger(__name__)
 _MOST_CONNECTIONS: Final = 256
 _MOST_UNKNOWN: Final = 64
 """Connections whose node has not proved yet that it knows the token."""
-_HANDSHAKE_S: Final = 5.0
+_MOST_UNKNOWN_AT: Final = 16
+"""Of these, from one address."""
+_HANDSHAKE_S: Final = 3.0
 _IDLE_S: Final = 30.0
 """Peers ping every second, so a connection that is silent for this long is dead."""
 _MOST_DESCRIBED: Final = 1 << 19
@@ -82,6 +91,9 @@ class Lender(Protocol):
         self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
     ) -> list[bool]:
         """Return whether each chunk is in memory as this tenant's."""
+
+    def announced(self, cursor: Cursor, wait_s: float) -> Batch:
+        """Return what a follower has to hear next; wait for `wait_s` seconds if that is nothing."""
 
     def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
         """Pin a chunk, until `returned`; None if it is not here or cannot be pinned now."""
@@ -107,6 +119,21 @@ class Chains(Protocol):
 
     def pulled(self, node: str, pull: Pull) -> Following:
         """Tell the node which chunks of a chain are here."""
+
+
+class ListenerStatus(msgspec.Struct, frozen=True):
+    """Counters of the listener: open connections of nodes, and those that ended badly.
+
+    `refused`: before the other side had proved to be a node of the cluster, also if it said nothing
+    for too long. `protocol_errors`: by a malformed frame or an unexpected message, of anybody.
+    `last_refusal` is the last reason of either. `certificates` says why changed files are not used.
+    """
+
+    connections: int = 0
+    refused: int = 0
+    protocol_errors: int = 0
+    last_refusal: str = ""
+    certificates: str = ""
 
 
 class PeerListener:
@@ -141,7 +168,10 @@ class PeerListener:
         self._channel = channel or TcpOnly("this node has no other channel")
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
-        self._unknown: set[Stream] = set()
+        self._unknown: dict[Stream, str] = {}
+        """Connections of the oldest first, with their addresses."""
+        self._refused = self._protocol_errors = 0
+        self._last_refusal = ""
         self._closed = False
         try:
             family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -178,11 +208,7 @@ class PeerListener:
                 time.sleep(0.1)  # no descriptors left, for example
                 continue
             stream = Stream(sock, f"peer {peer[0]}:{peer[1]}")
-            with self._lock:
-                full = self._closed or len(self._unknown) >= _MOST_UNKNOWN
-                if not full:
-                    self._unknown.add(stream)
-            if full:
+            if not self._begin(stream, _network(peer[0])):
                 stream.close()
                 continue
             try:
@@ -193,6 +219,35 @@ class PeerListener:
                 _log.warning("%s: refused: %s", stream.title, error)
                 self._ended(stream)
 
+    def status(self) -> ListenerStatus:
+        """Return the counters."""
+        certificates = self._certificates
+        problem = certificates.problem if certificates is not None else ""
+        counts = len(self._streams), self._refused, self._protocol_errors
+        return ListenerStatus(*counts, self._last_refusal, problem)
+
+    def _begin(self, stream: Stream, address: str) -> bool:
+        """Note a new connection; return False if its address has too many that are not known yet.
+
+        If all together are too many, the oldest one ends: its node had the most time.
+        """
+        with self._lock:
+            same = sum(one == address for one in self._unknown.values())
+            if self._closed or same >= _MOST_UNKNOWN_AT:
+                self._count_refusal(f"{stream.title}: too many connections of {address} are new")
+                return False
+            oldest = next(iter(self._unknown)) if len(self._unknown) >= _MOST_UNKNOWN else None
+            if oldest is not None:
+                del self._unknown[oldest]
+            self._unknown[stream] = address
+        if oldest is not None:
+            oldest.shut_down()
+        return True
+
+    def _count_refusal(self, reason: str) -> None:
+        self._refused += not self._closed
+        self._last_refusal = reason
+
     def _serve(self, stream: Stream) -> None:
         try:
             be_nice()
@@ -200,8 +255,16 @@ class PeerListener:
             self._admit(stream)
             _log.info("%s: connected, node %s", stream.title, node[:8])
             while True:
-                self._answer(stream, node, stream.receive(REQUEST, time.monotonic() + _IDLE_S))
+                request = stream.receive(REQUEST, time.monotonic() + _IDLE_S)
+                _require_valid(stream)
+                self._answer(stream, node, request)
         except (PeerError, ProtocolError) as error:
+            with self._lock:
+                if isinstance(error, ProtocolError):
+                    self._protocol_errors += 1
+                    self._last_refusal = str(error)
+                if stream not in self._streams:
+                    self._count_refusal(str(error))
             _log.log(logging.DEBUG if self._closed else logging.INFO, "%s", error)
         except KVHavenError as error:
             _log.warning("%s: disconnected: %s", stream.title, error)
@@ -215,7 +278,9 @@ class PeerListener:
         certificates = self._certificates
         redeem = None
         if certificates is not None:
-            stream.secure(lambda sock: certificates.listen(sock, deadline))
+            encrypt(
+                stream, certificates, lambda sock: certificates.listen(sock, deadline), deadline
+            )
             redeem = None if stream.encrypted else self._tickets.redeem
         return welcome(stream, self._node, self._token, deadline, redeem)
 
@@ -224,7 +289,7 @@ class PeerListener:
         with self._lock:
             full = self._closed or len(self._streams) >= _MOST_CONNECTIONS
             if not full:
-                self._unknown.discard(stream)
+                self._unknown.pop(stream, None)
                 self._streams.add(stream)
         if full:
             raise PeerError(f"{stream.title}: refused, {_MOST_CONNECTIONS} connections are open")
@@ -233,7 +298,8 @@ class PeerListener:
         stream.close()
         with self._lock:
             self._streams.discard(stream)
-            self._unknown.discard(stream)
+            self._unknown.pop(stream, None)
+        self._tickets.void(stream)
 
     def _answer(self, stream: Stream, node: str, request: Request) -> None:
         data_only = self._certificates is not None and not stream.encrypted
@@ -243,12 +309,14 @@ class PeerListener:
             self._give(stream, request)
         elif isinstance(request, Probe):
             _send_zeros(stream, request.size)
+        elif isinstance(request, Watch):
+            stream.send(self._announce(request), time.monotonic() + _SEND_S)
         elif isinstance(request, Offer | Pull | Progress):
             stream.send(self._follow(node, request), time.monotonic() + _SEND_S)
         else:
-            stream.send(self._reply(request), time.monotonic() + _SEND_S)
+            stream.send(self._reply(stream, request), time.monotonic() + _SEND_S)
 
-    def _reply(self, request: Ping | Has | GetTicket | Describe) -> PeerMessage:
+    def _reply(self, stream: Stream, request: Ping | Has | GetTicket | Describe) -> PeerMessage:
         if isinstance(request, Has):
             keys, tenant = KeyList(request.keys), tenant_of(request.tenant)
             if not self._may_share(request.tenant):
@@ -257,8 +325,21 @@ class PeerListener:
             return HasReply(bytes(there))
         if isinstance(request, GetTicket):
             closed = self._certificates is None or self._certificates.encrypt_data
-            return Ticket(b"", b"") if closed else self._tickets.issue()
+            return Ticket(b"", b"") if closed else self._tickets.issue(stream)
         return Pong() if isinstance(request, Ping) else _described(self._lender.namespaces())
+
+    def _announce(self, request: Watch) -> Announce:
+        known = request.source == self._node
+        cursor = Cursor(request.seq, request.part) if known else START
+        batch = self._lender.announced(cursor, request.wait_ms / 1000)
+        return Announce(
+            self._node,
+            *batch.cursor,
+            batch.fresh,
+            batch.whole,
+            pack_digests(batch.added),
+            pack_digests(batch.removed),
+        )
 
     def _follow(self, node: str, request: Offer | Pull | Progress) -> Following:
         if not (isinstance(request, Progress) or self._may_share(request.tenant)):
@@ -338,6 +419,21 @@ class PeerListener:
         finally:
             self._channel.lent(-1)
             self._lender.returned(loan)
+
+
+def _require_valid(stream: Stream) -> None:
+    """Raise `PeerError` if a connection could not be made any more by its certificates."""
+    if stream.credential is not None and not stream.credential.valid:
+        raise PeerError(f"{stream.title}: its certificate has ended, or others are in use now")
+
+
+def _network(address: str) -> str:
+    """Return an IPv4 address, or the part of an IPv6 address that one network has (64 bits)."""
+    if ":" not in address:
+        return address
+    exploded = ipaddress.IPv6Address(address.partition("%")[0])
+    mapped = exploded.ipv4_mapped
+    return str(mapped) if mapped is not None else exploded.exploded[:19]
 
 
 def _place(loan: Loan, shard: ShardId, payload_bytes: int) -> tuple[int, Checksum] | None:

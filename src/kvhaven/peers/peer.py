@@ -12,12 +12,15 @@ from typing import Final, TypeVar
 import msgspec
 import xxhash
 
+from kvhaven.catalog.announcer import Batch, Cursor
 from kvhaven.errors import ProtocolError, TierError
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.certificates import Certificates
 from kvhaven.peers.dial import dial
 from kvhaven.peers.nixl import ChannelError, Hold, NixlRoute
+from kvhaven.peers.view import PeerView
 from kvhaven.peers.wire import (
+    ANNOUNCE,
     FETCHED,
     FOLLOWING,
     HAS_REPLY,
@@ -25,6 +28,8 @@ from kvhaven.peers.wire import (
     PONG,
     TICKET,
     Absent,
+    Announce,
+    Credential,
     Fetch,
     Following,
     GetTicket,
@@ -37,6 +42,8 @@ from kvhaven.peers.wire import (
     SilentPeerError,
     Stream,
     Ticket,
+    Watch,
+    unpack_digests,
 )
 from kvhaven.protocol import batches
 from kvhaven.tiers.base import StoredShard
@@ -47,6 +54,8 @@ from kvhaven.types import Checksum, ChunkKey, NamespaceDigest, TenantId
 
 T = TypeVar("T")
 
+_WATCH_S: Final = 1.0
+"""Longest wait of a peer for changes that it could announce."""
 _LONGEST: Final = 10
 """A shard may take this many times `deadline_s` in total, as long as bytes keep coming."""
 
@@ -68,6 +77,11 @@ class PeerStatus(msgspec.Struct, frozen=True):
     channel: str = "tcp"
     """How shards are read: `tcp` or `nixl`; `channel_reason` says why it is TCP."""
     channel_reason: str = ""
+    chunks_announced: int = 0
+    """Chunks that it has, by its announcements; `followed`: these are complete, so it is not asked
+    where chunks are. `questions` are the lookups that it was asked."""
+    followed: bool = False
+    questions: int = 0
 
 
 ChunkName = tuple[NamespaceDigest, TenantId, ChunkKey]
@@ -106,7 +120,8 @@ class Peer:
         """The way over NIXL; None if this node reads over TCP alone."""
         self._negotiating = False
         self.node = ""
-        self.found = self.read = self.damaged = 0
+        self.found = self.read = self.damaged = self.questions = 0
+        self.view = PeerView()
         self.breaker = Breaker(time.monotonic, threshold=3, pause_s=1.0, max_pause_s=30.0)
         self._self = node
         self._token = token
@@ -116,8 +131,11 @@ class Peer:
         threads = streams if route is None else 2 * streams
         self._slots = threading.BoundedSemaphore(streams)
         """Held while a shard is read over TCP."""
-        self._most_idle = threads + 1
+        self._most_idle = threads + 2
         self._control = TierExecutor(1)
+        self._following = TierExecutor(1)
+        self._followed: Stream | None = None
+        """The connection on which the peer is asked for announcements, if it is."""
         self._data = TierExecutor(threads, per_core=threads)
         self._lock = threading.Lock()
         self._idle: dict[bool, list[Stream]] = {False: [], True: []}
@@ -143,6 +161,22 @@ class Peer:
         """Ask which chunks it has. Raises `PeerError` or `TierError`."""
         ask = functools.partial(self._has, namespace, tenant, keys)
         return await self._control.run(Lane.WRITE, ask)  # behind pings
+
+    async def follow(self) -> None:
+        """Ask for what the peer announces next, and apply it to `view`.
+
+        Ends within `_WATCH_S` if there is none. Raises `PeerError`, `ProtocolError` or `TierError`.
+        """
+        view = self.view
+        source, cursor = view.source, view.cursor
+        announce = await self._following.run(
+            Lane.READ, functools.partial(self._watch, source, cursor)
+        )
+        if (view.source, view.cursor) != (source, cursor):
+            return  # it was reset meanwhile
+        added, removed = unpack_digests(announce.added), unpack_digests(announce.removed)
+        cursor = Cursor(announce.seq, announce.part)
+        view.apply(announce.source, Batch(cursor, announce.whole, announce.fresh, added, removed))
 
     async def tell(self, message: Offer | Pull | Progress) -> Following:
         """Tell it of a chain that this node computes, or wants.
@@ -182,8 +216,11 @@ class Peer:
         self.up = False
         with self._lock:
             self._most_idle = 0
+            if self._followed is not None:
+                self._followed.shut_down()
         self.disconnect()
-        await asyncio.gather(self._control.close(deadline_s), self._data.close(deadline_s))
+        executors = (self._control, self._data, self._following)
+        await asyncio.gather(*(one.close(deadline_s) for one in executors))
 
     # In threads
 
@@ -199,6 +236,7 @@ class Peer:
         self, namespace: NamespaceDigest, tenant: TenantId, keys: Sequence[ChunkKey]
     ) -> set[ChunkName]:
         self._require()
+        self.questions += 1
 
         def ask(stream: Stream) -> set[ChunkName]:
             there: set[ChunkName] = set()
@@ -213,6 +251,22 @@ class Peer:
             return there
 
         return self._with_stream(ask)
+
+    def _watch(self, source: str, cursor: Cursor) -> Announce:
+        self._require()
+        wait_ms = int(_WATCH_S * 1000)
+
+        def watch(stream: Stream) -> Announce:
+            with self._lock:
+                self._followed = stream if self._most_idle else None
+            try:
+                stream.send(Watch(source, max(0, cursor.seq), cursor.part, wait_ms), self._deadline)
+                return stream.receive(ANNOUNCE, self._deadline + _WATCH_S)
+            finally:
+                with self._lock:
+                    self._followed = None
+
+        return self._with_stream(watch)
 
     def _tell(self, message: Offer | Pull | Progress) -> Following:
         self._require()
@@ -283,6 +337,10 @@ class Peer:
         data = data and self._certificates is not None and not self._certificates.encrypt_data
         with self._lock:
             stream = self._idle[data].pop() if self._idle[data] else None
+        if stream is not None and stream.credential is not None and not stream.credential.valid:
+            stream.close()
+            self.disconnect()
+            stream = None
         if stream is not None:
             try:
                 return self._done(stream, work(stream), data=data)
@@ -320,12 +378,13 @@ class Peer:
     def _connect_for_data(self) -> Stream:
         """Return a connection without TLS if the peer has a ticket for it, else one with TLS."""
 
-        def ask(stream: Stream) -> Ticket:
+        def ask(stream: Stream) -> tuple[Ticket, Credential | None]:
             stream.send(GetTicket(), self._deadline)
-            return stream.receive(TICKET, self._deadline)
+            return stream.receive(TICKET, self._deadline), stream.credential
 
-        ticket = self._with_stream(ask)
+        ticket, credential = self._with_stream(ask)
         if not ticket.id:
             return self._connect()
         stream, _ = dial(self.address, self._self, b"", None, self._deadline_s, ticket)
+        stream.credential = credential
         return stream

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from kvhaven.errors import ConfigError, ProtocolError, TierError, TierMissError
+from kvhaven.keys import announced_digest
 from kvhaven.peers.addresses import Address, parse_address, resolve
 from kvhaven.peers.certificates import Certificates
 from kvhaven.peers.nixl import KIND, NixlChannel, TcpOnly
@@ -29,8 +30,16 @@ _log = logging.getLogger(__name__)
 _PING_S: Final = 1.0
 """Interval of pings, and of attempts to reach peers that are away."""
 _RESOLVE_S: Final = 5.0
+_FOLLOW_S: Final = 0.05
+"""Shortest interval of announcements of changes."""
+_SNAPSHOT_S: Final = 0.002
+"""Shortest interval of the parts of a snapshot."""
+_OVERFLOWED_S: Final = 60.0
+"""Interval of snapshots of a peer with too many chunks."""
 _MOST_KNOWN: Final = 100_000
 """Chunks whose peer is remembered."""
+_MOST_NAMED: Final = 256
+"""Hosts in domains of `dns://` names that are remembered."""
 _MOST_DAMAGES: Final = 3
 _DAMAGES_S: Final = 60.0
 """A peer from which wrong bytes came so often within this time is left out for a while."""
@@ -51,11 +60,12 @@ class NodeRegistry(Protocol):
 class PeerTier:
     """Tier over the memory of other nodes' services. `Tier` documents the methods.
 
-    A lookup asks all peers that answer, concurrently. A read goes to the peer that had the chunk,
-    then to the others. Bytes are verified against the checksums of the ranks that computed them,
-    in the thread that receives them. Nothing is written: each node keeps what its engines compute,
-    and the chunks it read. A peer that fails three times in a row, or sends wrong bytes three times
-    in a minute, is not asked for 1 to 30 s.
+    Peers announce their chunks, and most lookups are answered by what they announced. A peer is
+    asked if its announcements are not complete, or if it has announced a part of the chunks. A read
+    goes to the peer that had the chunk, then to the others that may have it. Bytes are verified
+    against the checksums of the ranks that computed them, in the thread that receives them. Nothing
+    is written: each node keeps what its engines compute, and the chunks it read. A peer that fails
+    three times in a row, or sends wrong bytes three times in a minute, is left out for 1 to 30 s.
 
     `node` is this service's name, different at each start: an address that leads back here is
     ignored. `deadline_s` is the longest silence of a peer. `streams` is the number of shards that
@@ -95,8 +105,12 @@ class PeerTier:
         self._damages: dict[Address, deque[float]] = {}
         """When each peer's last wrong bytes came."""
         self._names = TierExecutor(1)
+        self._hosts = TierExecutor(1, max_queued=_MOST_NAMED)
         self._resolved: dict[Address, list[Address]] = {}
+        self._named: dict[Address, tuple[float, list[Address]]] = {}
+        """Hosts that clients named, and until when they are not resolved again."""
         self._keeper: asyncio.Task[None] | None = None
+        self._followers: dict[Peer, asyncio.Task[None]] = {}
         self._epoch = 0
         self._reads = self._misses = self._errors = self._rejected = 0
         self._last_error = ""
@@ -119,6 +133,9 @@ class PeerTier:
                 "this node itself" if peer.own else peer.error,
                 KIND if peer.route is not None and peer.route.open else "tcp",
                 self._channel.reason if peer.route is None else peer.route.reason,
+                peer.view.digests,
+                peer.view.synced,
+                peer.questions,
             )
             for peer in self._peers.values()
         ]
@@ -131,13 +148,40 @@ class PeerTier:
         """Return the peer with a node's name, if it can be reached."""
         return next((peer for peer in self._usable() if peer.node == node), None)
 
-    def at(self, address: Address) -> Peer | None:
-        """Return the peer at an address, written as in `peers` or as a name there resolved to.
+    async def at(self, address: Address) -> Peer | None:
+        """Return the peer at an address; None if there is none that can be reached.
 
-        None if it cannot be reached. Addresses come from clients, so no name is resolved for them.
+        It is written as in `peers`, or as a name there resolved to, or it is a `dns://` name of
+        `peers` or a host in its domain. Of a name that stands for several peers, none is meant.
+        Addresses come from clients, so other names are not resolved.
         """
         peer = self._peers.get(address)
+        host = address.host.lower().rstrip(".")
+        domains = [one for one in self._addresses if _has_host(one, host, address.port)]
+        if peer is None and domains:
+            same = next((one for one in domains if _domain(one) == host), None)
+            known = None if same is None else self._resolved.get(same, [])
+            found = await self._resolve_named(host, address.port) if known is None else known
+            named = [self._peers[one] for one in found if one in self._peers]
+            candidates = [one for one in named if one.usable]
+            peer = candidates[0] if len(candidates) == 1 else None
         return peer if peer is not None and peer.usable else None
+
+    async def _resolve_named(self, host: str, port: int) -> list[Address]:
+        """Resolve a host in the domain of a `dns://` name, at most every 5 seconds."""
+        address = Address(host, port, dynamic=True)
+        now = time.monotonic()
+        until, found = self._named.get(address, (0.0, []))
+        if now < until:
+            return found
+        if len(self._named) >= _MOST_NAMED:
+            self._named.clear()
+        self._named[address] = now + _RESOLVE_S, found
+        lookup = functools.partial(resolve, address)
+        with contextlib.suppress(OSError, TierError):  # no such host
+            found = await self._hosts.run(Lane.READ, lookup)
+        self._named[address] = now + _RESOLVE_S, found
+        return found
 
     def located(self, chunk: ChunkName, peer: Peer) -> None:
         """Note that a peer has a chunk, so that it is the first to be asked for it."""
@@ -157,16 +201,18 @@ class PeerTier:
         """Disconnect."""
         if self._keeper is not None:
             self._keeper.cancel()
-        for task in self._tasks:
+        for task in (*self._tasks, *self._followers.values()):
             task.cancel()
         for registry in self._registries:
             with contextlib.suppress(TierError, TimeoutError):  # the entry expires
                 async with asyncio.timeout(deadline_s):
                     await self._names.run(Lane.READ, registry.leave)
         closing = [peer.close(deadline_s) for peer in self._peers.values()]
-        await asyncio.gather(self._names.close(deadline_s), *closing)
-        if self._keeper is not None:  # its call has ended now, or is abandoned
-            await asyncio.wait([self._keeper], timeout=deadline_s)
+        names = (self._names.close(deadline_s), self._hosts.close(deadline_s))
+        await asyncio.gather(*names, *closing)
+        tasks = [*self._followers.values()] + ([self._keeper] if self._keeper is not None else [])
+        if tasks:  # their calls have ended now, or are abandoned
+            await asyncio.wait(tasks, timeout=deadline_s)
 
     async def add_namespace(self, namespace: Namespace) -> None:
         """Do nothing: peers know their own namespaces."""
@@ -181,7 +227,7 @@ class PeerTier:
             yield each
 
     async def contains(self, shards: Sequence[StoredShard]) -> Sequence[bool]:
-        """Ask all peers for the chunks of these shards."""
+        """Look for the chunks of these shards in what peers announced, or ask them."""
         wanted: dict[tuple[NamespaceDigest, TenantId], dict[ChunkKey, None]] = {}
         for shard in shards:
             if self.shares(shard.tenant):
@@ -190,7 +236,8 @@ class PeerTier:
         there: set[ChunkName] = set()
         answered = False
         for (namespace, tenant), keys in wanted.items():
-            asked = [self._ask(peer, namespace, tenant, tuple(keys)) for peer in usable]
+            digests = {key: announced_digest(namespace, key, tenant) for key in keys}
+            asked = [self._ask(peer, namespace, tenant, digests) for peer in usable]
             for peer, found in zip(usable, await asyncio.gather(*asked), strict=True):
                 if found is None:
                     continue
@@ -208,9 +255,14 @@ class PeerTier:
         best = self._where.get((shard.namespace, shard.tenant, shard.key))
         if not self.shares(shard.tenant):
             raise TierMissError("peer_tenants is off: chunks of tenants stay on their nodes")
-        peers = sorted(self._usable(), key=lambda peer: peer is not best)
-        if not peers:
+        usable = self._usable()
+        if not usable:
             raise TierError(f"no peer can be reached: {self._last_error}")
+        digest = announced_digest(shard.namespace, shard.key, shard.tenant)
+        peers = sorted(
+            (one for one in usable if one is best or not one.view.synced or one.view.has(digest)),
+            key=lambda peer: peer is not best,
+        )
         failure: Exception | None = None
         try:
             for peer in peers:
@@ -230,6 +282,7 @@ class PeerTier:
                         peer.read += 1
                         self._reads += 1
                         return checksum
+                    peer.view.forget(digest)
             self._where.pop((shard.namespace, shard.tenant, shard.key), None)
             self._misses += 1
             if failure is not None and not isinstance(failure, DamagedShardError):
@@ -272,11 +325,27 @@ class PeerTier:
         return [peer for peer in self._peers.values() if peer.usable]
 
     async def _ask(
-        self, peer: Peer, namespace: NamespaceDigest, tenant: TenantId, keys: tuple[ChunkKey, ...]
+        self,
+        peer: Peer,
+        namespace: NamespaceDigest,
+        tenant: TenantId,
+        digests: Mapping[ChunkKey, int],
     ) -> set[ChunkName] | None:
-        """Return the chunks that a peer has; None if it does not answer."""
+        """Return the chunks that a peer has, which are given with their digests.
+
+        None if it does not answer.
+        """
+        view = peer.view
+        found, unsure = set[ChunkKey](), list(digests)
+        if view.synced:
+            found = {key for key, digest in digests.items() if view.has(digest)}
+            # A chain of which it has a part may have become longer since its last announcement.
+            unsure = [key for key in digests if key not in found] if found else []
+        there = {(namespace, tenant, key) for key in found}
+        if not unsure:
+            return there
         try:
-            there = await peer.has(namespace, tenant, keys)
+            there |= await peer.has(namespace, tenant, unsure)
         except (PeerError, ProtocolError, TierError) as error:
             self._failed(peer, error)
             return None
@@ -346,7 +415,31 @@ class PeerTier:
             )
         for address in [one for one in self._peers if one not in found]:
             self._damages.pop(address, None)
-            await self._peers.pop(address).close(self._deadline_s)
+            peer = self._peers.pop(address)
+            if peer in self._followers:
+                self._followers.pop(peer).cancel()
+            await peer.close(self._deadline_s)
+
+    async def _follow(self, peer: Peer) -> None:
+        """Keep the view of a peer up to date, until cancelled."""
+        while True:
+            pause_s, began = _PING_S, time.monotonic()
+            if not peer.usable:
+                peer.view.reset()
+            else:
+                try:
+                    await peer.follow()
+                    pause_s = _FOLLOW_S if peer.view.synced else _SNAPSHOT_S
+                    if peer.view.overflowed:
+                        _log.warning("%s: has too many chunks to keep; it is asked", peer.title)
+                        pause_s = _OVERFLOWED_S
+                except Exception as error:  # noqa: BLE001  now it is asked, and followed again later
+                    # Pings, lookups and reads decide whether the peer is in use.
+                    expected = isinstance(error, PeerError | ProtocolError | TierError)
+                    level = logging.DEBUG if expected else logging.ERROR
+                    _log.log(level, "%s: not followed: %s", peer.title, error)
+                    peer.view.reset()
+            await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 
     async def _look_after(self, peer: Peer) -> None:
         if peer.own:
@@ -360,6 +453,7 @@ class PeerTier:
                 _log.warning("%s: away: %s", peer.title, error)
             self._last_error = peer.error = str(error)
             peer.up = False
+            peer.view.reset()
             peer.disconnect()
         else:
             if not peer.up:
@@ -371,9 +465,22 @@ class PeerTier:
                 task = asyncio.create_task(peer.negotiate(), name="kvhaven-peers-negotiate")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+                if peer not in self._followers:
+                    following = asyncio.create_task(self._follow(peer), name="kvhaven-peers-follow")
+                    self._followers[peer] = following
             # Not before: a pause that grew while it was away would go on when it is back.
             if peer.breaker.take_probe():
                 peer.breaker.probed(success=True)
+
+
+def _domain(name: Address) -> str:
+    return name.host.lower().rstrip(".")
+
+
+def _has_host(name: Address, host: str, port: int) -> bool:
+    """Return whether a host is a `dns://` name, or in its domain."""
+    alike = host == _domain(name) or host.endswith(f".{_domain(name)}")
+    return name.dynamic and name.port == port and alike
 
 
 def _addresses(words: Sequence[str], title: str) -> list[Address]:

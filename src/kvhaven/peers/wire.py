@@ -14,8 +14,8 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable
-from typing import Annotated, Final, NoReturn, TypeVar
+from collections.abc import Callable, Collection
+from typing import Annotated, Final, NoReturn, Protocol, TypeVar
 
 import msgspec
 
@@ -23,12 +23,16 @@ from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.protocol import Key, MaybeKey, Sum, Tenant
 from kvhaven.types import KEY_BYTES, ShardId
 
-VERSION: Final = 5
+VERSION: Final = 6
 FRAME_LIMIT: Final = 1 << 20
 HANDSHAKE_LIMIT: Final = 1 << 10
 """Longest frame in bytes before the other side has proved that it knows the token."""
 MOST_KEYS: Final = 1 << 10
 """Keys in a `Has`."""
+MOST_ANNOUNCED: Final = 1 << 15
+"""Digests in an `Announce`, of each kind."""
+DIGEST_BYTES: Final = 8
+MOST_WATCH_MS: Final = 10_000
 MOST_PROBED: Final = 1 << 30
 MOST_OFFERED: Final = 1 << 13
 """Keys in an `Offer`."""
@@ -36,6 +40,8 @@ NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 TICKET_BYTES: Final = 16
 
+_ALERT: Final = "_ALERT_"
+"""In the reasons of TLS errors that the other side has told."""
 _LENGTH: Final = struct.Struct("<I")
 _MOST_SAID: Final = 200
 """Characters of an error that are shown, since the other side may have chosen them."""
@@ -50,6 +56,8 @@ Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
 OfferedKeys = Annotated[bytes, msgspec.Meta(max_length=MOST_OFFERED * KEY_BYTES)]
+Digests = Annotated[bytes, msgspec.Meta(max_length=MOST_ANNOUNCED * DIGEST_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MOST_OFFERED)]
 
 
@@ -122,6 +130,35 @@ class HasReply(PeerMessage, frozen=True, tag=True):
     """Answer to `Has`: a byte for each key, 1 if the chunk is there."""
 
     there: bytes
+
+
+class Watch(PeerMessage, frozen=True, tag=True):
+    """Ask for what has changed in the peer's memory since its last `Announce`.
+
+    `source`, `seq` and `part` are those of that `Announce`; `source` is empty at first. If nothing
+    has changed, the peer waits for `wait_ms` before it says so.
+    """
+
+    source: Name = ""
+    seq: Count = 0
+    part: Count = 0
+    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=MOST_WATCH_MS)] = 0
+
+
+class Announce(PeerMessage, frozen=True, tag=True):
+    """Answer to `Watch`: digests of chunks (`keys.announced_digest`), 8 bytes each, little-endian.
+
+    `fresh`: it is the beginning of a snapshot, so all that was announced before is void. `whole`:
+    with it, all chunks have been announced. No digest is in both lists.
+    """
+
+    source: Name
+    seq: Count
+    part: Count
+    fresh: bool
+    whole: bool
+    added: Digests = b""
+    removed: Digests = b""
 
 
 class Fetch(PeerMessage, frozen=True, tag=True):
@@ -284,6 +321,7 @@ class Described(PeerMessage, frozen=True, tag=True):
 Request = (
     Ping
     | Has
+    | Watch
     | Fetch
     | OpenChannel
     | Borrow
@@ -297,6 +335,7 @@ Request = (
 REQUEST: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 PONG: Final = msgspec.msgpack.Decoder(Pong)
 HAS_REPLY: Final = msgspec.msgpack.Decoder(HasReply)
+ANNOUNCE: Final = msgspec.msgpack.Decoder(Announce)
 FETCHED: Final[msgspec.msgpack.Decoder[Chunk | Absent]] = msgspec.msgpack.Decoder(Chunk | Absent)
 CHANNEL: Final = msgspec.msgpack.Decoder(Channel)
 LENT: Final[msgspec.msgpack.Decoder[Lent | Absent | Stale]] = msgspec.msgpack.Decoder(
@@ -318,6 +357,38 @@ _READY: Final[msgspec.msgpack.Decoder[PeerReady | PeerRefused]] = msgspec.msgpac
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
+class Credential(Protocol):
+    """Certificates by which a connection was made, which may end or be replaced."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether a connection could be made with them now."""
+
+
+def tls_refusal(error: OSError) -> str:
+    """Return why a TLS connection was not made, for people."""
+    reason = getattr(error, "verify_message", None) or error.strerror or str(error)
+    told = getattr(error, "reason", None) or ""
+    if _ALERT in told:
+        reason = f"the other node refused this node's certificate: {told.replace('_', ' ').lower()}"
+    return (
+        f"no TLS connection ({reason}): both nodes need peer_cert, peer_key and peer_ca, with "
+        "certificates of one authority"
+    )
+
+
+def pack_digests(digests: Collection[int]) -> bytes:
+    """Return digests as they are in an `Announce`."""
+    return struct.pack(f"<{len(digests)}Q", *digests)
+
+
+def unpack_digests(packed: bytes) -> tuple[int, ...]:
+    """Return the digests of an `Announce`. Raises `ProtocolError` for a part of one."""
+    if len(packed) % DIGEST_BYTES:
+        raise ProtocolError(f"{len(packed)} bytes are not a number of digests of 8 bytes")
+    return struct.unpack(f"<{len(packed) // DIGEST_BYTES}Q", packed)
+
+
 class Stream:
     """Frames over a connected, blocking socket. Every call ends within its deadline.
 
@@ -329,6 +400,9 @@ class Stream:
         self.title = title
         self.limit = HANDSHAKE_LIMIT
         self._socket = sock
+        self._down = False
+        self.credential: Credential | None = None
+        """By which certificates the other node was let in; None without any."""
         self._waits: dict[int, float] = {}
         """The socket's timeouts in seconds, by option; 0 is that of all calls."""
         # The kernel's timeouts: with Python's, each call would be preceded by a poll.
@@ -340,9 +414,20 @@ class Stream:
         """Whether it is a TLS connection."""
         return isinstance(self._socket, ssl.SSLSocket)
 
-    def secure(self, wrap: Callable[[socket.socket], socket.socket]) -> None:
-        """Replace the socket by what `wrap` makes of it, before anything is sent or received."""
+    def secure(
+        self,
+        wrap: Callable[[socket.socket], socket.socket],
+        shake_hands: Callable[[ssl.SSLSocket], "Credential"],
+    ) -> None:
+        """Replace the socket by what `wrap` makes of it, before anything is sent or received.
+
+        If that is TLS, `shake_hands` does the handshake; `shut_down` in another thread ends it.
+        """
         self._socket = wrap(self._socket)
+        if self._down:
+            self.shut_down()
+        if isinstance(self._socket, ssl.SSLSocket):
+            self.credential = shake_hands(self._socket)
         self._socket.settimeout(None)
 
     def send(self, message: PeerMessage, deadline: float) -> None:
@@ -403,6 +488,7 @@ class Stream:
 
     def shut_down(self) -> None:
         """End the connection; a call in another thread ends. That thread then calls `close`."""
+        self._down = True
         with contextlib.suppress(OSError):  # the other side was first
             # That of a TLS socket would let a call in another thread go on without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
@@ -436,6 +522,9 @@ class Stream:
     def _failed(self, error: OSError) -> PeerError:
         if isinstance(error, TimeoutError | BlockingIOError):
             return SilentPeerError(f"{self.title}: no answer in time")
+        if isinstance(error, ssl.SSLError) and _ALERT in (error.reason or ""):
+            # In TLS 1.3, a refused certificate shows with the first message that is received.
+            return PeerError(f"{self.title}: {tls_refusal(error)}")
         return PeerError(f"{self.title}: {error.strerror or error}")
 
 
@@ -472,23 +561,24 @@ def welcome(
     node: str,
     token: bytes,
     deadline: float,
-    redeem: Callable[[bytes], bytes | None] | None = None,
+    redeem: Callable[[bytes], tuple[bytes, Credential | None] | None] | None = None,
 ) -> str:
     """Do the part of the handshake of the node that listens; return the other node's name.
 
     With `redeem`, the other node must have a ticket: it returns the secret of a ticket, which it
-    does once. Raises `PeerError` after telling the other node why it is refused.
+    does once, and the credential for it. Raises `PeerError` after telling the other node why it is
+    refused.
     """
     hello = stream.receive(_HELLO, deadline)
     if hello.version != VERSION:
         reason = f"peer protocol version {hello.version} was offered; this node has {VERSION}"
         refuse(stream, f"{reason}: install the same KVHaven on all nodes", deadline)
     if redeem is not None:
-        secret = redeem(hello.ticket)
-        if secret is None:
+        redeemed = redeem(hello.ticket)
+        if redeemed is None:
             reason = "this node requires TLS: set peer_cert, peer_key and peer_ca on all nodes"
             refuse(stream, reason, deadline)
-        token = secret
+        token, stream.credential = redeemed
     nonce = os.urandom(NONCE_BYTES)
     proof = _proof(token, "listens", node, hello.nonce, nonce)
     stream.send(PeerWelcome(node, nonce, proof), deadline)

@@ -7,7 +7,8 @@ tokens asked for, its reasons to the tokens found nowhere, and its results to it
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 from kvhaven.catalog.ghosts import Reason
 from kvhaven.catalog.histograms import RATIOS, SECONDS, Buckets, Histogram
 from kvhaven.catalog.misses import Gap
+from kvhaven.errors import KVHavenError
 from kvhaven.service.engines import AttachedEngine
 from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
 
@@ -25,6 +27,7 @@ MOST_NAMESPACES: Final = 32
 OTHERS: Final = "other"
 SKIPPED: Final = ("quota", "space", "draining")
 """Why tokens were not saved: the quota of their tenant, no memory, or the service was draining."""
+_DIGITS: Final = 16
 _REASONS: Final = len(Reason)
 _RESULTS: Final = ("hit", "partial", "miss")
 _NOTHING: Final = [0] * _REASONS
@@ -278,23 +281,27 @@ class Accounts:
         """Return the distributions."""
         return LookupHistograms(self._lookup.buckets(), self._wait.buckets(), self._ratio.buckets())
 
-    def requests_before(self, last: str, clock: float) -> list[RequestRow]:
-        """Return the last requests with an id below `last` (empty: all), newest first.
+    def requests_before(self, last: str, clock: float) -> Iterator[RequestRow]:
+        """Yield the requests with an id below `last` (empty: all) that are kept now, newest first.
 
-        `clock` is what has to be added to a time of the event loop.
+        `clock` is what has to be added to a time of the event loop. Raises `KVHavenError` if `last`
+        cannot be an id.
         """
-        return [
-            self._row(found, clock)
-            for found in map(_Answered._make, reversed(self._requests))
-            if not last or f"{found.number:016d}" < last
-        ]
+        if last and not (last.isascii() and last.isdecimal() and len(last) == _DIGITS):
+            raise KVHavenError(f"after: not an id (got {last!r}); expected {_DIGITS} digits")
+        kept = list(self._requests)  # others may come while the rows are made, one by one
+        newer = max(0, self._number - int(last) + 1) if last else 0
+        return (
+            self._row(_Answered._make(found), clock)
+            for found in islice(reversed(kept), newer, None)
+        )
 
     def _row(self, found: _Answered, clock: float) -> RequestRow:
         none, gap, missed = found.sources[-1], found.gap, found.missed
         reasons = {label: tokens for label, tokens in zip(_LABELS, missed, strict=True) if tokens}
         first = gap.reason.label if gap is not None and missed[gap.reason] else None
         return RequestRow(
-            id=f"{found.number:016d}",
+            id=f"{found.number:0{_DIGITS}d}",
             request=found.request,
             engine=found.engine,
             namespace=found.namespace.hex(),
@@ -315,7 +322,8 @@ class Accounts:
             counts = self._counts.get(name)
             if counts is None:
                 counts = self._counts[name] = _Counts(len(self._names))
-            self._by_digest[namespace] = counts
+            if len(self._by_digest) < MOST_NAMESPACES:  # those of `OTHERS` may be any number
+                self._by_digest[namespace] = counts
         return counts
 
 

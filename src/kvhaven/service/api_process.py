@@ -38,8 +38,16 @@ _PASSED_ON: Final = (
     "api_tls_certificate",
     "api_tls_key",
     "api_hosts",
+    "plugins",
+    "runtime_plugin_locations",
+    "plugin_engine_url",
+    "plugin_may_change",
+    "plugin_memory",
     "log_level",
 )
+
+_SIZES: Final = frozenset({"plugin_memory"})
+"""Settings of these in bytes: a plain number would be GiB."""
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +241,7 @@ def _environment(settings: Settings, address: str) -> dict[str, str]:
     own = {name: getattr(settings, name) for name in _PASSED_ON}
     own["service_address"] = address
     return kept | {
-        f"{ENV_PREFIX}{name.upper()}": str(value)
+        f"{ENV_PREFIX}{name.upper()}": f"{value}B" if name in _SIZES else str(value)
         for name, value in own.items()
         if value is not None
     }

@@ -4,11 +4,13 @@
 import asyncio
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
 from kvhaven.catalog import Catalog
+from kvhaven.catalog.announcer import Announcer, Batch, Cursor
 from kvhaven.catalog.loans import Loan
 from kvhaven.peers.wire import PeerError
 from kvhaven.protocol import batches
@@ -21,6 +23,8 @@ T = TypeVar("T")
 
 _PIECE: Final = 512
 """Chunks that are looked up in one event: 0.5 ms."""
+_ANNOUNCED: Final = 1 << 12
+"""Digests after which a message is sent; the last piece of a snapshot may be some thousands."""
 _PATIENCE_S: Final = 5.0
 """Longest wait for the event loop; a call that has not begun by then is withdrawn."""
 
@@ -69,10 +73,16 @@ class ArenaLender:
     The event loop does the catalog's part, an event each. Created on the loop.
     """
 
-    def __init__(self, driver: Driver, arena: Arena) -> None:
+    def __init__(self, driver: Driver, arena: Arena, announcer: Announcer) -> None:
         self._driver = driver
         self._arena = arena
+        self._announcer = announcer
         self._calls = LoopCalls()
+        self._changed = threading.Condition()
+        self._followers = 0
+        """Threads that wait for a change."""
+        self._told = 0
+        driver.observe(self._observe)
 
     def has(
         self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId
@@ -82,6 +92,38 @@ class ArenaLender:
         for part in batches(keys, _PIECE):
             there += self._event(functools.partial(_has, namespace, part, tenant))
         return there
+
+    def announced(self, cursor: Cursor, wait_s: float) -> Batch:
+        """Return what a follower has to hear next; wait for `wait_s` seconds if that is nothing.
+
+        Changes are read on the event loop, a piece at a time.
+        """
+        batch = self._announced(cursor)
+        if batch.whole and not batch.fresh and not batch.added and not batch.removed:
+            with self._changed:
+                self._followers += 1
+                self._changed.wait_for(lambda: self._announcer.seq != batch.cursor.seq, wait_s)
+                self._followers -= 1
+            batch = self._announced(batch.cursor)
+        added, removed, fresh = [*batch.added], [*batch.removed], batch.fresh
+        # Parts of a snapshot are merged, but not with changes, which could concern them.
+        while not batch.whole and not removed and len(added) < _ANNOUNCED:
+            more = self._announced(batch.cursor)
+            if more.fresh or more.removed:
+                break
+            added += more.added
+            batch = more
+        return Batch(batch.cursor, batch.whole, fresh, added, removed)
+
+    def _announced(self, cursor: Cursor) -> Batch:
+        return self._event(lambda catalog: catalog.announced(cursor, _PIECE))
+
+    def _observe(self) -> None:
+        """Wake followers that wait for changes. Called on the event loop after each event."""
+        if self._followers and self._announcer.seq != self._told:
+            self._told = self._announcer.seq
+            with self._changed:
+                self._changed.notify_all()
 
     def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
         """Pin a chunk; None if it is not here or cannot be pinned now."""

@@ -194,7 +194,7 @@ class OfferedChains:
             self._arrived(chain, key)
 
     async def _offer(self, peers: PeerTier, chain: _Chain, address: Address) -> None:
-        peer = peers.at(address)
+        peer = await peers.at(address)
         if peer is None:
             reason = f"kvhaven.to: {address} is not a peer that this node can reach"
             self._complain("stranger", reason)

@@ -5,19 +5,26 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
 from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId
+from kvhaven.protocol import batches
 from kvhaven.service.driver import Driver
+from kvhaven.service.jobs import MOST_RUNNING
 from kvhaven.service.runtime_settings import ConflictError, RuntimeSettings
+from kvhaven.service.turns import Job
 from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
 
 OWN_SESSION: Final = SessionId("api")
 """Session of these leases; those of engines contain a `#`."""
 MOST_PINS: Final = 1024
+_PIECE: Final = 512
+"""Chunks that are counted in a piece of work."""
+_MOST_BORROWED: Final = 256
+_ROOM_POLL_S: Final = 0.02
 
 
 class ChainKeys(NamedTuple):
@@ -69,6 +76,10 @@ class Pins:
         """Return all pins, in ascending order of their ids."""
         return [pin.row for pin in self._pins.values()]
 
+    def of(self, generation: int) -> int:
+        """Return the number of pins that hold the chunk in the extent of a generation."""
+        return self._pinned.get(generation, 0)
+
     def updated(self, acquisition: Acquisition) -> None:
         """Pass on the final state of a lease."""
         waiting = self._waiting.pop(acquisition.lease_id, None)
@@ -99,6 +110,47 @@ class Pins:
             self._waiting.pop(lease_id, None)
         return acquisition
 
+    async def borrow(self, chain: ChainKeys, wait_s: float) -> AsyncGenerator[Acquisition, None]:
+        """Lease a chain for a job part by part, each until the next one, up to its first gap.
+
+        Parts are small, and count within the share of memory for pins. Raises `ConflictError` if
+        pins fill it.
+        """
+        extent_bytes = self._driver.catalog.extent_bytes(chain.namespace)
+        count = max(1, min(_MOST_BORROWED, self._most // MOST_RUNNING // extent_bytes))
+        for part in batches(chain.keys, count):
+            size = len(part) * extent_bytes
+            while self.bytes + self._under_way + size > self._most:
+                self._require_room(size, others=0)
+                await asyncio.sleep(_ROOM_POLL_S)  # other jobs have it
+            self._under_way += size
+            try:
+                acquisition = await self.lease(chain._replace(keys=part), wait_s)
+                try:
+                    yield acquisition
+                finally:
+                    self.release(acquisition.lease_id)
+            finally:
+                self._under_way -= size
+            if len(acquisition.chunks) < len(part):
+                return
+
+    @property
+    def _most(self) -> int:
+        """Bytes that pins and jobs may hold."""
+        capacity = self._driver.catalog.totals().capacity_bytes
+        return int(self._settings.settings.pin_share * capacity)
+
+    def _require_room(self, wanted: int, others: int) -> None:
+        """Raise `ConflictError` if there is no room beside the pins and `others` bytes."""
+        held = self.bytes + others
+        if held + wanted > self._most:
+            raise ConflictError(
+                f"pins: {wanted} bytes do not fit (got {held} pinned); "
+                f"expected at most {self._most} in total (pin_share). Unpin others, or raise "
+                "pin_share"
+            )
+
     def release(self, lease_id: LeaseId) -> None:
         """End a lease."""
         with self._driver.event() as catalog:
@@ -112,13 +164,7 @@ class Pins:
         """
         extent_bytes = self._driver.catalog.extent_bytes(chain.namespace)
         wanted = len(chain.keys) * extent_bytes
-        capacity = self._driver.catalog.totals().capacity_bytes
-        most = int(self._settings.settings.pin_share * capacity)
-        if self.bytes + self._under_way + wanted > most:
-            raise ConflictError(
-                f"pins: {wanted} bytes do not fit (got {self.bytes + self._under_way} pinned); "
-                f"expected at most {most} in total (pin_share). Unpin others, or raise pin_share"
-            )
+        self._require_room(wanted, self._under_way)
         if len(self._pins) >= MOST_PINS:
             raise ConflictError(f"pins: there are {MOST_PINS} already; unpin others")
         self._under_way += wanted
@@ -139,11 +185,12 @@ class Pins:
             bytes=chunks * extent_bytes,
             expires=time.time() + ttl_s,
         )
-        extents = acquisition.chunks.extents(0, chunks)
-        generations = [extent.generation for extent in extents]
-        for generation in generations:
-            self.bytes += 0 if self._pinned[generation] else extent_bytes
-            self._pinned[generation] += 1
+        generations: list[int] = []
+        for first in range(0, chunks, _PIECE):
+            extents = acquisition.chunks.extents(first, first + _PIECE)
+            self._hold([extent.generation for extent in extents], extent_bytes)
+            generations += [extent.generation for extent in extents]
+            await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(ttl_s, self.unpin, acquisition.lease_id)
         self._pins[acquisition.lease_id] = _Pin(row, timer, generations, extent_bytes)
@@ -155,10 +202,22 @@ class Pins:
         if pin is None:
             return None
         pin.timer.cancel()
-        for generation in pin.generations:
-            self._pinned[generation] -= 1
-            if not self._pinned[generation]:
-                del self._pinned[generation]
-                self.bytes -= pin.extent_bytes
-        self.release(lease_id)
+        self._driver.turns.start(self._let_go(pin, lease_id))
         return pin.row
+
+    def _hold(self, generations: Sequence[int], extent_bytes: int) -> None:
+        """Count chunks as pinned once more."""
+        for generation in generations:
+            self.bytes += 0 if self._pinned[generation] else extent_bytes
+            self._pinned[generation] += 1
+
+    def _let_go(self, pin: _Pin, lease_id: LeaseId) -> Job:
+        """Count the chunks of a pin as pinned once less, piece by piece, and end its lease."""
+        for first in range(0, len(pin.generations), _PIECE):
+            for generation in pin.generations[first : first + _PIECE]:
+                self._pinned[generation] -= 1
+                if not self._pinned[generation]:
+                    del self._pinned[generation]
+                    self.bytes -= pin.extent_bytes
+            yield
+        self.release(lease_id)

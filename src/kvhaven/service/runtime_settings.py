@@ -2,6 +2,7 @@
 """Settings that can be changed while the service runs, and those that wait for something."""
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -51,8 +52,12 @@ class SettingValue(msgspec.Struct, frozen=True):
 
 
 class Config(msgspec.Struct, frozen=True):
-    """All settings. `generation` grows by one with each change."""
+    """All settings. `generation` grows by one with each change.
 
+    `version` is another one after each change and each start of the service.
+    """
+
+    version: str
     generation: int
     settings: list[SettingValue]
 
@@ -101,6 +106,7 @@ class RuntimeSettings:
     ) -> None:
         self.settings = settings
         self.generation = 1
+        self._instance = secrets.token_hex(4)
         self._origins = dict(origins)
         self._driver = driver
         self._runner = runner
@@ -144,17 +150,22 @@ class RuntimeSettings:
 
     def config(self) -> Config:
         """Return all settings with their generation."""
-        return Config(self.generation, self.rows())
+        return Config(self.version, self.generation, self.rows())
+
+    @property
+    def version(self) -> str:
+        """Name of the settings as they are now; no other service has the same."""
+        return f"{self._instance}-{self.generation}"
 
     def change(
-        self, values: Mapping[str, object], *, dry_run: bool, generation: int | None
+        self, values: Mapping[str, object], *, dry_run: bool, version: str | None
     ) -> Changes:
         """Change settings; all of them, or none.
 
-        `generation`, if given, must be the present one. Raises `ConflictError` if it is not, or if
+        `version`, if given, must be the present one. Raises `ConflictError` if it is not, or if
         any setting is unknown, not valid, or cannot be changed while the service runs.
         """
-        if generation not in {None, self.generation}:
+        if version not in {None, self.version}:
             raise ConflictError(
                 "If-Match: the settings have changed since; read /config again", status=412
             )

@@ -11,12 +11,13 @@ from typing import Final
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import Action, SessionId, TierName, Update
+from kvhaven.catalog.announcer import Announcer
 from kvhaven.catalog.policies import make_policy
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.peers.addresses import parse_address, read_token, require_secret
 from kvhaven.peers.certificates import read_certificates
-from kvhaven.peers.listener import PeerListener
+from kvhaven.peers.listener import ListenerStatus, PeerListener
 from kvhaven.peers.nixl import NixlChannel, TcpOnly
 from kvhaven.peers.tier import PeerTier
 from kvhaven.protocol import (
@@ -67,6 +68,7 @@ from kvhaven.service.saves import Saves
 from kvhaven.service.snapshot import Observation
 from kvhaven.service.status import ChainStatus, describe
 from kvhaven.service.steering import Steering
+from kvhaven.service.stored_chains import StoredChains
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.service.tier_setup import specs_of
 from kvhaven.service.turns import Job
@@ -110,7 +112,10 @@ class Service:
         self.tiers = tiers
         self.sessions = AttachedEngines()
         self.arena = arena
-        self.driver = Driver(_catalog(settings, arena, tiers))
+        self._announcer = (
+            None if settings.peer_listen is None else Announcer(tenants=settings.peer_tenants)
+        )
+        self.driver = Driver(_catalog(settings, arena, tiers, self._announcer))
         self.verifier = Verifier(self.driver, arena, settings.verify_memory)
         self._stop_deadline_s = settings.stop_deadline_s
         self.runner = TierRunner(
@@ -122,6 +127,7 @@ class Service:
         stall_s = settings.pd_stall_ms / 1000
         self._expected = ExpectedChains(self.driver, self._peers, stall_s, self._spawn)
         self._offered = OfferedChains(self.driver, self._peers, self._attached, self._spawn)
+        self._stored = StoredChains(self.driver, self.runner, stall_s, self._spawn)
         self.accounts = Accounts([str(name) for name in tiers])
         self.loads = Loads(self.driver, self.sessions, self.verifier, self._spawn, self.accounts)
         self._saves = Saves(self.driver, self._offered.saved, self.accounts)
@@ -164,6 +170,7 @@ class Service:
         self._observers: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._settings = settings
+        self._peer_listener: PeerListener | None = None
         self.driver.start(self._perform)
 
     async def run(self, listener: Listener, stop: asyncio.Event) -> None:
@@ -174,7 +181,7 @@ class Service:
         channel = make_channel(self._settings, self.arena)
         if self._peers is not None:
             self._peers.use(channel)
-        peers = self._listen_to_peers(channel)
+        peers = self._peer_listener = self._listen_to_peers(channel)
         channel.start()
         self.arena.grow(self._grown)
         await asyncio.gather(*(tier.start() for tier in self.tiers.values()))
@@ -190,7 +197,9 @@ class Service:
             peers.close()
         self.arena.stop_growing()
         for observer in self._observers:
-            observer.send(Snapshot(0, self._observation.snapshot(self._chains, stopping=True)))
+            observer.send(
+                Snapshot(0, self._observation.snapshot(self._chains, self._plane, stopping=True))
+            )
         # First, because connected engines would continue to save chunks.
         for connection in tuple(self._connections):
             connection.close()
@@ -204,7 +213,8 @@ class Service:
         token = read_token(self._settings.peer_token_file)
         certificates = read_certificates(self._settings)
         require_secret(address, secret=bool(token) or certificates is not None)
-        lender = ArenaLender(self.driver, self.arena)
+        assert self._announcer is not None, "made for the listener"
+        lender = ArenaLender(self.driver, self.arena, self._announcer)
         tenants = self._settings.peer_tenants
         chains = _Chains(self._expected, self._offered)
         listener = PeerListener(
@@ -291,7 +301,7 @@ class Service:
         if isinstance(message, List):
             return self._list(connection, message)
         self._observers.add(connection)
-        snapshot = self._observation.snapshot(self._chains)
+        snapshot = self._observation.snapshot(self._chains, self._plane)
         following, sample = 0, b""
         if message.sample >= 0:
             now = asyncio.get_running_loop().time()
@@ -326,7 +336,8 @@ class Service:
         if isinstance(message, OfferChain):
             self._offered.offer(member.session.id, member.session.digest, message)
         elif isinstance(message, PullChain):
-            self._expected.pull(member.session.digest, message)
+            if not self._expected.pull(member.session.digest, message):
+                self._stored.pull(member.session.digest, message)
         else:
             self._offered.request_ended(member.session.id, message.id)
 
@@ -363,6 +374,7 @@ class Service:
             self.sessions,
             self.tiers,
             self._chains,
+            self._plane,
         )
         connection.send(StatusReply(message.id, status))
 
@@ -373,9 +385,13 @@ class Service:
             connection.send(Refused(message.id, str(error)))
 
     @property
+    def _plane(self) -> ListenerStatus:
+        return ListenerStatus() if self._peer_listener is None else self._peer_listener.status()
+
+    @property
     def _chains(self) -> ChainStatus:
         return ChainStatus(
-            open=len(self._offered) + len(self._expected),
+            open=len(self._offered) + len(self._expected) + len(self._stored),
             offered=self._offered.offered,
             refused=self._offered.refused,
             expected=self._expected.accepted,
@@ -421,7 +437,9 @@ class Service:
             logger.error("a task of the service failed", exc_info=task.exception())
 
 
-def _catalog(settings: Settings, arena: Arena, tiers: dict[TierName, Tier]) -> Catalog:
+def _catalog(
+    settings: Settings, arena: Arena, tiers: dict[TierName, Tier], announcer: Announcer | None
+) -> Catalog:
     return Catalog(
         SlabAllocator({SEGMENT: arena.size}, usable={SEGMENT: arena.usable}),
         make_policy(settings.cache_policy),
@@ -430,4 +448,5 @@ def _catalog(settings: Settings, arena: Arena, tiers: dict[TierName, Tier]) -> C
         fill_faster=settings.fill_faster_tiers,
         memory_quotas=quotas_of(settings.tenant_memory),
         disk_quotas=quotas_of(settings.tenant_disk),
+        announcer=announcer,
     )

@@ -16,6 +16,7 @@ from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.histograms import SECONDS, Buckets, Histogram
 from kvhaven.catalog.stats import CatalogTotals, NamespaceStats, TenantStats
 from kvhaven.errors import KVHavenError
+from kvhaven.peers.listener import ListenerStatus
 from kvhaven.protocol import List, Listed, ListKind
 from kvhaven.service.accounts import Accounts, LookupHistograms, TokenCounts
 from kvhaven.service.arena import Arena
@@ -59,6 +60,7 @@ class ServiceSnapshot(msgspec.Struct, frozen=True):
     catalog: CatalogTotals
     tiers: dict[str, TierHealth]
     chains: ChainStatus
+    listener: ListenerStatus
     tokens: dict[str, TokenCounts]
     """By namespace, named by the first 16 hex digits of its digest; beyond 32, `other`."""
     lookups: LookupHistograms
@@ -148,7 +150,9 @@ class Observation:
         self._lag = Histogram(SECONDS)
         self._started = time.time()
 
-    def snapshot(self, chains: ChainStatus, *, stopping: bool = False) -> bytes:
+    def snapshot(
+        self, chains: ChainStatus, listener: ListenerStatus, *, stopping: bool = False
+    ) -> bytes:
         """Return a `ServiceSnapshot` as JSON; the cost does not depend on chunks and tenants."""
         return msgspec.json.encode(
             ServiceSnapshot(
@@ -171,6 +175,7 @@ class Observation:
                 catalog=self._catalog.totals(),
                 tiers={str(name): tier.health() for name, tier in self._tiers.items()},
                 chains=chains,
+                listener=listener,
                 tokens=self._accounts.tokens(),
                 lookups=self._accounts.histograms(),
                 traffic=self._runner.traffic(),
@@ -207,7 +212,8 @@ class Observation:
         after = message.after
         if message.kind == "requests":
             clock = time.time() - asyncio.get_running_loop().time()
-            return ((row.id, row) for row in self._accounts.requests_before(after, clock))
+            requests = self._accounts.requests_before(after, clock)
+            return ((row.id, row) for row in requests)
         if message.kind == "tenants":
             tenants = self._catalog.tenants_after(_bytes(after))
             return ((id_.hex(), _tenant_row(id_.hex(), stats)) for id_, stats in tenants)

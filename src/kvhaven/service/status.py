@@ -11,6 +11,7 @@ from kvhaven import __version__
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.stats import CatalogStats, NamespaceStats, TenantStats
+from kvhaven.peers.listener import ListenerStatus
 from kvhaven.peers.peer import PeerStatus
 from kvhaven.peers.tier import PeerTier
 from kvhaven.service.arena import Arena
@@ -107,6 +108,7 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     peers: list[PeerStatus] = []
     """Other nodes whose memory is read."""
     chains: ChainStatus = ChainStatus()
+    listener: ListenerStatus = ListenerStatus()
 
 
 def describe(
@@ -117,6 +119,7 @@ def describe(
     sessions: AttachedEngines,
     tiers: Mapping[TierName, Tier],
     chains: ChainStatus,
+    listener: ListenerStatus,
 ) -> Generator[None, None, bytes]:
     """Return a service's `ServiceStatus` as JSON, in pieces of about a millisecond."""
     stats = yield from catalog.survey()
@@ -158,6 +161,7 @@ def describe(
         tenants=tenants,
         peers=[p for tier in tiers.values() if isinstance(tier, PeerTier) for p in tier.peers()],
         chains=chains,
+        listener=listener,
     )
     return msgspec.json.encode(status)
 

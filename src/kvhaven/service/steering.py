@@ -5,8 +5,10 @@ Requests and answers are JSON; every request is a struct of this module, with it
 """
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Mapping
+from contextlib import aclosing
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -40,6 +42,7 @@ _MOST_DIGITS: Final = 20
 MOST_TTL_S: Final = 30 * 86400.0
 MOST_WAIT_S: Final = 3600.0
 _UNKNOWN: Final = 404
+CHUNK_ID_BYTES: Final = 8
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_WAIT_S)]
 Ttl = Annotated[float, msgspec.Meta(gt=0, le=MOST_TTL_S)]
@@ -62,7 +65,7 @@ class Configure(Request, frozen=True, tag="configure"):
 
     values: dict[str, str | int | float | bool | dict[str, str | int | float | None] | None]
     dry_run: bool = False
-    generation: int | None = None
+    version: str | None = None
 
 
 class _OnChain(Request, frozen=True):
@@ -75,6 +78,10 @@ class _OnChain(Request, frozen=True):
 
 class LookUp(_OnChain, frozen=True, tag="lookup"):
     """Where the chunks are, without promoting them."""
+
+
+class GetChunk(_OnChain, frozen=True, tag="chunk"):
+    """State of one chunk: `keys` has its key."""
 
 
 class Promote(_OnChain, frozen=True, tag="prefetch"):
@@ -142,6 +149,7 @@ AnyRequest = (
     | FlushAll
     | Drain
     | GetJob
+    | GetChunk
 )
 _decoder: Final[msgspec.json.Decoder[AnyRequest]] = msgspec.json.Decoder(AnyRequest)
 
@@ -164,6 +172,26 @@ class Found(msgspec.Struct, frozen=True):
     by_place: dict[str, int]
     first_gap: int | None
     reason: str | None
+    chunks: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """Ids of all full chunks of the prompt, if the request asks for them."""
+
+
+class ChunkRow(msgspec.Struct, frozen=True):
+    """A chunk: its bytes by place, and its leases, pins and ages if it is in memory.
+
+    `writes` are the tiers that write it, or wait to; `age_s` is the time since it came to memory,
+    and `idle_s` since its last use there.
+    """
+
+    id: str
+    namespace: str
+    tenant: str
+    places: dict[str, int]
+    leases: int
+    pins: int
+    writes: int
+    age_s: float | None
+    idle_s: float | None
 
 
 class TierState(msgspec.Struct, frozen=True):
@@ -237,7 +265,7 @@ class Steering:
     def _answer_now(self, request: AnyRequest) -> msgspec.Struct:
         if isinstance(request, Configure):
             return self._settings.change(
-                request.values, dry_run=request.dry_run, generation=request.generation
+                request.values, dry_run=request.dry_run, version=request.version
             )
         if isinstance(request, Unpin):
             number = int(request.id) if _is_number(request.id) else 0  # no lease has this number
@@ -247,6 +275,8 @@ class Steering:
             return self._switch(self._tier(request.tier), request.state)
         if isinstance(request, GetJob):
             return _known(self._jobs.get(request.id), "job", request.id)
+        if isinstance(request, GetChunk):
+            return self._describe(self._chain(request))
         assert isinstance(request, GetConfig), "handled before"
         return self._settings.config()
 
@@ -300,6 +330,23 @@ class Steering:
                     return
                 places.append(place)
             yield
+
+    def _describe(self, chain: ChainKeys) -> ChunkRow:
+        if len(chain.keys) != 1:
+            raise ConflictError(f"chunk: {len(chain.keys)} keys; expected one", 400)
+        key = chain.keys[0]
+        state = self._driver.catalog.chunk(chain.namespace, key, chain.tenant)
+        return ChunkRow(
+            id=chunk_id(key),
+            namespace=chain.namespace.hex(),
+            tenant=chain.tenant.hex(),
+            places=state.places,
+            leases=state.leases,
+            pins=self._pins.of(state.generation),
+            writes=state.writes,
+            age_s=state.age_s,
+            idle_s=state.idle_s,
+        )
 
     async def _look_up_further(
         self, connection: Connection, id_: int, chain: ChainKeys, places: list[TierName]
@@ -355,24 +402,33 @@ class Steering:
     # --- jobs -------------------------------------------------------------------------------
 
     async def _promote(self, chain: ChainKeys) -> Result:
-        acquisition = await self._pins.lease(chain, _PROMOTE_S)
-        self._pins.release(acquisition.lease_id)
-        sources = acquisition.chunks.sources
+        resident = promoted = 0
+        async with aclosing(self._pins.borrow(chain, _PROMOTE_S)) as parts:
+            async for acquisition in parts:
+                sources = acquisition.chunks.sources
+                resident += len(sources)
+                promoted += len(sources) - sources.count(0)
         return {
             "asked_chunks": len(chain.keys),
-            "resident_chunks": len(sources),
-            "promoted_chunks": len(sources) - sources.count(0),
+            "resident_chunks": resident,
+            "promoted_chunks": promoted,
         }
 
     async def _verify(self, chain: ChainKeys) -> Result:
-        acquisition = await self._pins.lease(chain, _PROMOTE_S)
-        try:
-            namespace = self._driver.catalog.namespace(chain.namespace)
-            good = await self._verifier.verify(acquisition, namespace)
-        finally:
-            self._pins.release(acquisition.lease_id)
-        checked = len(acquisition.chunks)
-        return {"chunks": checked, "intact_chunks": good, "damaged_chunks": int(good < checked)}
+        checked = intact = 0
+        namespace = self._driver.catalog.namespace(chain.namespace)
+        async with aclosing(self._pins.borrow(chain, _PROMOTE_S)) as parts:
+            async for acquisition in parts:
+                good = await self._verifier.audit(acquisition, namespace)
+                checked += len(acquisition.chunks)
+                intact += good
+                if good < len(acquisition.chunks):
+                    break
+        return {
+            "chunks": checked,
+            "intact_chunks": intact,
+            "damaged_chunks": int(intact < checked),
+        }
 
     async def _move(self, chain: ChainKeys, tier: TierName) -> Result:
         resident = 0
@@ -424,6 +480,11 @@ class Steering:
         self._membership.draining = self._saves.draining = request.on
         logger.warning("draining: %s", "on" if request.on else "off")
         return Drained(request.on, job)
+
+
+def chunk_id(key: ChunkKey) -> str:
+    """Return the id of a chunk. A key gives access to a chunk, so it is not shown itself."""
+    return hashlib.sha256(key).digest()[:CHUNK_ID_BYTES].hex()
 
 
 def _is_number(text: str) -> bool:

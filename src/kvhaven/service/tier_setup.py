@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from kvhaven.catalog import StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.actions import TierName
@@ -64,14 +65,20 @@ def make_tiers(settings: Settings) -> dict[TierName, Tier]:
     return tiers
 
 
+_PEERS_TTL_S: Final = 0.5
+"""Longest time for which lookup results of peers are cached, as peers announce their chunks."""
+
+
 def specs_of(settings: Settings, tiers: dict[TierName, Tier]) -> list[TierSpec]:
     """Return the descriptions of these tiers for the catalog."""
+    most = {name: _PEERS_TTL_S for name, tier in tiers.items() if isinstance(tier, PeerTier)}
     return [
         TierSpec(
             name,
             tier.health().capacity_bytes or 0,
             shared=tier.shared,
-            lookup_ttl_s=settings.remote_lookup_ttl_s,
+            lookup_ttl_s=min(settings.remote_lookup_ttl_s, most.get(name, math.inf)),
+            most_lookup_ttl_s=most.get(name, math.inf),
             write=_write_mode(settings, tier),
             store_on=StoreOn(settings.remote_store_on if tier.shared else settings.disk_store_on),
         )

@@ -34,6 +34,8 @@ class Verifier:
         self._arena = arena
         self._mode = mode
         self._threads = ThreadPoolExecutor(1, "verify", initializer=be_nice)
+        # Of their own, so that no answer waits for the long chains of operators.
+        self._audits = ThreadPoolExecutor(1, "audit", initializer=be_nice)
         # Random, because a fixed period could skip the same chunks forever.
         self._chance = random.Random()  # noqa: S311 - predicting it has no use
         self._running: asyncio.Task[int] | None = None
@@ -51,36 +53,43 @@ class Verifier:
             return
         if self._chance.randrange(_SAMPLE_EVERY) == 0:
             chunk = self._chance.choice(acquisition.chunks)
-            self._running = asyncio.create_task(self._check([chunk], namespace))
+            self._running = asyncio.create_task(self._check([chunk], namespace, self._threads))
             self._running.add_done_callback(self._sampled)
 
     async def verify(self, acquisition: Acquisition, namespace: Namespace) -> int:
         """Check the chunks of a lease; return the length of the undamaged prefix."""
-        return await self._check(acquisition.chunks, namespace)
+        return await self._check(acquisition.chunks, namespace, self._threads)
+
+    async def audit(self, acquisition: Acquisition, namespace: Namespace) -> int:
+        """Check as `verify` does, for an operator: no answer waits for it."""
+        return await self._check(acquisition.chunks, namespace, self._audits)
 
     def switch(self, mode: str) -> None:
         """Set when chunks are verified from now on: off, sample or always."""
         self._mode = mode
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         if self._running is not None:
             self._running.cancel()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._threads, self._audits):
+            threads.shutdown(wait=True, cancel_futures=True)
 
     def _sampled(self, task: asyncio.Task[int]) -> None:
         self._running = None
         if not task.cancelled() and task.exception() is not None:
             logger.error("verification of a chunk in memory failed", exc_info=task.exception())
 
-    async def _check(self, chunks: Sequence[Leased], namespace: Namespace) -> int:
+    async def _check(
+        self, chunks: Sequence[Leased], namespace: Namespace, threads: ThreadPoolExecutor
+    ) -> int:
         loop = asyncio.get_running_loop()
         for good, chunk in enumerate(chunks):
             expected = self._driver.catalog.checksums(chunk.key, chunk.extent)
             if expected is None:
                 return good
             intact = await loop.run_in_executor(
-                self._threads, self._is_intact, chunk, namespace, expected
+                threads, self._is_intact, chunk, namespace, expected
             )
             self.checked += 1
             # The lease may have ended meanwhile and its memory been reused: then the mismatch

@@ -8,6 +8,7 @@ import pytest
 from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.engine.requests import NO_TRANSFER, Transfer
 from kvhaven.integrations.vllm.requests import VllmRequest
+from kvhaven.protocol import UNKNOWN_NODE
 from tests.crash.node import eventually, status_of
 from tests.simulation.connector_kit import Bench, ask, make_request
 
@@ -63,10 +64,11 @@ def test_a_prefill_hands_over_what_two_step_proxies_pass_on() -> None:
     handover = VllmRequest(make_request(40, params=ANNOUNCED)).handover("me")
     assert handover is not None
     assert (handover["do_remote_prefill"], handover["do_remote_decode"]) == (True, False)
-    assert VllmRequest(make_request(40, params=handover)).transfer == Transfer(awaited=True)
+    decoded = VllmRequest(make_request(40, params=handover)).transfer
+    assert decoded == Transfer(awaited=True, source="me")
 
 
-def test_a_prefill_that_was_not_announced_hands_over_whom_to_ask() -> None:
+def test_a_prefill_hands_over_whom_to_ask() -> None:
     request = make_request(40, params={"do_remote_decode": True})
     handover = VllmRequest(request).handover("me")
     decoded = make_request(40, params=handover)
@@ -89,7 +91,9 @@ def test_the_node_that_prefilled_a_request_is_asked_for_its_chunks_once(
         ask(side, request)
     assert pulled == [("p", 2, True)]
     ask(side, make_request(40, "other", params={"do_remote_prefill": True}))
-    assert len(pulled) == 1
+    assert pulled[1:] == [(UNKNOWN_NODE, 2, True)]
+    ask(side, make_request(40, "third"))
+    assert len(pulled) == 2
 
 
 def test_a_chain_is_announced_once(bench: Bench) -> None:

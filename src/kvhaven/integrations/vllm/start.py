@@ -151,7 +151,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         shared=bool(config.cache_config.enable_prefix_caching),
         events=events,
         extras=VllmExtras,
-        role=_role(config),
+        role=_role(config, settings),
         hears_workers=platform_of(config).hears_workers,
         drops_last_block=drops_last_block(config),
     )
@@ -301,11 +301,17 @@ def _require_same_layout(before: Layout, now: Layout) -> None:
         )
 
 
-def _role(config: "VllmConfig") -> Permissions:
-    """Return the permissions of the engine's `kv_role`: a producer saves, a consumer loads."""
+def _role(config: "VllmConfig", settings: Settings) -> Permissions:
+    """Return what the engine's roles permit.
+
+    By `kv_role`, a producer saves and a consumer loads; by `pd_role`, a sender and a receiver.
+    """
     transfer = config.kv_transfer_config
     assert transfer is not None
-    return Permissions(load=bool(transfer.is_kv_consumer), save=bool(transfer.is_kv_producer))
+    return Permissions(
+        load=bool(transfer.is_kv_consumer) and settings.pd_role != "sender",
+        save=bool(transfer.is_kv_producer) and settings.pd_role != "receiver",
+    )
 
 
 def _engine_id(config: "VllmConfig") -> str:

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated requests of every path of the API, valid and not: none fails, none changes unproved.
+
+schemathesis makes them from `/openapi.json`. Some hundred run with all tests; 10,000 by
+
+    KVHAVEN_EVENTS=10000 .venv/bin/python -m pytest -o timeout=0 tests/unit/test_gateway_cases.py
+"""
+
+import contextlib
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import hypothesis
+import pytest
+
+from kvhaven.catalog.actions import LeaseId
+from kvhaven.types import TenantId
+from tests.crash.engine import Engine
+from tests.crash.node import NodeThread, eventually
+from tests.crash.workload import events_of_this_run, seed_of_this_run
+
+pytest.importorskip("schemathesis", reason="pip install schemathesis, or make setup")
+pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
+
+import requests
+import schemathesis
+from schemathesis.specs.openapi.checks import response_schema_conformance
+
+from tests.gateway_kit import TOKEN, GatewayThread, keys_of, tiered_node, tokens_of
+
+STREAMS: Final = "/events"
+"""It never ends, and has tests of its own."""
+FEW: Final = 400
+_EACH: Final = 8
+_BUSY: Final = ("jobs: ", "the service at ")
+"""Beginnings of the reasons for 503."""
+
+
+@pytest.fixture
+def node(short_dir: Path) -> Iterator[NodeThread]:
+    with tiered_node(short_dir) as node:
+        yield node
+
+
+@pytest.fixture
+def api(node: NodeThread, short_dir: Path) -> Iterator[GatewayThread]:
+    token = short_dir / "token"
+    token.write_text(TOKEN)
+    with GatewayThread(node.address, api_token_file=str(token)) as api:
+        eventually(lambda: api.health() == (200, "ok"))
+        yield api
+
+
+class Cases:
+    """Requests of all operations, half of them not valid."""
+
+    def __init__(self, api: GatewayThread) -> None:
+        self._api = api
+        described = api.get("/openapi.json").json
+        schema = schemathesis.openapi.from_dict(described)
+        found: list[Any] = [one.ok() for one in schema.get_all_operations()]  # type: ignore[union-attr]
+        self.operations = [one for one in found if one.path != STREAMS]
+        self._session = requests.Session()
+        self._session.trust_env = False
+        self._random = random.Random(seed_of_this_run())
+        self.statuses = Counter[tuple[str, int]]()
+        """Number of answers by operation and status."""
+
+    @property
+    def sent(self) -> int:
+        """Number of requests so far."""
+        return sum(self.statuses.values())
+
+    def run(self, count: int, *, token: bool, only_changes: bool = False) -> None:
+        """Send so many or a few more, with the token or without; some of every operation."""
+        end = self.sent + count
+        while self.sent < end:
+            for operation in self.operations:
+                if only_changes and operation.method.upper() == "GET":
+                    continue
+                for mode in schemathesis.GenerationMode:
+                    self._run(operation, mode, token=token)
+
+    def _run(self, operation: Any, mode: Any, *, token: bool) -> None:
+        @hypothesis.seed(self._random.getrandbits(32))
+        @hypothesis.settings(
+            max_examples=_EACH,
+            database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            phases=[hypothesis.Phase.generate],
+            deadline=None,
+        )
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        def each(case: Any) -> None:
+            self._send(case, token=token)
+
+        with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # all that it takes is valid
+            each()
+
+    def _send(self, case: Any, *, token: bool) -> None:
+        if self._random.random() < 0.5:
+            _aim(case)
+        case.headers = {
+            name: value for name, value in (case.headers or {}).items() if name == "If-Match"
+        }
+        if token:
+            case.headers["Authorization"] = f"Bearer {TOKEN}"
+        try:
+            answer = case.call(base_url=self._api.url, session=self._session, timeout=60)
+        except (requests.exceptions.InvalidHeader, requests.exceptions.InvalidURL, ValueError):
+            return  # no client can send this
+        name = f"{case.method} {case.path}"
+        self.statuses[name, answer.status_code] += 1
+        told = (
+            f"{name}: {answer.status_code}: {answer.content[:500]!r}, for {case.as_curl_command()}"
+        )
+        if answer.status_code == 503:
+            reason = str(answer.json().get("error") or answer.json().get("status"))
+            assert reason == "stopping" or reason.startswith(_BUSY), told
+        assert answer.status_code < 500 or answer.status_code == 503, told
+        if not token and case.method != "GET":
+            assert answer.status_code in {401, 404, 405}, told
+        if str(answer.status_code) in case.operation.definition.raw["responses"]:
+            case.validate_response(answer, checks=[response_schema_conformance])
+
+
+def _aim(case: Any) -> None:
+    """Give a case names that exist, so that more than the checks of names is reached."""
+    if isinstance(case.body, dict) and "token_ids" in case.body:
+        kept = {n: v for n, v in case.body.items() if n not in {"namespace", "cache_salt"}}
+        case.body = kept | {"engine": "engine#1", "token_ids": tokens_of(1, 2)}
+    if isinstance(case.body, dict) and "to" in case.body:
+        case.body["to"] = "disk"
+    if isinstance(case.path_parameters, dict) and "name" in case.path_parameters:
+        case.path_parameters["name"] = "disk"
+
+
+def state_of(api: GatewayThread) -> dict[str, Any]:
+    """Return all that a change could change."""
+    rows = {n: api.get(f"/v1/{n}").json["rows"] for n in ("jobs", "pins", "tenants", "namespaces")}
+    tiers = {row["id"]: row["state"] for row in api.get("/v1/tiers").json["rows"]}
+    return rows | {"tiers": tiers, "config": api.get("/config").json, "health": api.health()}
+
+
+def test_no_request_fails_the_api_and_none_changes_anything_without_the_token(
+    node: NodeThread, api: GatewayThread
+) -> None:
+    cases, count = Cases(api), events_of_this_run(FEW)
+    with Engine(node.address) as engine:
+        engine.save(keys_of(engine, tokens_of(2, 2)), tenant=TenantId(b"12345678"))
+        engine.save(keys_of(engine, tokens_of(1, 2)))
+        before = eventually(lambda: (s := state_of(api))["tenants"] and s)
+        cases.run(count // 4, token=False, only_changes=True)
+        assert state_of(api) == before
+        cases.run(count - cases.sent, token=True)
+        reached = {status for _, status in cases.statuses}
+        seen = sorted((n, c, k) for (n, c), k in cases.statuses.items())
+        assert {200, 201, 202, 400, 401, 404, 409} <= reached, seen
+        assert {name for name, _ in cases.statuses} == {
+            f"{one.method.upper()} {one.path}" for one in cases.operations
+        }
+        by_status = Counter(status for _, status in cases.statuses.elements())
+        logging.getLogger(__name__).info("answers by status: %s", dict(by_status))
+        for row in api.get("/v1/pins").json["rows"]:
+            node.call(lambda i=row["id"]: node.service.pins.unpin(LeaseId(int(i))))  # type: ignore[misc]
+        node.check()

@@ -15,7 +15,8 @@ much the API's memory grows by 500 clients that open a stream and never read.
 release that counts in the metrics, relative to one that does not; `metrics.cost.miss` the same for
 512 chunks that are nowhere. Messages are handed to the handler, without the socket, so the ratio is
 above that of a whole request. The two alternate; the ratio is
-from the median of the differences in each pair.
+from the median of the differences in each pair. Counting includes the sample for the reuse curve,
+whose figures (`curve.*`) are explained in `benchmarks/curves.py`.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks import curves
 from benchmarks.acquires import acquire_all, await_resident, engine, save_chunks
 from benchmarks.results import BENCH, Result, at_most, plain
 from benchmarks.stalls import AddressSpace
@@ -67,7 +69,7 @@ _MIB = 1 << 20
 
 def measure(say: Callable[[str], None]) -> list[Result]:
     """Measure the snapshot, the acquires of an engine, and the memory of unread streams."""
-    return [*asyncio.run(_measure_snapshots(say)), *_measure_processes(say)]
+    return [*curves.measure(say), *asyncio.run(_measure_snapshots(say)), *_measure_processes(say)]
 
 
 # --- on the service's loop ------------------------------------------------------------------
@@ -163,6 +165,7 @@ def _measure_cost(service: Service, say: Callable[[str], None]) -> list[Result]:
             counts = (number + number // 2) % 2  # each comes first in half of the pairs
             tokens = counts * 256 * _CHUNKS
             lease = LeaseId(number + 1)
+            service.loads.reuse.since(0, asyncio.get_running_loop().time())  # it is wanted
             began = time.thread_time_ns()
             service.loads.acquire(scheduler, Acquire(lease, blob, 1000, prompt_tokens=tokens))
             catalog.release(engine.id, lease)

@@ -7,12 +7,15 @@ import http.client
 import json
 import socket
 import ssl
+import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
+
+import pytest
 
 from kvhaven.config import Settings
 from kvhaven.gateway.access import access_of
@@ -135,11 +138,27 @@ class GatewayThread:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        observer = Observer(self._address, self._interval_s)
+        observer = Observer(self._address, self._interval_s, sample=True)
         async with serving(observer, self._access, self._plugins) as url:
             self.url = url
             self._ready.set()
             await self._stop.wait()
+
+
+def make_certificate(folder: Path) -> Path:
+    """Return a new file with a key and a certificate for localhost."""
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    try:
+        subprocess.run(
+            [*command, "-keyout", key, "-out", cert, *names], check=True, capture_output=True
+        )
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    both = folder / "both.pem"
+    both.write_bytes(key.read_bytes() + cert.read_bytes())
+    return both
 
 
 @contextlib.contextmanager

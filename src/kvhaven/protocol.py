@@ -492,9 +492,14 @@ class Steered(Message, frozen=True, tag=True):
 
 
 class Observe(Message, frozen=True, tag=True):
-    """Requests a `Snapshot`. The connection counts as an observer from now on."""
+    """Requests a `Snapshot`. The connection counts as an observer from now on.
+
+    `sample`: also the sampled requests from this number on, for an estimate of reuse; below 0:
+    none.
+    """
 
     id: int
+    sample: int = -1
 
 
 class Snapshot(Message, frozen=True, tag=True):
@@ -505,6 +510,10 @@ class Snapshot(Message, frozen=True, tag=True):
 
     id: int
     snapshot: bytes
+    sample: bytes = b""
+    """Sampled requests, see `service.reuse`."""
+    next_sample: int = 0
+    """Number of the request behind them."""
 
 
 class List(Message, frozen=True, tag=True):
@@ -665,6 +674,11 @@ class KeyList(Sequence[ChunkKey]):
                 f"keys: {len(blob)} bytes are not a whole number of {KEY_BYTES}-byte keys"
             )
         self._blob = blob
+
+    @property
+    def raw(self) -> bytes:
+        """The blob."""
+        return self._blob
 
     def __len__(self) -> int:
         return len(self._blob) // KEY_BYTES

@@ -8,7 +8,6 @@ import select
 import socket
 import ssl
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,24 @@ pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
 from kvhaven.gateway import app, guard
 from kvhaven.gateway.access import access_of
-from tests.gateway_kit import GatewayThread, ask, streams
+from kvhaven.gateway.page import FILES
+from tests.gateway_kit import GatewayThread, ask, make_certificate, streams
 
 ANN, BEN = tenant_id("ann"), tenant_id("ben")
 TOKEN = "0123456789abcdef-token"
 LISTS = ("engines", "namespaces", "requests", "tenants", "tiers")
 EMPTY_LISTS = ("jobs", "pins", "plugins")
 JSON_PATHS = (
-    *("/health", "/livez", "/readyz", "/stats", "/config", "/inference_info"),
+    *(
+        "/health",
+        "/livez",
+        "/readyz",
+        "/stats",
+        "/config",
+        "/inference_info",
+        "/v1/history",
+        "/v1/curve",
+    ),
     *(f"/v1/{name}" for name in (*LISTS, *EMPTY_LISTS)),
 )
 
@@ -141,10 +150,8 @@ def test_every_answer_is_as_the_description_says(node: NodeThread, api: GatewayT
             check(api.get(f"/v1/{name}?limit=0"), f"/v1/{name}")
             assert rows_of(api, name), name
     read = {path for path, methods in described["paths"].items() if "get" in methods}
-    assert read == {
-        *JSON_PATHS,
-        *("/v1/jobs/{id}", "/v1/chunks/{id}", "/metrics", "/openapi.json", "/events"),
-    }
+    others = {"/v1/jobs/{id}", "/v1/chunks/{id}", "/metrics", "/openapi.json", "/events", *FILES}
+    assert read == {*JSON_PATHS, *others}
     changes = {
         (method, path): operation["security"]
         for path, methods in described["paths"].items()
@@ -586,20 +593,7 @@ def test_without_a_token_nothing_can_be_changed(node: NodeThread, api: GatewayTh
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file with a key and a certificate for localhost."""
-    folder = tmp_path_factory.mktemp("tls")
-    key, cert = folder / "key.pem", folder / "cert.pem"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    try:
-        subprocess.run(
-            [*command, "-keyout", key, "-out", cert, *names], check=True, capture_output=True
-        )
-    except FileNotFoundError:
-        pytest.skip("openssl is not installed")
-    both = folder / "both.pem"
-    both.write_bytes(key.read_bytes() + cert.read_bytes())
-    return both
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 def test_beyond_loopback_every_request_needs_the_token(
@@ -621,6 +615,8 @@ def test_beyond_loopback_every_request_needs_the_token(
         for path in ("/health", "/metrics", "/events", "/v1/tenants", "/nothing"):
             for wrong in (None, "", "Bearer ", "Bearer wrong", f"Basic {TOKEN}", TOKEN):
                 assert status(path, wrong) == 401, (path, wrong)
+        for path in FILES:  # browsers send no token with a page, which has no data
+            assert status(path, None) == 200
         assert status("/health", f"Bearer {TOKEN}") == 200
         assert status("/health", f"bearer  {TOKEN} ") == 200
         assert status("/health", "Bearer \xff") == 401

@@ -20,6 +20,7 @@ from tests.crash.node import MIB, NodeThread, eventually, flush
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
+from kvhaven.gateway.tenants import TenantBytes, largest
 from tests.gateway_kit import GatewayThread, tiered_node
 from tests.metrics_kit import samples_of, summed
 
@@ -110,6 +111,49 @@ def test_tokens_are_counted_by_where_they_were(node: NodeThread, api: GatewayThr
     assert sum(found["kvhaven_saved_tokens_total"].values()) == 4 * CHUNK_SIZE
     assert summed(found, "kvhaven_tier_bytes_total", "tier", op="read")["disk"] == 4 * EXTENT_BYTES
     assert sum(found["kvhaven_promotion_wait_seconds_count"].values()) == 3
+
+
+def test_tokens_that_could_not_be_saved_are_counted(node: NodeThread, api: GatewayThread) -> None:
+    def skipped() -> dict[str, float]:
+        return summed(
+            samples_of(api.get("/metrics").body.decode()), "kvhaven_skipped_tokens_total", "reason"
+        )
+
+    tenant = tenant_id("ann")
+    with Engine(node.address, 2) as engine:
+        engine.save(prompt("free", 3))
+        assert skipped() == {"quota": 0, "space": 0, "draining": 0}
+        with connect(node.address) as control:
+            control.limit(tenant, memory=2 * 2 * EXTENT_BYTES)
+        engine.save(prompt("limited", 5), tenant=tenant)
+        eventually(lambda: skipped() == {"quota": 30, "space": 0, "draining": 0})
+        node.call(lambda: setattr(node.service._saves, "draining", True))
+        engine.save(prompt("drained", 4))
+        eventually(lambda: skipped() == {"quota": 30, "space": 0, "draining": 40})
+
+
+def test_the_largest_tenants_are_named(api: GatewayThread, node: NodeThread) -> None:
+    with Engine(node.address) as engine:
+        for name in ("ann", "ben"):
+            engine.save(prompt(name, 3), tenant=tenant_id(name))
+        flush(node.address)
+        with GatewayThread(node.address) as later:
+
+            def shown() -> dict[str, float]:
+                found = samples_of(later.get("/metrics").body.decode())
+                return summed(found, "kvhaven_tenant_bytes", "tenant", place="memory")
+
+            eventually(lambda: later.health() == (200, "ok"))
+            expected = {tenant_id(name).hex(): 3 * EXTENT_BYTES for name in ("ann", "ben")}
+            eventually(lambda: shown() == expected)
+
+
+def test_other_tenants_are_summed() -> None:
+    many = [TenantBytes(f"{n:02}", {"memory": n, "disk": 2 * n}) for n in range(30)]
+    found = largest(many)
+    assert [tenant.id for tenant in found] == [*(f"{n:02}" for n in range(29, 9, -1)), "other"]
+    assert found[-1].bytes == {"memory": 45, "disk": 90}
+    assert largest(many[:20]) == many[19::-1]
 
 
 def _of_asked(api: GatewayThread, asked: int) -> dict[str, Any] | None:

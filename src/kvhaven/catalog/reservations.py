@@ -40,6 +40,10 @@ class Reservations:
         self.leaving: set[Member] = set()
         self.commits = 0
         self.refused = 0
+        self.no_space = 0
+        """Absent chunks that a save got no space for; only rank 0 of an engine counts."""
+        self.no_quota = 0
+        """The same, for the quota of their tenant."""
 
     def reserve(
         self,
@@ -237,7 +241,12 @@ class Reservations:
         for parent in parents:
             space.adopt(parent)
         wanted = min(len(missing), _room(member))
+        over_quota = space.quota_refusals
         extents = space.allocate(namespace, wanted, self._sessions.reach(member.session))
+        if member.rank == 0:
+            skipped, over_quota = len(missing) - len(extents), space.quota_refusals - over_quota
+            self.no_quota += min(skipped, over_quota)
+            self.no_space += max(0, skipped - over_quota)
         if len(extents) < wanted and namespace.tenant.memory_quota is not None:
             for key in list(missing)[len(extents) : wanted]:
                 space.ghosts.left(key, Reason.QUOTA)

@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -19,14 +20,19 @@ from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
 from kvhaven.gateway.answers import answered, audit, body_of, json_of, problem, switch
 from kvhaven.gateway.guard import Guard
+from kvhaven.gateway.history import History
 from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
 from kvhaven.gateway.openapi import SELECTOR, document
+from kvhaven.gateway.page import FILES, Page
 from kvhaven.gateway.plugins import Plugins, PluginSettings
+from kvhaven.gateway.reuse import ReuseCurve
 from kvhaven.gateway.routes import ROUTES
 from kvhaven.gateway.steering import Steering
+from kvhaven.gateway.tenants import Tenants
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
 from kvhaven.protocol import MOST_ROWS, NO_LIMIT, ListKind
+from kvhaven.service.reuse import decoded
 from kvhaven.service.runtime_settings import Config
 from kvhaven.service.snapshot import EngineRow, NamespaceRow
 from kvhaven.service.steering import GetConfig
@@ -55,9 +61,9 @@ _NO_CONTENT_OF_OTHERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
-"""Paths that never need the token, because orchestrators have none. Without it, they do not show
-the checks."""
+_OPEN_PATHS: Final = frozenset({"/livez", "/readyz", *FILES})
+"""Paths that never need the token. Orchestrators have none; without it, they are not shown the
+checks. Browsers send none with a page, and the files of the dashboard have no data."""
 _NO_PLUGINS: Final = PluginSettings()
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -85,6 +91,11 @@ class Gateway:
         self._steering = Steering(observer, self._all)
         self._plugins = Plugins(observer, plugins, self._steering.keys_of)
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
+        self._page_files = Page()
+        self._history = History()
+        self._tenants = Tenants(observer)
+        self._reuse, self._reuse_of = ReuseCurve(), ""
+        observer.listeners.append(self._on_snapshot)
 
     def app(self) -> web.Application:
         """Return the application; it observes the service while it runs."""
@@ -99,10 +110,12 @@ class Gateway:
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
         observing = asyncio.create_task(self._observer.run())
+        tenants = asyncio.create_task(self._tenants.run())
         plugins = asyncio.create_task(self._plugins.run())
-        plugins.add_done_callback(_log_failure)
+        for task in (plugins, tenants):
+            task.add_done_callback(_log_failure)
         yield
-        for task in (plugins, observing):
+        for task in (plugins, tenants, observing):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -197,13 +210,18 @@ class Gateway:
         rows = await self._namespaces_at(seen)
         whole = len(rows) < _MOST_PAGES * MOST_ROWS
         tokens = tokens_in_memory(rows, seen.snapshot.catalog.tails) if whole else None
-        return json_of(stats_of(seen.snapshot, tokens))
+        return json_of(stats_of(seen.snapshot, tokens, self._reuse.curve(time.time())))
 
     async def _on_metrics(self, _: web.Request) -> web.Response:
         seen = self._seen()
         rows = await self._namespaces_at(seen)
         text = text_of(
-            seen.snapshot, rows[:MOST_ROWS], self._requests, list(self._plugins.samples())
+            seen.snapshot,
+            rows[:MOST_ROWS],
+            self._requests,
+            self._reuse.curve(time.time()),
+            self._tenants.largest,
+            list(self._plugins.samples()),
         )
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -212,6 +230,30 @@ class Gateway:
         if self._namespaces[0] != seen.id:
             self._namespaces = seen.id, await self._all("namespaces", NamespaceRow)
         return self._namespaces[1]
+
+    async def _on_history(self, _: web.Request) -> web.Response:
+        return json_of(self._history.recent(self._seen().snapshot, time.time()))
+
+    def _on_snapshot(self, seen: Seen) -> None:
+        now = time.time()
+        self._history.note(seen.snapshot, now)
+        try:
+            requests = list(decoded(seen.sample))
+        except ValueError as error:
+            logger.warning("api: the sample of requests is malformed: %s", error)
+            return
+        if seen.snapshot.service != self._reuse_of:
+            self._reuse, self._reuse_of = ReuseCurve(), seen.snapshot.service
+        self._reuse.note(seen.snapshot.catalog.capacity_bytes, requests, now)
+
+    async def _on_curve(self, _: web.Request) -> web.Response:
+        self._seen()
+        return json_of(self._reuse.curve(time.time()))
+
+    async def _on_page(self, request: web.Request) -> web.StreamResponse:
+        return await self._page_files.answer(request)
+
+    _on_page_style = _on_page_program = _on_page
 
     async def _on_inference_info(self, _: web.Request) -> web.Response:
         return json_of(models.InferenceInfo(await self._all("engines", EngineRow)))
@@ -375,7 +417,7 @@ class Gateway:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        logger.error("api: plugins failed", exc_info=task.exception())
+        logger.error("api: a task failed", exc_info=task.exception())
 
 
 def _bound(transport: asyncio.Transport) -> None:
@@ -395,7 +437,8 @@ def _reset(transport: asyncio.Transport) -> None:
 
 
 async def _add_headers(_: web.Request, answer: web.StreamResponse) -> None:
-    answer.headers.update(_NO_CONTENT_OF_OTHERS)
+    for name, value in _NO_CONTENT_OF_OTHERS.items():
+        answer.headers.setdefault(name, value)
     if "ETag" in answer.headers:
         answer.headers["Cache-Control"] = "no-cache"
     answer.headers.pop("Server", None)

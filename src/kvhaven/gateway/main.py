@@ -46,7 +46,7 @@ async def _run(address: str, access: Access, plugins: PluginSettings, *, child: 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with serving(Observer(address), access, plugins) as url:
+    async with serving(Observer(address, sample=True), access, plugins) as url:
         logger.info("api: listening at %s, service at %s", url, address)
         beating = loop.create_task(_beat(stop)) if child else None
         await stop.wait()

@@ -3,13 +3,15 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from kvhaven.catalog.histograms import Buckets
+from kvhaven.gateway.reuse import Curve
+from kvhaven.gateway.tenants import TenantBytes
 from kvhaven.gateway.views import memory_of, tiers_of
 from kvhaven.service.snapshot import NamespaceRow, ServiceSnapshot
 
@@ -41,6 +43,8 @@ def text_of(
     snapshot: ServiceSnapshot,
     namespaces: Iterable[NamespaceRow],
     requests: Requests,
+    curve: Curve,
+    tenants: Sequence[TenantBytes],
     plugins: Samples = (),
 ) -> str:
     """Return all metrics."""
@@ -49,6 +53,17 @@ def text_of(
         *_memory(snapshot),
         *_chunks(snapshot),
         *_tiers(snapshot),
+        *_reuse(curve),
+        _family(
+            "tenant_bytes",
+            "gauge",
+            "Bytes of the largest tenants by place, and of all others together.",
+            [
+                ({"tenant": tenant.id, "place": place}, size)
+                for tenant in tenants
+                for place, size in tenant.bytes.items()
+            ],
+        ),
         *_peers(snapshot),
         *_about(snapshot, namespaces),
         *_process(snapshot.pid),
@@ -112,6 +127,12 @@ def _tokens(snapshot: ServiceSnapshot) -> Iterator[str]:
         "Tokens of full chunks that became resident.",
         [({"namespace": name}, counts.saved) for name, counts in known],
     )
+    yield _family(
+        "skipped_tokens_total",
+        "counter",
+        "Tokens that engines wanted to save and could not, by reason.",
+        [({"reason": reason}, tokens) for reason, tokens in snapshot.skipped_tokens.items()],
+    )
     lookups = snapshot.lookups
     yield _histogram(
         "lookup_seconds", "Time from a lookup to its final answer.", lookups.lookup_seconds
@@ -138,6 +159,11 @@ def _memory(snapshot: ServiceSnapshot) -> Iterator[str]:
         [({"state": state}, bytes_) for state, bytes_ in memory.items()],
     )
     yield _one("memory_capacity_bytes", "gauge", "Host memory that chunks can use.", capacity)
+    for name, text, size in (
+        ("planned", "Host memory that the settings ask for.", snapshot.arena_planned_bytes),
+        ("allocated", "Host memory that is allocated of it.", snapshot.arena_allocated_bytes),
+    ):
+        yield _one(f"memory_{name}_bytes", "gauge", text, size)
     yield _one("leases", "gauge", "Leases that hold or await chunks.", snapshot.catalog.leases)
     oldest = snapshot.catalog.oldest_lease_s
     yield _one("oldest_lease_seconds", "gauge", "Age of the oldest lease.", oldest)
@@ -293,6 +319,36 @@ def _tiers(snapshot: ServiceSnapshot) -> Iterator[str]:
         "tier_seconds",
         "Time to read or write a chunk.",
         [(labels, known.seconds) for labels, known in traffic],
+    )
+
+
+def _reuse(curve: Curve) -> Iterator[str]:
+    yield _family(
+        "reuse_hit_ratio",
+        "gauge",
+        "Estimate for the last hour: prompt tokens in engines and memory, by size of the memory.",
+        [
+            ({"memory": f"{point.memory:g}x"}, point.hit_ratio)
+            for point in curve.points
+            if point.hit_ratio is not None
+        ],
+    )
+    yield _family(
+        "reuse_ceiling_ratio",
+        "gauge",
+        "The same, with unlimited memory that forgets chunks after a time.",
+        [
+            ({"window": window}, ratio)
+            for window, ratio in curve.ceilings.items()
+            if ratio is not None
+        ],
+    )
+    error = curve.error_ratio
+    yield _family(
+        "reuse_error_ratio",
+        "gauge",
+        "Difference between the estimate for the present memory and what was found.",
+        [({}, error)] if error is not None else [],
     )
 
 

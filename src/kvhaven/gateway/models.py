@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvhaven.gateway.reuse import Curve
 from kvhaven.protocol import MOST_QUOTA
 from kvhaven.service.accounts import RequestRow
 from kvhaven.service.jobs import JobRow
@@ -131,7 +132,8 @@ class Stats(msgspec.Struct, frozen=True):
     memory: Memory
     tiers: list[TierRow]
     tokens: Tokens
-    reuse: None = None
+    reuse: Curve | None
+    """The reuse curve; null before the first request."""
 
 
 class InferenceInfo(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -65,20 +66,26 @@ class Seen(NamedTuple):
     raw: bytes
     snapshot: ServiceSnapshot
     at: float
+    sample: bytes = b""
+    """Sampled requests since the last snapshot, see `service.reuse`."""
 
 
 class Observer:
     """Connection to the service at `address`, restored whenever it is lost.
 
     It requests the next snapshot `interval_s` seconds after the last one, so a slow service is not
-    asked more often than it answers.
+    asked more often than it answers. With `sample`, it also requests a sample of the requests that
+    engines send.
     """
 
-    def __init__(self, address: str, interval_s: float = 1.0) -> None:
+    def __init__(self, address: str, interval_s: float = 1.0, *, sample: bool = False) -> None:
+        self._sample = 0 if sample else -1
         self.address = address
         self.seen: Seen | None = None
         self.error = f"no service has answered at {address} yet"
         """Why there is no newer snapshot."""
+        self.listeners: list[Callable[[Seen], None]] = []
+        """Functions that are called with each new snapshot."""
         self._interval_s = interval_s
         self._writer: asyncio.StreamWriter | None = None
         self._features = 0
@@ -178,7 +185,7 @@ class Observer:
     async def _ask_repeatedly(self, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(KVHavenError):  # `run` connects again
             while True:
-                await self._ask(Observe(next(self._ids)), Snapshot, _ANSWER_S)
+                await self._ask(Observe(next(self._ids), self._sample), Snapshot, _ANSWER_S)
                 await asyncio.sleep(self._interval_s)
         self.error = f"the service at {self.address} did not answer within {_ANSWER_S:g} s"
         writer.close()
@@ -224,7 +231,11 @@ class Observer:
                 f"its snapshot is not valid ({error}); run the same KVHaven on both sides"
             ) from error
         id_ = f"{snapshot.service[:8]}-{next(self._numbers)}"
-        self.seen = Seen(id_, message.snapshot, snapshot, _now())
+        self.seen = Seen(id_, message.snapshot, snapshot, _now(), message.sample)
+        if self._sample >= 0 and message.id:
+            self._sample = message.next_sample
+        for listener in self.listeners:
+            listener(self.seen)
         self._news.set()
         self._news = asyncio.Event()
 

@@ -4,7 +4,9 @@
 from typing import Final
 
 from kvhaven.gateway import models
+from kvhaven.gateway.history import Recent
 from kvhaven.gateway.openapi import CHANGE, CHUNK, CHUNKS, JOB, PAGE, SELECTOR, TENANT, TIER, Route
+from kvhaven.gateway.reuse import Curve
 from kvhaven.service.jobs import JobRow
 from kvhaven.service.pins import PinRow
 from kvhaven.service.runtime_settings import Changes, Config
@@ -13,6 +15,9 @@ from kvhaven.service.steering import ChunkRow, Drained, Found, TierState
 EVENTS: Final = "/events"
 
 ROUTES: Final = (
+    Route("/", "page", "The dashboard.", "text/html", (200, 304)),
+    Route("/dashboard.css", "page_style", "Its style.", "text/css", (200, 304)),
+    Route("/dashboard.js", "page_program", "Its program.", "text/javascript", (200, 304)),
     Route("/health", "health", "Health, with its checks.", models.Health, (200, 503)),
     Route("/livez", "livez", "Whether the service answers.", models.Health, (200, 503)),
     Route("/readyz", "readyz", "Whether engines are served.", models.Health, (200, 503)),
@@ -44,6 +49,14 @@ ROUTES: Final = (
         "text/event-stream",
         (200, 503),
     ),
+    Route(
+        "/v1/history",
+        "history",
+        "Counters of the last hour, every 10 s.",
+        Recent,
+        (200, 503),
+    ),
+    Route("/v1/curve", "curve", "Hit rate with less or more memory.", Curve, (200, 503)),
     Route("/v1/engines", "engines", "Engines.", models.Engines, (200, 400, 503), PAGE),
     Route(
         "/v1/namespaces",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvhaven.gateway.models import GB, Check, Chunks, Health, Memory, State, Stats, TierRow, Tokens
 from kvhaven.gateway.observer import SILENT_S, Observer
+from kvhaven.gateway.reuse import Curve
 from kvhaven.service.snapshot import NamespaceRow, ServiceSnapshot
 
 _READ_ONLY = "peer"
@@ -118,7 +119,7 @@ def tier_state_of(row: TierRow) -> str:
     return row.state
 
 
-def stats_of(snapshot: ServiceSnapshot, cached_tokens: int | None) -> Stats:
+def stats_of(snapshot: ServiceSnapshot, cached_tokens: int | None, curve: Curve) -> Stats:
     """Return the statistics; `cached_tokens` is the result of `tokens_in_memory`."""
     totals, tiers = snapshot.catalog, tiers_of(snapshot)
     hits = totals.hit_chunks + totals.awaited_chunks
@@ -137,6 +138,7 @@ def stats_of(snapshot: ServiceSnapshot, cached_tokens: int | None) -> Stats:
         memory=memory_of(snapshot),
         tiers=tiers,
         tokens=tokens_of(snapshot),
+        reuse=curve if curve.requests else None,
     )
 
 

@@ -25,6 +25,7 @@ from kvhaven.protocol import (
 from kvhaven.service.accounts import Accounts, Question
 from kvhaven.service.driver import Driver
 from kvhaven.service.engines import AttachedEngines, AttachedProcess
+from kvhaven.service.reuse import ReuseLog
 from kvhaven.service.turns import Job
 from kvhaven.service.verify import Verifier
 
@@ -83,6 +84,7 @@ class Loads:
         self._verifier = verifier
         self._spawn = spawn
         self._accounts = accounts
+        self.reuse = ReuseLog()
         self._questions: dict[tuple[SessionId, LeaseId], Question] = {}
         self._deadlines: dict[tuple[SessionId, LeaseId], asyncio.TimerHandle] = {}
 
@@ -248,7 +250,9 @@ class Loads:
                 gap = Gap(Reason.LATE, gap.chunks)
             elif slow:
                 gap = Gap(Reason.SLOW_TIER, gap.chunks)
-        self._accounts.answered(question, found, gap, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        memory = self._accounts.answered(question, found, gap, now)
+        self.reuse.note(question, memory, now)
 
     @staticmethod
     def _send(scheduler: AttachedProcess, answer: Acquired) -> None:

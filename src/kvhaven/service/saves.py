@@ -48,7 +48,10 @@ class Saves:
             raise ProtocolError(f"a parent of {len(message.parent)} bytes is not a key")
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         session = member.session
+        size = session.chunk_tokens
         if session.namespace is None or self.draining:
+            if self.draining and member.rank == 0:
+                self._accounts.skipped["draining"] += len(keys) * (message.tail or size)
             connection.send(Granted(message.id, [None] * len(keys)))
             return
         _require_tail(session.namespace, message.tail)
@@ -58,6 +61,7 @@ class Saves:
         for part in batches(keys, _PIECE):
             if grants:
                 yield
+            quota, space = self._driver.catalog.refused_saves
             for grant in self._driver.catalog.reserve(
                 member.id, session.digest, parent, part, message.save, tenant, message.tail
             ):
@@ -69,6 +73,9 @@ class Saves:
                 place = extent.segment, extent.offset + offset
                 grants.append((*place, extent.generation, bool(grant.shards)))
             parent = part[-1]
+            now = self._driver.catalog.refused_saves
+            self._accounts.skipped["quota"] += (now[0] - quota) * (message.tail or size)
+            self._accounts.skipped["space"] += (now[1] - space) * (message.tail or size)
         connection.send(Granted(message.id, grants))
 
     def commit(self, member: AttachedProcess, message: Commit) -> Job:

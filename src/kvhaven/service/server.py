@@ -301,7 +301,12 @@ class Service:
         if isinstance(message, List):
             return self._list(connection, message)
         self._observers.add(connection)
-        connection.send(Snapshot(message.id, self._observation.snapshot(self._chains, self._plane)))
+        snapshot = self._observation.snapshot(self._chains, self._plane)
+        following, sample = 0, b""
+        if message.sample >= 0:
+            now = asyncio.get_running_loop().time()
+            following, sample = self.loads.reuse.since(message.sample, now)
+        connection.send(Snapshot(message.id, snapshot, sample, following))
         return None
 
     def _on_member_message(

@@ -66,6 +66,8 @@ class ServiceSnapshot(msgspec.Struct, frozen=True):
     lookups: LookupHistograms
     traffic: dict[str, dict[str, TierTraffic]]
     """By tier, and by operation: read or write."""
+    skipped_tokens: dict[str, int]
+    """Tokens that engines wanted to save and could not, by reason."""
     loop_lag_seconds: Buckets
     """By how much a timer of the service's event loop was late, ten times a second."""
 
@@ -177,6 +179,7 @@ class Observation:
                 tokens=self._accounts.tokens(),
                 lookups=self._accounts.histograms(),
                 traffic=self._runner.traffic(),
+                skipped_tokens=self._accounts.skipped,
                 loop_lag_seconds=self._lag.buckets(),
             )
         )

@@ -33,8 +33,10 @@ class LoadJob:
 
     @property
     def written(self) -> set[int]:
-        """The blocks of group 0 that the load writes."""
-        return {block for chunk in self.blocks[0] for block in chunk if block != SKIP}
+        """The blocks that the load writes; an id names a block of one group."""
+        return {
+            block for group in self.blocks for chunk in group for block in chunk if block != SKIP
+        }
 
 
 @dataclass(frozen=True)

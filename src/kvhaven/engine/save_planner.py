@@ -14,9 +14,6 @@ from kvhaven.types import ChunkKey
 _REPORT_S = 120.0
 """Duration after which a job without a final report is forgotten."""
 
-_Block = tuple[int, int]
-"""KV group and block id."""
-
 _NONE: frozenset[int] = frozenset()
 
 
@@ -41,7 +38,8 @@ class SavePlanner:
 
     A block that a save reads may be reallocated to another request before the copy has ended,
     after a finish, an abort or a preemption. `note_new` receives every block that is about to be
-    written, and `take_fence` returns the saves that must end first.
+    written, and `take_fence` returns the saves that must end first. Blocks are identified by their
+    ids alone: an engine's KV groups share one pool, so a block may return in another group.
 
     If the ranks' reports do not arrive here (not `hears_workers`), saves end within their step
     (`AcceleratorBackend.stores_end_in_call`): each has ended when the next step is planned.
@@ -68,9 +66,9 @@ class SavePlanner:
         self._jobs: dict[int, tuple[SaveJob, float]] = {}  # job, time of its plan
         self._reports: dict[int, StepReport] = {}
         self._saving: dict[ChunkKey, int] = {}
-        self._reading: dict[_Block, set[int]] = {}
-        self._new_blocks: set[_Block] = set()
-        self._continued: dict[str, list[_Block]] = {}  # last blocks of tails being saved
+        self._reading: dict[int, set[int]] = {}  # saves by the block that they read
+        self._new_blocks: set[int] = set()
+        self._continued: dict[str, list[int]] = {}  # last blocks of tails being saved
 
     def due(self, state: RequestState, end: int) -> bool:
         """Return whether `plan` may return jobs; fast, as every step asks for all requests."""
@@ -141,7 +139,7 @@ class SavePlanner:
         )
         self._jobs[job.id] = job, self._clock()
         self._saving[key] = job.id
-        self._continued[request.request_id] = [(g, ids[-1]) for g, ids in enumerate(blocks)]
+        self._continued[request.request_id] = [ids[-1] for ids in blocks]
         return [job]
 
     def note_step(self, request_id: str) -> None:
@@ -156,8 +154,8 @@ class SavePlanner:
     def note_new(self, blocks: Sequence[Sequence[int]], tokens: int = 0) -> None:
         """Note the blocks of the tokens after the first `tokens`, which are about to be written."""
         if self._reading:
-            for group, (ids, size) in enumerate(zip(blocks, self._block_sizes, strict=False)):
-                self._new_blocks.update((group, block) for block in ids[tokens // size :])
+            for ids, size in zip(blocks, self._block_sizes, strict=False):
+                self._new_blocks.update(ids[tokens // size :])
 
     def take_fence(self, jobs: Sequence[SaveJob]) -> list[int]:
         """Return the earlier saves whose blocks were reallocated; start to track `jobs`."""
@@ -251,7 +249,6 @@ class SavePlanner:
             self._events.forget(job)
 
 
-def _blocks_of(job: SaveJob) -> Iterator[_Block]:
-    for group, chunks in enumerate(job.blocks):
-        for block in itertools.chain.from_iterable(chunks):
-            yield group, block
+def _blocks_of(job: SaveJob) -> Iterator[int]:
+    for chunks in job.blocks:
+        yield from itertools.chain.from_iterable(chunks)

@@ -19,6 +19,7 @@ class LoadJob:
     not be planned: its blocks are reported as failed, so that the engine does not use them.
 
     With `tail`, the last chunk is a tail of so many tokens, with as many blocks as these need.
+    `part` is the number of the part of the engine's KV whose groups these are.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class LoadJob:
     asynchronous: bool
     adapter: AdapterUse | None = None
     tail: int = 0
+    part: int = 0
 
     @property
     def written(self) -> set[int]:
@@ -46,7 +48,7 @@ class SaveJob:
     An engine uses each `id` once: all shards of a chunk come from one job. `parent` is the key
     before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`. The chunks belong to
     `tenant` and were computed with `adapter`, if any. With `tail`, the only chunk is a tail of so
-    many tokens.
+    many tokens. `part` is as in `LoadJob`.
     """
 
     id: int
@@ -56,6 +58,7 @@ class SaveJob:
     tenant: TenantId = NO_TENANT
     adapter: AdapterUse | None = None
     tail: int = 0
+    part: int = 0
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kvhaven.config import Settings
 from kvhaven.engine.jobs import SaveJob, StepReport
+from kvhaven.engine.parts import KvPart, one_part
 from kvhaven.engine.request_state import RequestState
 from kvhaven.types import ChunkKey
 
@@ -52,12 +53,16 @@ class SavePlanner:
         world_size: int,
         events: SaveEvents | None = None,
         *,
+        parts: Sequence[KvPart] = (),
         hears_workers: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decode_too = settings.save_decode_cache
         """Whether generated tokens are saved, too."""
         self._block_sizes = tuple(block_sizes)
+        self._first, *self._more_parts = parts or one_part(block_sizes)
+        self._first_sizes = [block_sizes[group] for group in self._first.groups]
+        self._window_every = settings.window_every
         self._world = world_size
         self._events = events
         self._hears_workers = hears_workers
@@ -95,7 +100,7 @@ class SavePlanner:
         jobs = []
         for first, last in self._runs(state, complete):
             keys = tuple(state.chain.keys[first:last])
-            chunks = [state.chunk_blocks(at, self._block_sizes) for at in range(first, last)]
+            chunks = [self._first_blocks(state, at) for at in range(first, last)]
             parent = state.chain.keys[first - 1] if first else None
             blocks = tuple(zip(*chunks, strict=True))
             job = SaveJob(next(self._ids), parent, keys, blocks, state.chain.tenant, state.adapter)
@@ -104,6 +109,8 @@ class SavePlanner:
             self._saving.update(dict.fromkeys(keys, job.id))
             if self._events is not None:
                 self._events.planned(job, request, first)
+        for number, part in enumerate(self._more_parts, 1):
+            jobs += self._plan_part(state, part, number, complete)
         state.planned_chunks = complete
         return jobs
 
@@ -190,10 +197,68 @@ class SavePlanner:
             self._reports[job_id] = total
             if total.saved[job_id] >= self._world:
                 job, _ = self._jobs[job_id]
-                if self._events is not None and not job.tail:
+                if self._events is not None and not (job.tail or job.part):
                     self._events.saved(job, total.unwritten.get(job_id, set()))
                 self._forget_blocks({job_id})
                 self._forget(job)
+
+    def _first_blocks(self, state: RequestState, chunk: int) -> list[tuple[int, ...]]:
+        if not self._more_parts:
+            return state.chunk_blocks(chunk, self._block_sizes)
+        return state.chunk_blocks(chunk, self._first_sizes, groups=self._first.groups)
+
+    def _plan_part(
+        self, state: RequestState, part: KvPart, number: int, complete: int
+    ) -> list[SaveJob]:
+        """Plan the save of a further part's chunks that a later request may continue after."""
+        jobs: list[SaveJob] = []
+        keys, loaded = state.chains[number].keys, state.loaded
+        others = loaded.others if loaded is not None else ()
+        skipped = next((other.chunks for other in others if other.part == number), range(0))
+        run: list[tuple[ChunkKey, list[tuple[int, ...]]]] = []
+        for chunk in range(state.planned_chunks, complete + 1):
+            blocks = None
+            known = chunk == complete or chunk in skipped or keys[chunk] in self._saving
+            if not known and self._is_wanted(state, part, chunk):
+                blocks = state.part_blocks(part, chunk)
+            if blocks is not None:
+                run.append((keys[chunk], blocks))
+                continue
+            if run:
+                jobs.append(self._job_of(state, number, run))
+                run = []
+        return jobs
+
+    def _job_of(
+        self,
+        state: RequestState,
+        number: int,
+        run: Sequence[tuple[ChunkKey, list[tuple[int, ...]]]],
+    ) -> SaveJob:
+        """Return a tracked job. Chunks before its first one may be absent: it has no parent."""
+        keys = tuple(key for key, _ in run)
+        blocks = tuple(zip(*(ids for _, ids in run), strict=True))
+        tenant = state.chain.tenant
+        job = SaveJob(next(self._ids), None, keys, blocks, tenant, state.adapter, part=number)
+        self._jobs[job.id] = job, self._clock()
+        self._saving.update(dict.fromkeys(keys, job.id))
+        return job
+
+    def _is_wanted(self, state: RequestState, part: KvPart, chunk: int) -> bool:
+        """Return whether a later request may continue at a token for which it needs this chunk.
+
+        These are the last full chunks of the prompt (a repeated prompt computes its last token),
+        multiples of `window_every`, the chunks that other prompts have in common with this one, and
+        each chunk's end in the output: a conversation continues behind it.
+        """
+        size, prompt = state.chunk_size, state.request.num_prompt_tokens
+        ends = part.ends(chunk, size)
+        if prompt // size in ends or (prompt - 1) // size in ends or state.junction in ends:
+            return True
+        if self.decode_too and ends[-1] > prompt // size:
+            return True
+        every = self._window_every // size
+        return every > 0 and ends[-1] // every * every >= ends[0]
 
     @property
     def under_way(self) -> int:
@@ -245,7 +310,7 @@ class SavePlanner:
         for key in job.keys:
             if self._saving.get(key) == job.id:
                 del self._saving[key]
-        if self._events is not None and not job.tail:
+        if self._events is not None and not (job.tail or job.part):
             self._events.forget(job)
 
 

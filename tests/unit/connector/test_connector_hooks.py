@@ -61,7 +61,8 @@ def run(engine: Engine, name: str, prompt: list[int], length: int = 4) -> list[i
 def report_idle(engine: Engine) -> None:
     """Have what ended while the engine was idle reported: that happens in its next steps."""
     workers = [runner.connector._worker for runner in engine.runners]
-    wait_until(lambda: all(w._saves._ended.qsize() == len(w._saves._running) for w in workers))
+    saves = [one for worker in workers for one in worker._saves]
+    wait_until(lambda: all(one._ended.qsize() == len(one._running) for one in saves))
     run(engine, "idle", [1, 2, 3])
 
 

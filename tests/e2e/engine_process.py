@@ -51,7 +51,7 @@ class Commands:
     ) -> list[dict[str, Any]]:
         """Generate greedily; return tokens, their log-probabilities, cached tokens.
 
-        `logprob` is that of the first token. Also returns the parameters for another node, `handover`.
+        `logprob` is that of the first token, `handover` the parameters for another node.
         """
         from vllm import SamplingParams
 

@@ -18,7 +18,7 @@ _COMMON: dict[str, Any] = {
 }
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _UNEVEN = (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"]
-"""Five layers with a window, two without: vLLM makes groups of two layers, one of them half empty."""
+"""Five layers with a window, two without: vLLM makes groups of two, one of them half empty."""
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", _COMMON | {

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tests.simulation.engine_device import LateDevice
-from tests.simulation.engine_model import Model, RunningRequest, Runner, Scheduled, moved
+from tests.simulation.engine_model import Model, Runner, RunningRequest, Scheduled, moved
 
 FULL_GROUP = 2
 GROUPS = 3

@@ -389,10 +389,10 @@ class Engine:
             for index in range(LAYERS)
         }
         if self.setup.window:
-            pages = list(tensors.values())
-            connector.register_kv_caches(in_groups(pages))
+            shared = list(tensors.values())
+            connector.register_kv_caches(in_groups(shared))
             return HybridRunner(
-                connector, device, self.model, pages, rank, self._choice, self.setup.window
+                connector, device, self.model, shared, rank, self._choice, self.setup.window
             )
         connector.register_kv_caches(tensors)
         return Runner(connector, device, self.model, list(tensors.values()), rank, self._choice)

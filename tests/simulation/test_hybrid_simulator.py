@@ -16,11 +16,9 @@ import pytest
 pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
 from kvhaven.engine import part_lookups
-from kvhaven.engine.jobs import LoadJob, SaveJob
 from kvhaven.engine.parts import KvPart
-from kvhaven.engine.request_state import PartLoad, PendingLoad, RequestState
+from kvhaven.engine.request_state import RequestState
 from kvhaven.engine.save_planner import SavePlanner
-from kvhaven.engine.scheduler import SchedulerSide
 from kvhaven.engine.worker import WorkerSide
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_simulation import Simulation
@@ -148,7 +146,7 @@ def hits_end_at_the_last_token(patch: Patch) -> None:
             return value + 1 if name == "num_tokens" else value
 
     def lease(lookups: Any, state: RequestState) -> Any:
-        request, state.request = state.request, Longer(state.request)  # type: ignore[assignment]
+        request, state.request = state.request, Longer(state.request)
         try:
             return original(lookups, state)
         finally:

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
-from kvhaven.engine import part_lookups
+from kvhaven.engine import part_lookups, request_state
 from kvhaven.engine.parts import KvPart
 from kvhaven.engine.request_state import RequestState
 from kvhaven.engine.save_planner import SavePlanner
@@ -42,7 +42,7 @@ def node(short_dir: Path) -> Iterator[Node]:
 
 @pytest.fixture
 def small_node(short_dir: Path) -> Iterator[Node]:
-    with running_node(short_dir, arena_bytes=400_000) as started:
+    with running_node(short_dir, arena_bytes=150_000) as started:
         yield started
 
 
@@ -163,6 +163,7 @@ def freed_blocks_are_saved(patch: Patch) -> None:
         return original(state, part, chunk)
 
     patch.setattr(RequestState, "part_blocks", blocks)
+    patch.setattr(request_state, "NULL_BLOCK", -1)
 
 
 def parts_end_with_the_first(patch: Patch) -> None:
@@ -186,7 +187,11 @@ MUTATIONS: dict[Callable[[Patch], None], dict[str, Any]] = {
     a_missing_chunk_of_a_window_is_not_noticed: {"window": 50},
     blocks_of_other_groups_are_not_fenced: SLOW,
     hits_end_at_the_last_token: {"window": 17},
-    freed_blocks_are_saved: {"window": 5, "save_decode": True},
+    freed_blocks_are_saved: {
+        "window": 17,
+        "prefix_caching": True,
+        "settings": (*PATIENT, ("window_every", 16)),
+    },
     parts_end_with_the_first: {"loads": (0.01,)},
     no_fence: SLOW,
 }

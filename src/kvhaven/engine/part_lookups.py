@@ -4,40 +4,16 @@
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from kvhaven.client.scheduler import NOT_COUNTED, LeasedChunks, Outcome, SchedulerClient
 from kvhaven.config import Settings
 from kvhaven.engine.lookups import ASK_AGAIN_S, Lookups
 from kvhaven.engine.parts import KvPart, usable_chunks
-from kvhaven.engine.request_state import PartLoad, PendingLoad, RequestState
+from kvhaven.engine.request_state import PartLoad, PartSearch, PendingLoad, RequestState
 
 _MOST_ATTEMPTS: Final = 4
 """Maximum number of candidates that a lookup leases; chunks may be evicted meanwhile."""
-
-
-@dataclass
-class PartSearch:
-    """Search for the chunks of one request. Its ids are those of each part's client.
-
-    `located` are the ids of the questions about places, until `present` has their answers.
-    `leases` are the leases on the chunks of `ranges`, which are needed to continue after `end`
-    chunks.
-    """
-
-    computed: int
-    most: int
-    began: float
-    located: list[int | None] = field(default_factory=list)
-    places: list[bytes | Outcome] = field(default_factory=list)
-    present: list[list[bool]] | None = None
-    end: int = 0
-    ranges: list[range] = field(default_factory=list)
-    leases: list[int | None] = field(default_factory=list)
-    attempts: int = 0
-    found: LeasedChunks | None = None
-    others: tuple[PartLoad, ...] = ()
 
 
 class PartLookups:

@@ -2,10 +2,10 @@
 """State of one request on the scheduler side."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import Final
 
-from kvhaven.client.scheduler import LeasedChunks
+from kvhaven.client.scheduler import LeasedChunks, Outcome
 from kvhaven.engine.adapters import AdapterUse
 from kvhaven.engine.jobs import LoadJob
 from kvhaven.engine.parts import KvPart
@@ -13,9 +13,6 @@ from kvhaven.engine.requests import NOTHING, EngineRequest, KnownExtras, Media, 
 from kvhaven.errors import KVHavenError
 from kvhaven.keys import KeyChain
 from kvhaven.types import ChunkKey
-
-if TYPE_CHECKING:
-    from kvhaven.engine.part_lookups import PartSearch
 
 NULL_BLOCK: Final = 0
 """The block id in the place of blocks that a group with a window does not need any more."""
@@ -58,6 +55,29 @@ class PendingLoad:
     def end_chunk(self) -> int:
         """The index of the chunk after the lease's last full one."""
         return self.first_chunk + len(self.lease.extents) - bool(self.tail)
+
+
+@dataclass
+class PartSearch:
+    """Search for the chunks of one request. Its ids are those of each part's client.
+
+    `located` are the ids of the questions about places, until `present` has their answers.
+    `leases` are the leases on the chunks of `ranges`, which are needed to continue after `end`
+    chunks.
+    """
+
+    computed: int
+    most: int
+    began: float
+    located: list[int | None] = field(default_factory=list)
+    places: list[bytes | Outcome] = field(default_factory=list)
+    present: list[list[bool]] | None = None
+    end: int = 0
+    ranges: list[range] = field(default_factory=list)
+    leases: list[int | None] = field(default_factory=list)
+    attempts: int = 0
+    found: LeasedChunks | None = None
+    others: tuple[PartLoad, ...] = ()
 
 
 class RequestState:

@@ -41,9 +41,12 @@ class HybridRunner(Runner):
         rank: int,
         choice: random.Random,
         window: int,
+        *,
+        local: bool = False,
     ) -> None:
         super().__init__(connector, device, model, tensors, rank, choice)
         self._window = window
+        self._local = local
         self._tables: dict[int, list[list[int]]] = {}
 
     def move(self) -> None:
@@ -80,12 +83,17 @@ class HybridRunner(Runner):
         for name, request, begin, count in scheduled:
             for group in range(GROUPS):
                 # The window of the first token of this step, and of all after it.
-                first = 0 if group == FULL_GROUP else max(0, begin - self._window + 1)
+                first = 0 if group == FULL_GROUP else self._first(begin)
                 for layer in range(len(self._kv)):
                     self._read_group(name, request, group, layer, first, begin + count)
             done = begin + count == len(request.tokens)
             sampled[name] = [Model.sample(request.states[-1])] if done else []
             request.tokens.extend(sampled[name])
+
+    def _first(self, token: int) -> int:
+        if self._local:
+            return token // self._window * self._window
+        return max(0, token - self._window + 1)
 
     @staticmethod
     def _mark(layer: int, group: int) -> int:

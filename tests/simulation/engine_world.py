@@ -31,6 +31,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -102,6 +103,8 @@ class Setup:
     events: KVEventsConfig | None = None
     window: int = 0
     """Tokens of the sliding window of two further KV groups; 0: there is one group, without."""
+    local: bool = False
+    """Whether they have chunked local attention instead, with chunks of `window` tokens."""
 
 
 def model_folder(folder: Path, heads: int = 2) -> Path:
@@ -183,12 +186,14 @@ def make_kv_cache_config(setup: Setup) -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
     names = [f"layer.{index}" for index in range(LAYERS)]
     if setup.window:
-        window = SlidingWindowSpec(
+        size = "attention_chunk_size" if setup.local else "sliding_window"
+        kind: Any = ChunkedLocalAttentionSpec if setup.local else SlidingWindowSpec
+        window = kind(
             block_size=BLOCK,
             num_kv_heads=1,
             head_size=8,
             dtype=torch.bfloat16,
-            sliding_window=setup.window,
+            **{size: setup.window},
         )
         groups = [
             KVCacheGroupSpec([f"{name}.window{group}" for name in names], window)
@@ -392,7 +397,14 @@ class Engine:
             shared = list(tensors.values())
             connector.register_kv_caches(in_groups(shared))
             return HybridRunner(
-                connector, device, self.model, shared, rank, self._choice, self.setup.window
+                connector,
+                device,
+                self.model,
+                shared,
+                rank,
+                self._choice,
+                self.setup.window,
+                local=self.setup.local,
             )
         connector.register_kv_caches(tensors)
         return Runner(connector, device, self.model, list(tensors.values()), rank, self._choice)

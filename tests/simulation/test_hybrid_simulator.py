@@ -57,6 +57,7 @@ def hybrid_setup(choice: random.Random, node: Node, **more: Any) -> Setup:
         "budget": choice.choice((16, 48, 100)),
         "long_prefill": choice.choice((0, 8, 16)),
         "window": choice.choice((5, 9, 16, 17, 30, 50)),
+        "local": False,
         "service_address": node.address,
         "settings": (*PATIENT, ("window_every", choice.choice((0, 32, 64)))),
     }
@@ -81,6 +82,17 @@ def test_no_schedule_of_windows_shows_wrong_kv_or_leaks(short_dir: Path, node: N
         counts += simulate(seed, short_dir, node, failing=seed % 2 == 0)
     assert counts["hit_tokens"], f"seed {SEED}: {counts}"
     assert counts["saved_chunks"]
+
+
+def test_no_schedule_of_local_attention_shows_wrong_kv_or_leaks(
+    short_dir: Path, node: Node
+) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(SEED, SEED + RUNS):
+        window = random.Random(seed).choice((16, 32, 64))
+        failing = seed % 2 == 0
+        counts += simulate(seed, short_dir, node, failing=failing, window=window, local=True)
+    assert counts["hit_tokens"], f"seed {SEED}: {counts}"
 
 
 def windows_come_from_the_other_end(patch: Patch) -> None:

@@ -15,24 +15,32 @@ class KvPart:
     `groups` are the indices of the engine's KV groups, `block_size` is the number of tokens of
     their blocks. To continue after `t` tokens, a part needs the KV of all of them (`reach` None),
     or of the last `reach` ones: a sliding window of `reach + 1` tokens contains the next token.
+    With chunked local attention, `local` is its chunk in tokens, and `reach` the most tokens that
+    it can need: that much is looked up and saved, also where fewer would do.
     """
 
     name: str
     groups: tuple[int, ...]
     block_size: int
     reach: int | None = None
+    local: int = 0
 
     def first_token(self, tokens: int) -> int:
-        """Return the first token whose KV is needed to continue after `tokens` tokens."""
-        return 0 if self.reach is None else max(0, tokens - self.reach)
+        """Return the first token whose KV the engine keeps to continue after `tokens` tokens."""
+        if self.local:
+            return tokens // self.local * self.local
+        return self._first_within_reach(tokens)
 
     def chunks(self, end: int, computed: int, chunk_size: int) -> range:
         """Return the chunks to load so that a request can continue after its first `end` chunks.
 
         The engine has the KV of the first `computed` tokens.
         """
-        first = max(computed, self.first_token(end * chunk_size))
+        first = max(computed, self._first_within_reach(end * chunk_size))
         return range(first // chunk_size, end)
+
+    def _first_within_reach(self, tokens: int) -> int:
+        return 0 if self.reach is None else max(0, tokens - self.reach)
 
     def ends(self, chunk: int, chunk_size: int) -> range:
         """Return the numbers of chunks after which a request can only continue with `chunk`."""

@@ -359,7 +359,7 @@ def test_full_attention_with_windows_is_two_parts(tmp_path: Path) -> None:
         ("drafter", "speculation by eagle.*--disable-hybrid-kv-cache-manager"),
         ("platform", r"one on this platform \(hpu\)"),
         ("blocks", "different block sizes"),
-        ("only windows", "expected one, or full attention and sliding windows"),
+        ("only windows", "expected one, or full attention with sliding windows"),
     ],
 )
 def test_windows_that_are_not_served_are_refused(tmp_path: Path, change: str, words: str) -> None:

@@ -19,6 +19,10 @@ WITHOUT = "Serve this model without KVHaven: leave --kv-transfer-config out."
 FULL_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of KV that need the whole prefix, by class name, as subclasses may drop blocks."""
 _WINDOW_KIND = "SlidingWindowSpec"
+_LOCAL_KIND = "ChunkedLocalAttentionSpec"
+
+_WHOLE = -1
+"""In the place of a number of tokens: all of them."""
 
 REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether vLLM (0.30 and newer) can be told of a failed load of a model with several KV groups."""
@@ -31,15 +35,17 @@ def kinds_of(spec: Any) -> set[str]:
 
 def kv_parts(kv_cache: "KVCacheConfig") -> tuple[KvPart, ...]:
     """Return the parts of an engine's KV, for an engine that is served; the first needs it all."""
-    groups: dict[int | None, list[int]] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
     for number, group in enumerate(kv_cache.kv_cache_groups):
-        groups.setdefault(_reach_of(group.kv_cache_spec), []).append(number)
+        groups.setdefault(_needs_of(group.kv_cache_spec), []).append(number)
     parts = []
-    for reach in sorted(groups, key=lambda reach: -1 if reach is None else reach):
-        numbers = groups[reach]
+    for (reach, local), numbers in sorted(groups.items()):
         block_size = kv_cache.kv_cache_groups[numbers[0]].kv_cache_spec.block_size
-        name = FULL if reach is None else f"window:{reach + 1}"
-        parts.append(KvPart(name, tuple(numbers), block_size, reach))
+        name = f"local:{local}" if local else f"window:{reach + 1}"
+        if reach == _WHOLE:
+            parts.append(KvPart(FULL, tuple(numbers), block_size))
+        else:
+            parts.append(KvPart(name, tuple(numbers), block_size, reach, local))
     return tuple(parts)
 
 
@@ -53,16 +59,17 @@ def require_supported_groups(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
         "one group."
     )
     full = [g for g in groups if kinds_of(g.kv_cache_spec) <= set(FULL_KINDS)]
-    windows = [g for g in groups if kinds_of(g.kv_cache_spec) == {_WINDOW_KIND}]
-    reaches = {_reach_of(group.kv_cache_spec) for group in groups}
+    limited = ({_WINDOW_KIND}, {_LOCAL_KIND})
+    windows = [g for g in groups if kinds_of(g.kv_cache_spec) in limited]
+    needs = {_needs_of(group.kv_cache_spec) for group in groups}
     sizes = {
-        reach: {g.kv_cache_spec.block_size for g in groups if _reach_of(g.kv_cache_spec) == reach}
-        for reach in reaches
+        need: {g.kv_cache_spec.block_size for g in groups if _needs_of(g.kv_cache_spec) == need}
+        for need in needs
     }
     if not full or not windows or len(full) + len(windows) < len(groups):
         raise IncompatibleEngineError(
-            f"{has}; expected one, or full attention and sliding windows, as other groups are not "
-            f"served yet. {flat}"
+            f"{has}; expected one, or full attention with sliding windows or chunked local "
+            f"attention, as other groups are not served yet. {flat}"
         )
     if any(len(found) > 1 for found in sizes.values()) or any(
         not getattr(group.kv_cache_spec, "prefix_cacheable", True)
@@ -105,14 +112,16 @@ def _specs_of(spec: Any) -> list[Any]:
     return list(nested.values()) if nested else [spec]
 
 
-def _reach_of(spec: Any) -> int | None:
-    """Return how many tokens before the next one a group needs; None: all.
+def _needs_of(spec: Any) -> tuple[int, int]:
+    """Return how many tokens before the next one a group needs, and the size of local chunks.
 
-    vLLM keeps as many: the window without the next token itself, and `extra_retained_tokens`.
+    vLLM keeps as many: a window without the next token itself, and `extra_retained_tokens`.
     """
-    reaches = {
-        part.sliding_window - 1 + getattr(part, "extra_retained_tokens", 0)
-        for part in _specs_of(spec)
-        if type(part).__name__ == _WINDOW_KIND
-    }
-    return max(reaches) if reaches else None
+    needs = set()
+    for part in _specs_of(spec):
+        if type(part).__name__ == _WINDOW_KIND:
+            extra = getattr(part, "extra_retained_tokens", 0)
+            needs.add((part.sliding_window - 1 + extra, 0))
+        elif type(part).__name__ == _LOCAL_KIND:
+            needs.add((part.attention_chunk_size - 1, part.attention_chunk_size))
+    return max(needs) if needs else (_WHOLE, 0)

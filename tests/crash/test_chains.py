@@ -497,6 +497,39 @@ def test_a_chain_is_pulled_from_the_node_that_computed_it_with_its_tail(short_di
         nodes.quiet()
 
 
+def test_a_chain_that_is_announced_or_here_is_not_pulled_as_well(short_dir: Path) -> None:
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            nodes.offer(p, KEYS, tail=TAIL)
+            asking = Pulling(d, name_of(nodes.p), KEYS)
+            asking.start()
+            assert asking.pending.wait(10)
+            assert p.save(KEYS) == len(KEYS)
+            assert p.save([TAIL], KEYS[-1], tail=TAIL_TOKENS) == 1
+            assert asking.result() == len(KEYS) + 1
+            again = Pulling(d, name_of(nodes.p), KEYS)
+            again.start()
+            assert again.result() == len(KEYS) + 1
+            assert status_of(nodes.d.address).chains.expected == 1
+        nodes.quiet()
+
+
+def test_a_chain_that_is_announced_after_it_was_pulled_comes_all_the_same(short_dir: Path) -> None:
+    """The decode request may overtake the announcement."""
+    with fleet(short_dir) as nodes:
+        with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
+            rank = p.ranks[0]
+            late = rank.reserve([TAIL], None, save=99, tail=TAIL_TOKENS)
+            asking = Pulling(d, name_of(nodes.p), [])
+            asking.start()
+            assert asking.pending.wait(10)
+            name = nodes.offer(p, [], tail=TAIL)
+            p.scheduler.client.end_chain(name)
+            rank.client.commit([rank.write(grant, tail=TAIL_TOKENS) for grant in late])
+            assert asking.result() == 1
+        nodes.quiet()
+
+
 def test_what_the_other_node_does_not_have_is_not_waited_for(short_dir: Path) -> None:
     with fleet(short_dir) as nodes:
         with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:

@@ -38,7 +38,7 @@ class Transfer:
 
     The prefill node announces the request's chunks to the node at `to` (host:port), if it is set.
     On the decode node, `awaited` says that another node has prefilled the request: it waits up to
-    `pd_wait_ms` for its chunks. `source` is the name of that node, if it has not announced them.
+    `pd_wait_ms` for its chunks. `source` is the name of that node, if it is known.
     `handed` is set on the prefill node: another node will decode the request.
     """
 

@@ -49,6 +49,7 @@ class _Chain:
         self.tail = tail_of(offer.tail)
         self.tail_tokens = 0
         """Stored tokens of the tail, once it has arrived."""
+        self.last = self.tail if self.tail is not None or not len(self.keys) else self.keys[-1]
         self.tenant = tenant_of(offer.tenant)
         self.lookups: dict[ChunkKey, int] = {}
         self.arrived: set[ChunkKey] = set()
@@ -108,8 +109,9 @@ class ExpectedChains:
     def pull(self, digest: NamespaceDigest, order: PullChain) -> None:
         """Expect a chain that another node has computed, and ask it for the chunks.
 
-        If it cannot be asked, or does not answer, chunks are looked up at all peers as ever.
-        Raises `ProtocolError` for malformed keys.
+        It is not asked for a chain that it offers, or whose last chunk is in a known place. If it
+        cannot be asked, or does not answer, chunks are looked up at all peers as ever. Raises
+        `ProtocolError` for malformed keys.
         """
         whole = len(order.keys) <= MOST_OFFERED * KEY_BYTES
         keys = order.keys[: MOST_OFFERED * KEY_BYTES]
@@ -118,8 +120,21 @@ class ExpectedChains:
         if self._peers is None or not self._peers.shares(tenant_of(order.tenant)):
             return
         peer = self._peers.named(order.source)
-        if peer is not None and not self._begin(order.source, peer, pull):
+        if peer is None or self._has_last(peer, digest, pull):
+            return
+        if not self._begin(order.source, peer, pull):
             self._spawn(self._ask(peer, order.source, pull))
+
+    def _has_last(self, peer: Peer, digest: NamespaceDigest, pull: Pull) -> bool:
+        """Return whether a chain's last chunk is in a known place, or offered by this peer."""
+        keys, tenant = KeyList(pull.keys), tenant_of(pull.tenant)
+        last = tail_of(pull.tail) or (keys[-1] if len(keys) else None)
+        if last is None or self._driver.catalog.place_of(digest, last, tenant) is not None:
+            return True
+        return any(
+            chain.last == last and chain.peer is peer and chain.tenant == tenant
+            for chain in self._chains.values()
+        )
 
     async def _ask(self, peer: Peer, node: str, pull: Pull) -> None:
         try:

@@ -63,10 +63,11 @@ def test_a_prefill_hands_over_what_two_step_proxies_pass_on() -> None:
     handover = VllmRequest(make_request(40, params=ANNOUNCED)).handover("me")
     assert handover is not None
     assert (handover["do_remote_prefill"], handover["do_remote_decode"]) == (True, False)
-    assert VllmRequest(make_request(40, params=handover)).transfer == Transfer(awaited=True)
+    decoded = VllmRequest(make_request(40, params=handover)).transfer
+    assert decoded == Transfer(awaited=True, source="me")
 
 
-def test_a_prefill_that_was_not_announced_hands_over_whom_to_ask() -> None:
+def test_a_prefill_hands_over_whom_to_ask() -> None:
     request = make_request(40, params={"do_remote_decode": True})
     handover = VllmRequest(request).handover("me")
     decoded = make_request(40, params=handover)

@@ -130,15 +130,15 @@ class VllmRequest:
         """Parameters for the node that decodes the request; None unless one will.
 
         `service` is the name of this node's service. The decode node asks it for the chunks, unless
-        they were announced. Two-step proxies pass the parameters on. The `remote_*` names are those
-        of vLLM's NIXL connector; here no block stays reserved for the other node.
+        they were announced and the announcement came first. Two-step proxies pass the parameters
+        on. The `remote_*` names are those of vLLM's NIXL connector; here no block stays reserved
+        for the other node.
         """
         parameters: Mapping[str, Any] = self.raw.kv_transfer_params or {}
         if not _is_on(parameters.get("do_remote_decode")):
             return None
-        announced = bool(self.transfer.to)
         return {
-            **({} if announced or not service else {"kvhaven.from": service}),
+            **({"kvhaven.from": service} if service else {}),
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": None,

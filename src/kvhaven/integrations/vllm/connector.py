@@ -4,6 +4,7 @@
 import logging
 import sys
 import uuid
+from abc import ABCMeta
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -384,4 +385,4 @@ class KVHavenConnector(KVHavenFlatConnector):
 
 
 if REPORTS_FAILED_REQUESTS:  # otherwise models with several KV groups are refused
-    SupportsHMA.register(KVHavenConnector)
+    ABCMeta.register(SupportsHMA, KVHavenConnector)

@@ -64,12 +64,22 @@ def hybrid_setup(choice: random.Random, node: Node, **more: Any) -> Setup:
     return Setup(**(chosen | more))
 
 
-def simulate(seed: int, folder: Path, node: Node, *, failing: bool, **more: Any) -> Counter[str]:
+def simulate(
+    seed: int,
+    folder: Path,
+    node: Node,
+    *,
+    failing: bool = False,
+    faults: bool = False,
+    **more: Any,
+) -> Counter[str]:
     """Run one engine from a seed, which is printed when something is wrong."""
     setup = hybrid_setup(random.Random(seed), node, **more)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            run = Simulation(seed, folder, [node], setup, patch, failing_loads=failing)
+            run = Simulation(
+                seed, folder, [node], setup, patch, faults=faults, failing_loads=failing
+            )
             return Counter(run.run(STEPS))
     except BaseException:
         print(f"replay with KVHAVEN_SEED={seed} KVHAVEN_EVENTS={STEPS}: {setup}")  # noqa: T201
@@ -82,6 +92,17 @@ def test_no_schedule_of_windows_shows_wrong_kv_or_leaks(short_dir: Path, node: N
         counts += simulate(seed, short_dir, node, failing=seed % 2 == 0)
     assert counts["hit_tokens"], f"seed {SEED}: {counts}"
     assert counts["saved_chunks"]
+
+
+def test_a_service_that_is_killed_stopped_and_started_again(short_dir: Path, node: Node) -> None:
+    for seed in range(SEED, SEED + max(2, RUNS // 5)):
+        simulate(seed, short_dir, node, faults=True, settings=())
+
+
+def test_an_arena_that_is_far_too_small_and_a_disk_below_it(short_dir: Path) -> None:
+    with running_node(short_dir, arena_bytes=200_000, disk=True) as node:
+        for seed in range(SEED, SEED + max(2, RUNS // 5)):
+            simulate(seed, short_dir, node)
 
 
 def test_no_schedule_of_local_attention_shows_wrong_kv_or_leaks(

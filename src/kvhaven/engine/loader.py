@@ -135,7 +135,8 @@ class Loader:
         if job.asynchronous:
             self._finished.add(job.request_id)
         self._failed_blocks |= job.written
-        self._failed_requests.add(job.request_id)
+        if self._by_request:
+            self._failed_requests.add(job.request_id)
 
     def poll(self) -> None:
         """Process the loads whose copies have ended."""

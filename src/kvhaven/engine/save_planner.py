@@ -257,8 +257,10 @@ class SavePlanner:
             return True
         if self.decode_too and ends[-1] > prompt // size:
             return True
-        every = self._window_every // size
-        return every > 0 and ends[-1] // every * every >= ends[0]
+        if not self._window_every:
+            return False
+        every = max(1, self._window_every // size)
+        return ends[-1] // every * every >= ends[0]
 
     @property
     def under_way(self) -> int:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvhaven.client.rank import RankClient
+from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.config import Resolved, Settings, load_settings
 from kvhaven.devices.base import Device
 from kvhaven.engine.connect import (
@@ -24,7 +26,13 @@ from kvhaven.engine.parts import KvPart
 from kvhaven.engine.requests import Permissions
 from kvhaven.engine.scheduler import SchedulerSide
 from kvhaven.engine.worker import PartCopies, WorkerSide
-from kvhaven.errors import IncompatibleEngineError, LayoutError
+from kvhaven.errors import (
+    IncompatibleEngineError,
+    IncompleteEngineError,
+    KVHavenError,
+    LayoutError,
+    ServiceUnavailableError,
+)
 from kvhaven.identity.background import (
     Attach,
     attach_when_known,
@@ -131,7 +139,7 @@ def start_worker(
     def attach(content: Mapping[str, str], wait_s: float) -> None:
         for one, own in zip(copies, fields, strict=True):
             one.client.identify({**own, **content})
-            one.client.start(wait_s)
+        _start_all([one.client for one in copies], wait_s)
 
     first = copies[0]
     _attach(settings, config, description, first.client.closing, attach)
@@ -176,8 +184,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
     ]
 
     def attach(_: Mapping[str, str], wait_s: float) -> None:  # the ranks send the content
-        for client in clients:
-            client.start(wait_s)
+        _start_all(clients, wait_s)
 
     _attach(settings, config, description, clients[0].closing, attach)
     events = None
@@ -198,6 +205,21 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         parts=parts,
         more_clients=clients[1:],
     )
+
+
+def _start_all(clients: Sequence[RankClient | SchedulerClient], wait_s: float) -> None:
+    """Start the clients of all parts, also if the service is away: each then retries.
+
+    Raises as `Link.start` does.
+    """
+    away: KVHavenError | None = None
+    for client in clients:
+        try:
+            client.start(0.0 if away is not None else wait_s)
+        except (IncompleteEngineError, ServiceUnavailableError) as error:
+            away = away or error
+    if away is not None:
+        raise away
 
 
 def resolve_settings(config: "VllmConfig") -> Resolved:

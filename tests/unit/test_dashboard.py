@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import re
 import tempfile
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvhaven.catalog.ghosts import Reason
 from kvhaven.client.scheduler import Asking
 from kvhaven.keys import tenant_id
 from tests.crash.engine import CHUNK_SIZE, Engine, prompt
@@ -138,6 +140,12 @@ def test_the_history_has_the_counters_of_the_stats(api: GatewayThread) -> None:
     memory = stats["memory"]
     assert used == memory["capacity"] - memory["free"] - memory["waste"]
     assert first[0] <= time.time()
+
+
+def test_every_reason_is_explained(api: GatewayThread) -> None:
+    program = api.get("/dashboard.js").body.decode()
+    explained = re.findall(r'^  (\w+): \["', program, re.MULTILINE)
+    assert sorted(explained) == sorted(reason.label for reason in Reason)
 
 
 # --- the page -------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ const REASONS = {
   quota: ["Evicted or refused for the quota of its tenant.", "A larger quota of the tenant."],
   pin_limit: ["Stored, but no memory could be allocated for it.", "See leased and pinned memory; end pins, or give more memory."],
   damaged: ["Failed verification, or could not be read from its tier.", "See “rejected” of the tier and the service's log; check the disk."],
+  slow_tier: ["In a tier, but reading it would take longer than computing it.", "A faster tier; see its p99 below."],
+  load_limit: ["Not looked up: the request limits the tokens that it loads.", "Nothing, or a higher kvhaven.max_load_tokens in the request."],
   partial_chunk: ["Behind the last full chunk of the prompt.", "Nothing; a smaller chunk_size makes it less."],
 };
 const PLACES = { free: "free", idle: "idle (cached)", leased: "leased", pinned: "pinned", promoting: "promoting", reserved: "reserved", quarantined: "quarantined", doomed: "doomed", waste: "waste" };

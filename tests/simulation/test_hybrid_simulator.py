@@ -105,17 +105,6 @@ def test_an_arena_that_is_far_too_small_and_a_disk_below_it(short_dir: Path) -> 
             simulate(seed, short_dir, node)
 
 
-def test_no_schedule_of_local_attention_shows_wrong_kv_or_leaks(
-    short_dir: Path, node: Node
-) -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(SEED, SEED + RUNS):
-        window = random.Random(seed).choice((16, 32, 64))
-        failing = seed % 2 == 0
-        counts += simulate(seed, short_dir, node, failing=failing, window=window, local=True)
-    assert counts["hit_tokens"], f"seed {SEED}: {counts}"
-
-
 def windows_come_from_the_other_end(patch: Patch) -> None:
     original = KvPart.first_token
     patch.setattr(

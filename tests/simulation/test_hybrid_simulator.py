@@ -51,7 +51,7 @@ def hybrid_setup(choice: random.Random, node: Node, **more: Any) -> Setup:
     chosen: dict[str, Any] = {
         "asynchronous_scheduling": choice.random() < 0.7,
         "world": choice.choice((1, 1, 2)),
-        "blocks": choice.choice((100, 150, 250)),
+        "blocks": choice.choice((130, 170, 250)),  # vLLM waits for ever below 3 x 40
         "prefix_caching": choice.random() < 0.7,
         "save_decode": choice.random() < 0.5,
         "budget": choice.choice((16, 48, 100)),
@@ -202,7 +202,7 @@ def no_fence(patch: Patch) -> None:
     patch.setattr(LateDevice, "fence", lambda *_: None)
 
 
-SLOW: dict[str, Any] = {"stores": (0.02,), "loads": (0.02,), "blocks": 100}
+SLOW: dict[str, Any] = {"stores": (0.02,), "loads": (0.02,), "blocks": 130}
 MUTATIONS: dict[Callable[[Patch], None], dict[str, Any]] = {
     windows_come_from_the_other_end: {"window": 17},
     only_the_full_part_is_loaded: {},

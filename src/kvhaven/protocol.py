@@ -257,6 +257,25 @@ class Acquired(Message, frozen=True, tag=True):
     late: int = 0
 
 
+class Locate(Message, frozen=True, tag=True):
+    """Asks which of these chunks are in memory or in a tier. Nothing is leased or promoted."""
+
+    id: int
+    keys: Keys
+    tenant: Tenant = b""
+
+
+class Located(Message, frozen=True, tag=True):
+    """Answer to `Locate`: a byte for each chunk.
+
+    1: known to be in memory or in a tier. 2: a shared tier, which was not asked, may have it. 0:
+    nowhere.
+    """
+
+    id: int
+    places: bytes
+
+
 class Release(Message, frozen=True, tag=True):
     """Ends leases that were not passed to any rank. Reliable."""
 
@@ -545,6 +564,7 @@ ClientMessage = (
     | AttachScheduler
     | Prefetch
     | Acquire
+    | Locate
     | Release
     | OfferChain
     | EndChain
@@ -570,6 +590,7 @@ ServiceMessage = (
     | Grown
     | Refused
     | Acquired
+    | Located
     | RankModel
     | EngineSettings
     | Granted

@@ -49,9 +49,9 @@ class Commands:
         salts: list[str] | None = None,
         priorities: list[int] | None = None,
     ) -> list[dict[str, Any]]:
-        """Generate greedily; return tokens, log-probabilities of the first, cached tokens.
+        """Generate greedily; return tokens, their log-probabilities, cached tokens.
 
-        Also returns the parameters for another node, `handover`.
+        `logprob` is that of the first token, `handover` the parameters for another node.
         """
         from vllm import SamplingParams
 
@@ -68,6 +68,12 @@ class Commands:
             {
                 "tokens": list(output.outputs[0].token_ids),
                 "logprob": next(iter(output.outputs[0].logprobs[0].values())).logprob,
+                "logprobs": [
+                    at[token].logprob
+                    for at, token in zip(
+                        output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True
+                    )
+                ],
                 "cached": output.num_cached_tokens,
                 "handover": output.kv_transfer_params,
             }

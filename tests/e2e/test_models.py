@@ -17,17 +17,20 @@ from tests.e2e.zoo import make_zoo_model
 
 pytestmark = pytest.mark.vllm
 
-SHORT = {"gemma3", "llama4", "granite4", "mistral"}
+SHORT = {"gemma3", "llama4 flat", "granite4", "mistral"}
 
 WHOLE_KV = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 
 SERVED: dict[str, dict[str, str]] = {
     "gemma3n": {},
     "gemma3": {},
-    "llama4": {},
-    "gpt-oss": WHOLE_KV,
+    "llama4 flat": {},
+    "gpt-oss": {},
+    "gpt-oss flat": WHOLE_KV,
 }
-"""With the environment that they need; the first one has layers that share KV, and windows."""
+"""With the environment that they need; the first one has layers that share KV, and windows.
+
+`flat` is without vLLM's hybrid KV manager."""
 
 REFUSED = {
     "granite4": "recurrent state, such as Mamba or linear attention",
@@ -35,7 +38,7 @@ REFUSED = {
     "qwen3-next": "recurrent state, such as Mamba or linear attention",
     "deepseek-v2": "uses multi-head latent attention on a CPU with prefix caching off",
     "bert": "Serve this model without KVHaven: leave --kv-transfer-config out",
-    "gpt-oss": "Set VLLM_CPU_ATTN_SPLIT_KV=0, or serve it without KVHaven",
+    "gpt-oss flat": "Set VLLM_CPU_ATTN_SPLIT_KV=0, or serve it without KVHaven",
 }
 """With what the refusal says among other things; each says what the user can do."""
 
@@ -92,8 +95,11 @@ def start(
 
 @pytest.mark.parametrize("name", in_its_form(SERVED))
 def test_is_served(name: str, zoo: Engine, tmp_path: Path, short_dir: Path) -> None:
+    name, _, flat = name.partition(" ")
     model = make_zoo_model(tmp_path / name, name, weights=True)
-    result = start(zoo, model, short_dir, SERVED[name])
+    more = {"disable_hybrid_kv_cache_manager": True} if flat else {}
+    environment = SERVED[f"{name} {flat}".strip()]
+    result = start(zoo, model, short_dir, environment, **more)
     assert "error" not in result, result["error"]
     assert [answer["cached"] >= answer["whole"] for answer in result["warm"]] == [True] * 4
     assert_same(result["warm"], result["cold"])
@@ -102,9 +108,12 @@ def test_is_served(name: str, zoo: Engine, tmp_path: Path, short_dir: Path) -> N
 
 @pytest.mark.parametrize("name", in_its_form(REFUSED))
 def test_is_refused_with_advice(name: str, zoo: Engine, tmp_path: Path, short_dir: Path) -> None:
+    said = REFUSED[name]
+    name, _, flat = name.partition(" ")
     model = make_zoo_model(tmp_path / name, name, weights=False)
     split = {"VLLM_CPU_ATTN_SPLIT_KV": "1"}
-    more = {"max_num_batched_tokens": 512, "load_format": "dummy"}
+    more: dict[str, Any] = {"max_num_batched_tokens": 512, "load_format": "dummy"}
+    more |= {"disable_hybrid_kv_cache_manager": True} if flat else {}
     result = start(zoo, model, short_dir, split, **more)
     assert "IncompatibleEngineError" in result["error"], result["error"]
-    assert REFUSED[name] in result["error"]
+    assert said in result["error"]

@@ -17,6 +17,8 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _ALTERNATING = ["sliding_attention", "full_attention"]
+_UNEVEN = (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"]
+"""Five layers with a window, two without: vLLM makes groups of two, one of them half empty."""
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", _COMMON | {
@@ -37,6 +39,14 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", _COMMON | {
         "num_hidden_layers": 2, "layer_types": _ALTERNATING, "sliding_window": 64,
         "num_local_experts": 4, "num_experts_per_tok": 2,
+    }),
+    "gemma3-hybrid": ("Gemma3Text", _COMMON | {
+        "num_hidden_layers": 7, "layer_types": _UNEVEN, "sliding_window": 160,
+        "query_pre_attn_scalar": 32, "max_position_embeddings": 2048,
+    }),
+    "gpt-oss-hybrid": ("GptOss", _COMMON | {
+        "num_hidden_layers": 4, "layer_types": _ALTERNATING * 2, "sliding_window": 32,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 2048,
     }),
     "granite4": ("GraniteMoeHybrid", _COMMON | {
         "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 2,
@@ -65,6 +75,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _ARCHITECTURES = {"gemma3": "Gemma3ForCausalLM", "llama4": "Llama4ForCausalLM", "bert": "BertModel"}
 _ARCHITECTURES["gemma3n"] = "Gemma3nForCausalLM"
+_ARCHITECTURES["gemma3-hybrid"] = "Gemma3ForCausalLM"
 
 
 def make_zoo_model(folder: Path, name: str, *, weights: bool) -> Path:

@@ -126,7 +126,7 @@ class AcceleratorRunner(Runner):
     def move(self) -> None:
         """Have the KV tensors lie elsewhere from now on, and register them again."""
         self.device.select()
-        for copy in self.connector._worker._loads.copies:
+        for copy in self.connector._worker._loads[0].copies:
             assert copy.wait(30), "a load has not ended"
         self.device.synchronize()
         super().move()

@@ -230,12 +230,15 @@ class Runner:
             if name in cached.resumed_req_ids:
                 self._requests[name] = self._begin(name, list(cached.all_token_ids[name]), blocks)
             elif blocks is not None:
-                self._requests[name].blocks.extend(blocks[0])
+                self._extend_blocks(self._requests[name], blocks)
             starts[name] = cached.num_computed_tokens[index]
         return [
             (name, self._requests[name], starts[name], count)
             for name, count in output.num_scheduled_tokens.items()
         ]
+
+    def _extend_blocks(self, request: RunningRequest, blocks: Sequence[Sequence[int]]) -> None:
+        request.blocks.extend(blocks[0])
 
     def _begin(self, name: str, tokens: list[int], blocks: Any) -> RunningRequest:
         salt = self.salts.get(name)

@@ -30,7 +30,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -43,6 +49,7 @@ from tests.simulation.accelerator import (
 )
 from tests.simulation.connector_kit import wait_until
 from tests.simulation.engine_device import LateDevice
+from tests.simulation.engine_hybrid import HybridRunner, in_groups
 from tests.simulation.engine_model import Model, Runner, StepResult
 from tests.simulation.uncomputed import UncomputedBlocks
 from tests.simulators.simulation import Simulation as Simulated
@@ -94,6 +101,10 @@ class Setup:
     format: str = "paged"
     settings: tuple[tuple[str, Any], ...] = PATIENT
     events: KVEventsConfig | None = None
+    window: int = 0
+    """Tokens of the sliding window of two further KV groups; 0: there is one group, without."""
+    local: bool = False
+    """Whether they have chunked local attention instead, with chunks of `window` tokens."""
 
 
 def model_folder(folder: Path, heads: int = 2) -> Path:
@@ -168,9 +179,28 @@ def _transfer_config(setup: Setup) -> KVTransferConfig:
 
 
 def make_kv_cache_config(setup: Setup) -> KVCacheConfig:
-    """Return the description of the KV caches: one group of full attention."""
+    """Return the description of the KV caches: one group of full attention.
+
+    With a window, it is the last of three groups, and the layers of all share their memory.
+    """
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
     names = [f"layer.{index}" for index in range(LAYERS)]
+    if setup.window:
+        size = "attention_chunk_size" if setup.local else "sliding_window"
+        kind: Any = ChunkedLocalAttentionSpec if setup.local else SlidingWindowSpec
+        window = kind(
+            block_size=BLOCK,
+            num_kv_heads=1,
+            head_size=8,
+            dtype=torch.bfloat16,
+            **{size: setup.window},
+        )
+        groups = [
+            KVCacheGroupSpec([f"{name}.window{group}" for name in names], window)
+            for group in range(2)
+        ]
+        groups.append(KVCacheGroupSpec(names, spec))
+        return KVCacheConfig(setup.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     return KVCacheConfig(
         num_blocks=setup.blocks,
         kv_cache_tensors=[],
@@ -367,6 +397,19 @@ class Engine:
             ).view(torch.bfloat16)
             for index in range(LAYERS)
         }
+        if self.setup.window:
+            shared = list(tensors.values())
+            connector.register_kv_caches(in_groups(shared))
+            return HybridRunner(
+                connector,
+                device,
+                self.model,
+                shared,
+                rank,
+                self._choice,
+                self.setup.window,
+                local=self.setup.local,
+            )
         connector.register_kv_caches(tensors)
         return Runner(connector, device, self.model, list(tensors.values()), rank, self._choice)
 

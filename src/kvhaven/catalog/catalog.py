@@ -346,6 +346,22 @@ class Catalog:
         part = self._owners.known_part(namespace, tenant)
         return chunk_state(self._space, self._tiers, part, key)
 
+    def located(
+        self, namespace: NamespaceDigest, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT
+    ) -> bytes:
+        """Return a byte for each of a tenant's chunks, as in `protocol.Located`; change nothing.
+
+        It is a hint: a lease may find another state.
+        """
+        part = self._owners.known_part(namespace, tenant)
+        elsewhere = 2 if any(index.online for index in self._tiers.shared.values()) else 0
+        if part is None:
+            return bytes([elsewhere]) * len(keys)
+        has, source = self._leases.loans.has, self._tiers.source
+        return bytes(
+            1 if has(part, key) or source(key, part) is not None else elsewhere for key in keys
+        )
+
     def push(
         self,
         namespace: NamespaceDigest,

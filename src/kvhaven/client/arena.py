@@ -18,6 +18,10 @@ _PREFAULT_PIECE = 64 << 20
 """Bytes of page tables filled in one step, so that new memory is registered before the rest."""
 
 
+_SHARED_POLL_S = 0.01
+"""Interval at which a shared arena looks for newly ready memory, while some is not."""
+
+
 @dataclass(frozen=True)
 class HostMemory:
     """A device's registration of host memory, by address and size; by default it does nothing.
@@ -89,6 +93,11 @@ class MappedArena:
             )
         return prepared.segment.address + offset
 
+    def ready_bytes(self, segment: int) -> int:
+        """Return the number of bytes of a segment that this rank has reported as ready."""
+        prepared = self._segments.get(segment)
+        return prepared.ready if prepared is not None else 0
+
     @property
     def ready(self) -> bool:
         """Whether this rank has reported all memory that it knows to be allocated as ready."""
@@ -149,6 +158,81 @@ class MappedArena:
         end = min(prepared.ready, prepared.prefaulted + _PREFAULT_PIECE)
         prepared.segment.prefault(self._closing, prepared.prefaulted, end)
         prepared.prefaulted = end
+
+
+class SharedArena:
+    """An arena that another client of this rank has mapped: places have that client's addresses.
+
+    The client's own mapping only holds its locks, which show the service that this process lives;
+    it is not registered with the device, and its pages stay untouched. `mapped` returns the other
+    client's arena of the same service, None while there is none. A thread reports what is ready
+    there as ready here.
+    """
+
+    def __init__(
+        self,
+        infos: Sequence[SegmentInfo],
+        segments: Sequence[MappedSegment],
+        mapped: Callable[[], MappedArena | None],
+        on_ready: Callable[[int, int, int], None],
+    ) -> None:
+        self._segments = list(segments)
+        self._mapped = mapped
+        self._on_ready = on_ready
+        self._changed = threading.Condition()
+        self._lock_bytes = {info.index: info.lock_byte for info in infos}
+        self._usable = {info.index: info.usable for info in infos}
+        self._told = dict.fromkeys(self._usable, 0)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvhaven-shared-arena", daemon=True)
+        self._thread.start()
+
+    @property
+    def lock_bytes(self) -> tuple[int, ...]:
+        """The lock bytes of its segments."""
+        return tuple(self._lock_bytes.values())
+
+    @property
+    def ready(self) -> bool:
+        """Whether all memory that is known to be allocated is reported as ready."""
+        return self._told == self._usable
+
+    def address_of(self, segment: int, offset: int, length: int) -> int:
+        """Return the address of a place. Raises `ArenaError` if it is not mapped."""
+        arena = self._mapped()
+        if arena is None:
+            raise ArenaError("arena: the engine's first part has not mapped it")
+        return arena.address_of(segment, offset, length)
+
+    def grown(self, segment: int, usable: int) -> None:
+        """Note the allocated bytes of a segment; a value smaller than before is ignored."""
+        with self._changed:
+            self._usable[segment] = max(usable, self._usable[segment])
+            self._changed.notify()
+
+    def close(self) -> threading.Thread:
+        """Unmap in the thread that is returned; no copy may be running."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        return self._thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._closing:
+                    break
+                self._changed.wait(None if self.ready else _SHARED_POLL_S)
+                if self._closing:
+                    break
+                usable = dict(self._usable)
+            arena = self._mapped()
+            for segment, allocated in usable.items():
+                ready = min(allocated, arena.ready_bytes(segment)) if arena is not None else 0
+                if ready > self._told[segment]:
+                    self._on_ready(segment, self._lock_bytes[segment], ready)
+                    self._told[segment] = ready
+        close_all(self._segments)
 
 
 def map_arena(infos: Sequence[SegmentInfo], descriptors: list[int]) -> list[MappedSegment]:

@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvhaven.client.arena import HostMemory, MappedArena, close_descriptors, map_arena
+from kvhaven.arena.segment import MappedSegment
+from kvhaven.client.arena import (
+    HostMemory,
+    MappedArena,
+    SharedArena,
+    close_descriptors,
+    map_arena,
+)
 from kvhaven.client.link import Link
 from kvhaven.keys import namespace_digest
 from kvhaven.protocol import (
@@ -27,6 +34,7 @@ from kvhaven.protocol import (
     ModelState,
     Ready,
     Reserve,
+    SegmentInfo,
     ServiceMessage,
     batches,
 )
@@ -75,7 +83,7 @@ class Reservation:
         self.given_up = False
 
 
-_abandoned: list[MappedArena] = []
+_abandoned: list[MappedArena | SharedArena] = []
 """Arenas that a device may still access: kept until the process ends."""
 
 
@@ -83,7 +91,9 @@ class RankClient:
     """One rank's client of the service. In an engine's step, only `grants` waits, to a deadline.
 
     `memory` registers the arena with the device, in a thread of the arena; no call waits for it.
-    The service neither offers nor grants memory that is not registered yet.
+    The service neither offers nor grants memory that is not registered yet. With `beside`, a client
+    of the same rank for another part of the KV, this one uses that client's mappings: `beside` must
+    be closed after it, and must keep the arenas that this one keeps.
     """
 
     def __init__(
@@ -93,6 +103,7 @@ class RankClient:
         *,
         memory: HostMemory = HostMemory(),  # noqa: B008  it is frozen
         ensure_service: Callable[[], None] = lambda: None,
+        beside: "RankClient | None" = None,
     ) -> None:
         held = ShardTable(attach.shards)
         self.shard_offsets = held.offsets
@@ -104,13 +115,14 @@ class RankClient:
         """Bytes from the start of this rank's first shard to the end of its last."""
         self._attach = attach
         self._memory = memory
+        self._beside = beside
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         # All below is guarded by the lock; `service` and figures may be read without it.
         self._reservations: dict[int, Reservation] = {}
         self._holding: set[int] = set()  # generations that are not yet committed or aborted
-        self._arenas: dict[str, MappedArena] = {}
-        self._replaced: list[MappedArena] = []
+        self._arenas: dict[str, MappedArena | SharedArena] = {}
+        self._replaced: list[MappedArena | SharedArena] = []
         self._slow = False
         self._next_probe = 0.0
         self._said = attach.model
@@ -178,9 +190,14 @@ class RankClient:
             time.sleep(_READY_POLL_S)
         return False
 
-    def arena(self, service: str) -> MappedArena | None:
+    def arena(self, service: str) -> MappedArena | SharedArena | None:
         """Return the arena of a service, as long as it is mapped."""
         return self._arenas.get(service)
+
+    def mapped_arena(self, service: str) -> MappedArena | None:
+        """Return the arena of a service if this client has mapped it itself."""
+        arena = self._arenas.get(service)
+        return arena if isinstance(arena, MappedArena) else None
 
     def keep_arenas(self, services: frozenset[str]) -> None:
         """Unmap the arenas of earlier services that are not in `services`.
@@ -287,7 +304,7 @@ class RankClient:
             # From now on, the new locks prove that this process lives.
             segments = map_arena(answer.segments, descriptors)
             say_ready = functools.partial(self._say_ready, service)
-            arena = MappedArena(service, answer.segments, segments, self._memory, say_ready)
+            arena = self._share(service, answer.segments, segments, say_ready)
             with self._lock:
                 if known is not None:
                     self._replaced.append(known)
@@ -330,6 +347,19 @@ class RankClient:
                 reservation.answered.set()
 
     # --- helpers ----------------------------------------------------------------------------
+
+    def _share(
+        self,
+        service: str,
+        infos: Sequence[SegmentInfo],
+        segments: Sequence[MappedSegment],
+        say_ready: Callable[[int, int, int], None],
+    ) -> MappedArena | SharedArena:
+        """Return an arena over mapped segments, or over another client's."""
+        beside = self._beside
+        if beside is None:
+            return MappedArena(service, infos, segments, self._memory, say_ready)
+        return SharedArena(infos, segments, lambda: beside.mapped_arena(service), say_ready)
 
     def _ask(self, request: Reserve, keys: Sequence[ChunkKey], now: float) -> Reservation | None:
         """Send a request under a new id."""

@@ -25,6 +25,8 @@ from kvhaven.protocol import (
     AttachScheduler,
     EndChain,
     EngineSettings,
+    Locate,
+    Located,
     ModelState,
     OfferChain,
     Prefetch,
@@ -99,7 +101,7 @@ class Outcome(enum.Enum):
 class _Question:
     """The state of one lookup."""
 
-    __slots__ = ("answered", "asked", "chunks", "lease", "patience_s", "promoting")
+    __slots__ = ("answered", "asked", "chunks", "lease", "patience_s", "places", "promoting")
 
     def __init__(self, asked: float, chunks: int, patience_s: float) -> None:
         self.asked = asked
@@ -108,6 +110,7 @@ class _Question:
         self.answered = False
         self.promoting = False
         self.lease: LeasedChunks | None = None
+        self.places = b""  # of a question about places, which has no lease
 
 
 class SchedulerClient:
@@ -268,6 +271,44 @@ class SchedulerClient:
             return None
         return lease_id
 
+    def locate(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> int | None:
+        """Ask which of a tenant's chunks are in memory or in a tier; `located` has the answer.
+
+        Returns None if the service is away or slow.
+        """
+        if not self.responsive:
+            return None
+        id_ = next(self._lease_ids)
+        with self._lock:
+            self._questions[id_] = _Question(self._clock(), len(keys), 0.0)
+        if not self._link.post(Locate(id_, b"".join(keys[:MOST_KEYS]), tenant)):
+            with self._lock:
+                self._questions.pop(id_, None)
+            return None
+        return id_
+
+    def located(self, id_: int, timeout_s: float = 0.0) -> bytes | Outcome:
+        """Return the answer to `locate`, a byte for each chunk (see `protocol.Located`).
+
+        Waits at most `timeout_s` seconds for it. Without an answer before the lookup's deadline it
+        is a miss. Any answer but that it is pending ends the id.
+        """
+        with self._lock:
+            question = self._questions.get(id_)
+            if question is None:
+                return Outcome.MISS
+            if timeout_s > 0:
+                self._news.wait_for(lambda: question.answered, timeout_s)
+            if question.answered:
+                self._questions.pop(id_, None)
+                return question.places or Outcome.MISS
+            if self._clock() - question.asked < self._lookup_deadline_s:
+                return Outcome.PENDING
+            self._questions.pop(id_, None)
+            self._slow_answers += 1
+            self.deadlines_missed += 1
+            return Outcome.MISS
+
     def count(self, about: Asking, tenant: TenantId = NO_TENANT) -> bool:
         """Tell the service of a request that needs no lookup; return whether it was told."""
         if not self.responsive:
@@ -367,6 +408,9 @@ class SchedulerClient:
         if isinstance(message, EngineSettings):
             self.changed = message
             return
+        if isinstance(message, Located):
+            self._enter_places(message)
+            return
         if not isinstance(message, Acquired):
             return
         now = self._clock()
@@ -398,6 +442,14 @@ class SchedulerClient:
                     if message.extents
                     else None
                 )
+
+    def _enter_places(self, message: Located) -> None:
+        with self._lock:
+            question = self._questions.get(message.id)
+            if question is not None:
+                self._slow_answers = 0
+                question.answered, question.places = True, message.places
+                self._news.notify_all()
 
     def detached(self) -> None:
         """Turn open lookups into misses and release them: they will not be answered.

@@ -43,6 +43,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     save_decode_cache: Annotated[
         bool, switch("Also save the KV of generated tokens, not only of prompts.")
     ] = False
+    window_every: Annotated[
+        int,
+        setting(
+            "For models with sliding windows: the windows of prompts are saved at each multiple of "
+            "so many tokens, and at a prompt's end. 0: only at the end.",
+            "0, or a number of tokens, at most 16777216",
+            least=0,
+            most=1 << 24,
+        ),
+    ] = 4096
     pd_tail: Annotated[
         bool,
         switch(

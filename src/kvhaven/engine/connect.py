@@ -195,16 +195,32 @@ def connect_scheduler(
     )
 
 
-def rank_client(settings: Settings, attach: AttachRank, device: Device) -> RankClient:
-    """Return a rank's client, not started, that registers its arena with the device."""
-    address, ensure = _service(settings, attach.session)
+def rank_client(
+    settings: Settings,
+    attach: AttachRank,
+    device: Device,
+    *,
+    engine_id: str = "",
+    beside: RankClient | None = None,
+) -> RankClient:
+    """Return a rank's client, not started, that registers its arena with the device.
+
+    `engine_id` is the engine's, if it is not the session's name. `beside` is the rank's client of
+    the KV's first part, whose arena this one uses.
+    """
+    address, ensure = _service(settings, engine_id or attach.session)
     memory = HostMemory(device.register_host, device.unregister_host)
-    return RankClient(address, attach, memory=memory, ensure_service=ensure)
+    return RankClient(address, attach, memory=memory, ensure_service=ensure, beside=beside)
 
 
-def scheduler_client(settings: Settings, attach: AttachScheduler) -> SchedulerClient:
-    """Return a scheduler side's client, not started, with the deadlines of the settings."""
-    address, ensure = _service(settings, attach.session)
+def scheduler_client(
+    settings: Settings, attach: AttachScheduler, *, engine_id: str = ""
+) -> SchedulerClient:
+    """Return a scheduler side's client, not started, with the deadlines of the settings.
+
+    `engine_id` is the engine's, if it is not the session's name.
+    """
+    address, ensure = _service(settings, engine_id or attach.session)
     return SchedulerClient(
         address,
         attach,

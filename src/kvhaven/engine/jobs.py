@@ -19,6 +19,7 @@ class LoadJob:
     not be planned: its blocks are reported as failed, so that the engine does not use them.
 
     With `tail`, the last chunk is a tail of so many tokens, with as many blocks as these need.
+    `part` is the number of the part of the engine's KV whose groups these are.
     """
 
     request_id: str
@@ -30,11 +31,14 @@ class LoadJob:
     asynchronous: bool
     adapter: AdapterUse | None = None
     tail: int = 0
+    part: int = 0
 
     @property
     def written(self) -> set[int]:
-        """The blocks of group 0 that the load writes."""
-        return {block for chunk in self.blocks[0] for block in chunk if block != SKIP}
+        """The blocks that the load writes; an id names a block of one group."""
+        return {
+            block for group in self.blocks for chunk in group for block in chunk if block != SKIP
+        }
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class SaveJob:
     An engine uses each `id` once: all shards of a chunk come from one job. `parent` is the key
     before `keys[0]`; `blocks[group][i]` are the block ids of chunk `i`. The chunks belong to
     `tenant` and were computed with `adapter`, if any. With `tail`, the only chunk is a tail of so
-    many tokens.
+    many tokens. `part` is as in `LoadJob`.
     """
 
     id: int
@@ -54,6 +58,7 @@ class SaveJob:
     tenant: TenantId = NO_TENANT
     adapter: AdapterUse | None = None
     tail: int = 0
+    part: int = 0
 
 
 @dataclass

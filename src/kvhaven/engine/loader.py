@@ -18,6 +18,7 @@ from kvhaven.engine.copies import (
 )
 from kvhaven.engine.jobs import LoadJob
 from kvhaven.engine.loaded_model import LoadedModel
+from kvhaven.engine.parts import block_lists
 from kvhaven.engine.stats import Stats
 from kvhaven.errors import ArenaError, KVHavenError, UnreportedLoadError
 from kvhaven.layouts import Layout
@@ -40,8 +41,9 @@ class Loader:
     The engine relies on every load that it was promised. Each load therefore ends in one of
     three ways, whatever error occurs: its bytes are in place before anything reads them, it is
     reported as failed in the step that would read them, or `UnreportedLoadError` ends the engine.
-    The error is raised if the engine does not receive failures (not `heard`), and if a copy can
-    neither be ordered nor waited for.
+    The error is raised if the engine does not receive failures (not `heard`), if a copy can neither
+    be ordered nor waited for, and if the engine receives failures only of requests that wait for
+    their load (`by_request`) and this one does not.
 
     Called from the worker's thread. Acknowledgements are sent when a copy has ended, also while
     the engine is idle. `failed` counts the loads that failed.
@@ -59,6 +61,7 @@ class Loader:
         chunk_size: int,
         *,
         heard: bool = True,
+        by_request: bool = False,
     ) -> None:
         self._client = client
         self._device = device
@@ -69,10 +72,12 @@ class Loader:
         self._model = model
         self._chunk_size = chunk_size
         self._heard = heard
+        self._by_request = by_request
         self._running: list[_Load] = []
         self._lost: list[CopyJob] = []
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self.failed = 0
         self.weights_known = True
         """Whether the scheduler side planned for the model's current weights."""
@@ -119,12 +124,19 @@ class Loader:
                 f"request {job.request_id}: a load failed ({reason}), and this engine does not "
                 "receive load failures; it would continue with KV that was never computed"
             )
+        if self._by_request and not job.asynchronous:
+            raise UnreportedLoadError(
+                f"request {job.request_id}: a load failed ({reason}) after its request had "
+                "continued, and this engine has several KV groups: it cannot be told"
+            )
         logger.error("request %s: a load failed: %s", job.request_id, reason)
         self._stats.add("failed_loads")
         self.failed += 1
         if job.asynchronous:
             self._finished.add(job.request_id)
         self._failed_blocks |= job.written
+        if self._by_request:
+            self._failed_requests.add(job.request_id)
 
     def poll(self) -> None:
         """Process the loads whose copies have ended."""
@@ -163,6 +175,11 @@ class Loader:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests whose loads have failed."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
     def finish(self, deadline: float) -> bool:
         """Wait for copies until `deadline` (`time.monotonic`); return whether all have ended."""
         ended = all_ended(self.copies, deadline)
@@ -171,7 +188,7 @@ class Loader:
 
     def _copy(self, job: LoadJob, sources: Sequence[int]) -> CopyJob:
         """Submit a load's copies: of its full chunks, and of its tail. Raises if none was begun."""
-        blocks = job.blocks[0]
+        blocks = block_lists(job.blocks)
         if not job.tail:
             return self._device.load(self.layout, blocks, sources)
         of_tail = self.layout.of_tail(job.tail, self._chunk_size)

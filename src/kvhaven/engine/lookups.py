@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from kvhaven.client.scheduler import (
     NOT_COUNTED,
@@ -19,7 +20,10 @@ from kvhaven.engine.requests import printable
 from kvhaven.protocol import MOST_NAME, UNKNOWN_NODE
 from kvhaven.types import ChunkKey
 
-_ASK_AGAIN_S = 1.0
+T = TypeVar("T")
+
+ASK_AGAIN_S = 1.0
+"""Time for which a miss is cached."""
 _MOST_S = 3600.0
 
 
@@ -70,14 +74,14 @@ class Lookups:
         """Return the lease on the chunks after the computed tokens; request it if necessary."""
         keys, first = state.chain.keys, state.computed // state.chunk_size
         if self.gained_tokens(state, len(keys), has_tail=state.tail is not None) <= 0:
-            self._count(state)
+            self.count(state)
             return Outcome.MISS
         keys, tail, limited = self.permitted(state)
         if limited and first >= len(keys):
-            self._count(state)
+            self.count(state)
             return Outcome.MISS
         missing = keys[first] if first < len(keys) else tail
-        if missing is not None and self._another_loads(state, missing):
+        if missing is not None and self.another_loads(state, missing):
             return Outcome.PENDING
         if state.lease_id is not None and state.lease_start > first:
             self.drop(state)
@@ -96,7 +100,7 @@ class Lookups:
                 state.chain.tenant,
                 tail,
                 awaited_s,
-                self._about(state),
+                self.about(state),
                 self.worth(state, first, limited=limited),
             )
             state.told = state.told or state.lease_id is not None
@@ -104,7 +108,7 @@ class Lookups:
         answer = Outcome.MISS if state.lease_id is None else self._look_up(state.lease_id)
         if answer is Outcome.MISS:
             state.lease_id = state.offer = None
-            state.ask_after = self._clock() + _ASK_AGAIN_S
+            state.ask_after = self._clock() + ASK_AGAIN_S
         return answer
 
     def permitted(self, state: RequestState) -> tuple[list[ChunkKey], ChunkKey | None, bool]:
@@ -172,19 +176,19 @@ class Lookups:
             if self._loading.get(key) == request_id:
                 del self._loading[key]
 
-    def _about(self, state: RequestState) -> Asking:
+    def about(self, state: RequestState) -> Asking:
         """Return what the service counts: each request once, with its first lookup."""
         if state.told:
             return NOT_COUNTED
         name = printable(state.request.request_id)[:MOST_NAME]
         return Asking(int(state.request.num_tokens), state.computed, name)
 
-    def _count(self, state: RequestState) -> None:
+    def count(self, state: RequestState) -> None:
         """Tell the service of a request that needs no lookup, once."""
         if not state.told:
-            state.told = self._client.count(self._about(state), state.chain.tenant)
+            state.told = self._client.count(self.about(state), state.chain.tenant)
 
-    def _another_loads(self, state: RequestState, key: ChunkKey) -> bool:
+    def another_loads(self, state: RequestState, key: ChunkKey) -> bool:
         """Return whether to wait for another request's load, which gives the engine the chunk."""
         owner = self._loading.get(key)
         if owner is None or owner == state.request.request_id:
@@ -195,12 +199,20 @@ class Lookups:
             state.waits_since = now
         return now - state.waits_since < self._patience_s
 
-    def _look_up(self, lease_id: int) -> LeasedChunks | Outcome:
-        """Look up the answer in the table; wait for it within this step's budget."""
+    def within_budget(self, wait: Callable[[float], T]) -> T:
+        """Call `wait` with the seconds that are left for waiting in this step."""
         left = self._budget_s - self._waited_s
         if left <= 0:
-            return self._client.look_up(lease_id)
+            return wait(0.0)
         begin = time.perf_counter()
-        answer = self._client.wait(lease_id, left)
+        answer = wait(left)
         self._waited_s += time.perf_counter() - begin
         return answer
+
+    def _look_up(self, lease_id: int) -> LeasedChunks | Outcome:
+        """Look up the answer in the table; wait for it within this step's budget."""
+        return self.within_budget(
+            lambda left: (
+                self._client.wait(lease_id, left) if left > 0 else self._client.look_up(lease_id)
+            )
+        )

@@ -2,19 +2,36 @@
 """State of one request on the scheduler side."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from kvhaven.client.scheduler import LeasedChunks
+from kvhaven.client.scheduler import LeasedChunks, Outcome
 from kvhaven.engine.adapters import AdapterUse
 from kvhaven.engine.jobs import LoadJob
+from kvhaven.engine.parts import KvPart
 from kvhaven.engine.requests import NOTHING, EngineRequest, KnownExtras, Media, PendingExtras
 from kvhaven.errors import KVHavenError
 from kvhaven.keys import KeyChain
 from kvhaven.types import ChunkKey
 
+NULL_BLOCK: Final = 0
+"""The block id in the place of blocks that a group with a window does not need any more."""
 NO_TURN: Final = object()
 """The turn of a request whose keys have not been computed yet."""
+
+
+@dataclass(frozen=True)
+class PartLoad:
+    """Lease on chunks of a further part, for the same load. `part` is the part's number."""
+
+    part: int
+    first_chunk: int
+    lease: LeasedChunks
+
+    @property
+    def chunks(self) -> range:
+        """The leased chunks."""
+        return range(self.first_chunk, self.first_chunk + len(self.lease.extents))
 
 
 @dataclass(frozen=True)
@@ -22,7 +39,8 @@ class PendingLoad:
     """Load that was offered to the engine: a lease on chunks with tokens `start` to `end`.
 
     `first_chunk` is the index, in the request's key chain, of the lease's first chunk. `tail` is
-    the number of tokens of the tail behind the chain, if it is leased; else 0.
+    the number of tokens of the tail behind the chain, if it is leased; else 0. `others` are the
+    leases of further parts.
     """
 
     lease: LeasedChunks
@@ -31,6 +49,7 @@ class PendingLoad:
     end: int
     chunk_size: int
     tail: int = 0
+    others: tuple[PartLoad, ...] = ()
 
     @property
     def end_chunk(self) -> int:
@@ -38,17 +57,48 @@ class PendingLoad:
         return self.first_chunk + len(self.lease.extents) - bool(self.tail)
 
 
+@dataclass
+class PartSearch:
+    """Search for the chunks of one request. Its ids are those of each part's client.
+
+    `located` are the ids of the questions about places, until `present` has their answers.
+    `leases` are the leases on the chunks of `ranges`, which are needed to continue after `end`
+    chunks.
+    """
+
+    computed: int
+    most: int
+    began: float
+    located: list[int | None] = field(default_factory=list)
+    places: list[bytes | Outcome] = field(default_factory=list)
+    present: list[list[bool]] | None = None
+    end: int = 0
+    ranges: list[range] = field(default_factory=list)
+    leases: list[int | None] = field(default_factory=list)
+    attempts: int = 0
+    found: LeasedChunks | None = None
+    others: tuple[PartLoad, ...] = ()
+
+
 class RequestState:
     """Keys, blocks, leases and planned saves of one request.
 
     Nothing is permitted before `key` was called: keys without all extras could name the KV of
     another request. `blocks[group]` are its block ids in order, since its last admission.
-    `planned_chunks` is the number of leading chunks that have a planned save or need none.
+    `planned_chunks` is the number of leading chunks that have a planned save or need none. `root`
+    is the root of the keys of the engine's first part, `more_roots` those of its further parts.
     """
 
-    def __init__(self, request: EngineRequest, root: bytes, chunk_size: int) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        root: bytes,
+        chunk_size: int,
+        more_roots: Sequence[bytes] = (),
+    ) -> None:
         self.request = request
         self.root = root
+        self.more_roots = tuple(more_roots)
         self.chunk_size = chunk_size
         self.permissions = NOTHING
         self.adapter: AdapterUse | None = None
@@ -88,11 +138,24 @@ class RequestState:
         """The last offer that the engine took; its tokens came from the cache."""
         self.unproven: LoadJob | None = None
         """Its asynchronous load, until the request computes for the first time after it."""
+        self.search: PartSearch | None = None
+        """The lookup of an engine with several parts."""
+        self.junction = 0
+        """Chunks of its prompt that the first part had at the last lookup: other prompts have them,
+        too."""
+        self.step_begin = 0
+        """Tokens that had KV before the present step."""
         self._chain: KeyChain | None = None
+        self._more_chains: list[KeyChain] = []
+
+    @property
+    def chains(self) -> list[KeyChain]:
+        """The keys of its chunks, for each part. Raises `KVHavenError` if `key` was not called."""
+        return [self.chain, *self._more_chains]
 
     @property
     def chain(self) -> KeyChain:
-        """The keys of its chunks. Raises `KVHavenError` if `key` was not called."""
+        """The keys of its chunks in the first part. Raises as `chains` does."""
         if self._chain is None:
             raise KVHavenError(f"request {self.request.request_id} has no keys yet")
         return self._chain
@@ -110,6 +173,9 @@ class RequestState:
         """
         before = self._chain.keys if self._chain is not None else []
         self._chain = KeyChain(self.root, self.chunk_size, known.extras)
+        self._more_chains = [
+            KeyChain(root, self.chunk_size, known.extras) for root in self.more_roots
+        ]
         self.adapter, self.media = known.adapter, known.media
         if before:
             self.extend_keys(self.request.num_tokens)
@@ -127,7 +193,10 @@ class RequestState:
         """
         if tokens // self.chunk_size > len(self.chain.keys):
             ids = self.request.tokens
-            self.chain.extend(ids if tokens == len(ids) else ids[:tokens])
+            ids = ids if tokens == len(ids) else ids[:tokens]
+            self.chain.extend(ids)
+            for chain in self._more_chains:
+                chain.extend(ids)
 
     def tail_key(self, end: int) -> ChunkKey | None:
         """Return the key of the tail of the first `end` tokens; None if none is worth keeping.
@@ -149,22 +218,52 @@ class RequestState:
         for present, added in zip(self.blocks, blocks, strict=True):
             present.extend(added)
 
+    def part_blocks(self, part: KvPart, chunk: int) -> list[tuple[int, ...]] | None:
+        """Return the block ids of what is stored of a chunk, for each group of a further part.
+
+        None if the engine may have freed one of them: it keeps those that a part needs to continue
+        after the tokens that had KV before this step. Raises as `chunk_blocks` does.
+        """
+        size = part.block_size
+        end = (chunk + 1) * (self.chunk_size // size)
+        first = end - part.stored_blocks(self.chunk_size)
+        if first < part.first_token(self.step_begin) // size:
+            return None
+        found = []
+        for group in part.groups:
+            ids = tuple(self.blocks[group][first:end])
+            if len(ids) < end - first:
+                raise self._missing_blocks(chunk, len(ids), end - first)
+            if NULL_BLOCK in ids:
+                return None
+            found.append(ids)
+        return found
+
+    def _missing_blocks(self, chunk: int, got: int, wanted: int) -> KVHavenError:
+        return KVHavenError(
+            f"request {self.request.request_id}: block ids of chunk {chunk} are missing "
+            f"(got {got}); expected {wanted}, as the chunk is complete"
+        )
+
     def chunk_blocks(
-        self, chunk: int, block_sizes: Sequence[int], tail: int = 0
+        self,
+        chunk: int,
+        block_sizes: Sequence[int],
+        tail: int = 0,
+        groups: Sequence[int] | None = None,
     ) -> list[tuple[int, ...]]:
         """Return the block ids of a chunk for each group; with `tail`, of its first `tail` tokens.
 
-        Raises `KVHavenError` if the engine did not report all of them.
+        `block_sizes` are those of the `groups` (default: of all groups). Raises `KVHavenError` if
+        the engine did not report all of them.
         """
         result = []
-        for group, size in zip(self.blocks, block_sizes, strict=True):
+        tables = self.blocks if groups is None else [self.blocks[group] for group in groups]
+        for group, size in zip(tables, block_sizes, strict=True):
             first = chunk * (self.chunk_size // size)
             wanted = -(-(tail or self.chunk_size) // size)
             blocks = tuple(group[first : first + wanted])
             if len(blocks) < wanted:
-                raise KVHavenError(
-                    f"request {self.request.request_id}: block ids of chunk {chunk} are missing "
-                    f"(got {len(blocks)}); expected {wanted}, as the chunk is complete"
-                )
+                raise self._missing_blocks(chunk, len(blocks), wanted)
             result.append(blocks)
         return result

@@ -8,14 +8,12 @@ from typing import Any, Protocol
 
 from kvhaven.config import Settings
 from kvhaven.engine.jobs import SaveJob, StepReport
+from kvhaven.engine.parts import KvPart, one_part
 from kvhaven.engine.request_state import RequestState
 from kvhaven.types import ChunkKey
 
 _REPORT_S = 120.0
 """Duration after which a job without a final report is forgotten."""
-
-_Block = tuple[int, int]
-"""KV group and block id."""
 
 _NONE: frozenset[int] = frozenset()
 
@@ -41,7 +39,8 @@ class SavePlanner:
 
     A block that a save reads may be reallocated to another request before the copy has ended,
     after a finish, an abort or a preemption. `note_new` receives every block that is about to be
-    written, and `take_fence` returns the saves that must end first.
+    written, and `take_fence` returns the saves that must end first. Blocks are identified by their
+    ids alone: an engine's KV groups share one pool, so a block may return in another group.
 
     If the ranks' reports do not arrive here (not `hears_workers`), saves end within their step
     (`AcceleratorBackend.stores_end_in_call`): each has ended when the next step is planned.
@@ -54,12 +53,16 @@ class SavePlanner:
         world_size: int,
         events: SaveEvents | None = None,
         *,
+        parts: Sequence[KvPart] = (),
         hears_workers: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decode_too = settings.save_decode_cache
         """Whether generated tokens are saved, too."""
         self._block_sizes = tuple(block_sizes)
+        self._first, *self._more_parts = parts or one_part(block_sizes)
+        self._first_sizes = [block_sizes[group] for group in self._first.groups]
+        self._window_every = settings.window_every
         self._world = world_size
         self._events = events
         self._hears_workers = hears_workers
@@ -68,9 +71,9 @@ class SavePlanner:
         self._jobs: dict[int, tuple[SaveJob, float]] = {}  # job, time of its plan
         self._reports: dict[int, StepReport] = {}
         self._saving: dict[ChunkKey, int] = {}
-        self._reading: dict[_Block, set[int]] = {}
-        self._new_blocks: set[_Block] = set()
-        self._continued: dict[str, list[_Block]] = {}  # last blocks of tails being saved
+        self._reading: dict[int, set[int]] = {}  # saves by the block that they read
+        self._new_blocks: set[int] = set()
+        self._continued: dict[str, list[int]] = {}  # last blocks of tails being saved
 
     def due(self, state: RequestState, end: int) -> bool:
         """Return whether `plan` may return jobs; fast, as every step asks for all requests."""
@@ -97,7 +100,7 @@ class SavePlanner:
         jobs = []
         for first, last in self._runs(state, complete):
             keys = tuple(state.chain.keys[first:last])
-            chunks = [state.chunk_blocks(at, self._block_sizes) for at in range(first, last)]
+            chunks = [self._first_blocks(state, at) for at in range(first, last)]
             parent = state.chain.keys[first - 1] if first else None
             blocks = tuple(zip(*chunks, strict=True))
             job = SaveJob(next(self._ids), parent, keys, blocks, state.chain.tenant, state.adapter)
@@ -106,6 +109,8 @@ class SavePlanner:
             self._saving.update(dict.fromkeys(keys, job.id))
             if self._events is not None:
                 self._events.planned(job, request, first)
+        for number, part in enumerate(self._more_parts, 1):
+            jobs += self._plan_part(state, part, number, complete)
         state.planned_chunks = complete
         return jobs
 
@@ -141,7 +146,7 @@ class SavePlanner:
         )
         self._jobs[job.id] = job, self._clock()
         self._saving[key] = job.id
-        self._continued[request.request_id] = [(g, ids[-1]) for g, ids in enumerate(blocks)]
+        self._continued[request.request_id] = [ids[-1] for ids in blocks]
         return [job]
 
     def note_step(self, request_id: str) -> None:
@@ -156,8 +161,8 @@ class SavePlanner:
     def note_new(self, blocks: Sequence[Sequence[int]], tokens: int = 0) -> None:
         """Note the blocks of the tokens after the first `tokens`, which are about to be written."""
         if self._reading:
-            for group, (ids, size) in enumerate(zip(blocks, self._block_sizes, strict=False)):
-                self._new_blocks.update((group, block) for block in ids[tokens // size :])
+            for ids, size in zip(blocks, self._block_sizes, strict=False):
+                self._new_blocks.update(ids[tokens // size :])
 
     def take_fence(self, jobs: Sequence[SaveJob]) -> list[int]:
         """Return the earlier saves whose blocks were reallocated; start to track `jobs`."""
@@ -192,10 +197,70 @@ class SavePlanner:
             self._reports[job_id] = total
             if total.saved[job_id] >= self._world:
                 job, _ = self._jobs[job_id]
-                if self._events is not None and not job.tail:
+                if self._events is not None and not (job.tail or job.part):
                     self._events.saved(job, total.unwritten.get(job_id, set()))
                 self._forget_blocks({job_id})
                 self._forget(job)
+
+    def _first_blocks(self, state: RequestState, chunk: int) -> list[tuple[int, ...]]:
+        if not self._more_parts:
+            return state.chunk_blocks(chunk, self._block_sizes)
+        return state.chunk_blocks(chunk, self._first_sizes, groups=self._first.groups)
+
+    def _plan_part(
+        self, state: RequestState, part: KvPart, number: int, complete: int
+    ) -> list[SaveJob]:
+        """Plan the save of a further part's chunks that a later request may continue after."""
+        jobs: list[SaveJob] = []
+        keys, loaded = state.chains[number].keys, state.loaded
+        others = loaded.others if loaded is not None else ()
+        skipped = next((other.chunks for other in others if other.part == number), range(0))
+        run: list[tuple[ChunkKey, list[tuple[int, ...]]]] = []
+        for chunk in range(state.planned_chunks, complete + 1):
+            blocks = None
+            known = chunk == complete or chunk in skipped or keys[chunk] in self._saving
+            if not known and self._is_wanted(state, part, chunk):
+                blocks = state.part_blocks(part, chunk)
+            if blocks is not None:
+                run.append((keys[chunk], blocks))
+                continue
+            if run:
+                jobs.append(self._job_of(state, number, run))
+                run = []
+        return jobs
+
+    def _job_of(
+        self,
+        state: RequestState,
+        number: int,
+        run: Sequence[tuple[ChunkKey, list[tuple[int, ...]]]],
+    ) -> SaveJob:
+        """Return a tracked job. Chunks before its first one may be absent: it has no parent."""
+        keys = tuple(key for key, _ in run)
+        blocks = tuple(zip(*(ids for _, ids in run), strict=True))
+        tenant = state.chain.tenant
+        job = SaveJob(next(self._ids), None, keys, blocks, tenant, state.adapter, part=number)
+        self._jobs[job.id] = job, self._clock()
+        self._saving.update(dict.fromkeys(keys, job.id))
+        return job
+
+    def _is_wanted(self, state: RequestState, part: KvPart, chunk: int) -> bool:
+        """Return whether a later request may continue at a token for which it needs this chunk.
+
+        These are the last full chunks of the prompt (a repeated prompt computes its last token),
+        multiples of `window_every`, the chunks that other prompts have in common with this one, and
+        each chunk's end in the output: a conversation continues behind it.
+        """
+        size, prompt = state.chunk_size, state.request.num_prompt_tokens
+        ends = part.ends(chunk, size)
+        if prompt // size in ends or (prompt - 1) // size in ends or state.junction in ends:
+            return True
+        if self.decode_too and ends[-1] > prompt // size:
+            return True
+        if not self._window_every:
+            return False
+        every = max(1, self._window_every // size)
+        return ends[-1] // every * every >= ends[0]
 
     @property
     def under_way(self) -> int:
@@ -247,11 +312,10 @@ class SavePlanner:
         for key in job.keys:
             if self._saving.get(key) == job.id:
                 del self._saving[key]
-        if self._events is not None and not job.tail:
+        if self._events is not None and not (job.tail or job.part):
             self._events.forget(job)
 
 
-def _blocks_of(job: SaveJob) -> Iterator[_Block]:
-    for group, chunks in enumerate(job.blocks):
-        for block in itertools.chain.from_iterable(chunks):
-            yield group, block
+def _blocks_of(job: SaveJob) -> Iterator[int]:
+    for chunks in job.blocks:
+        yield from itertools.chain.from_iterable(chunks)

@@ -13,6 +13,7 @@ from kvhaven.devices.base import CopyJob, Device, FinishedCopy
 from kvhaven.engine.copies import CopyWatch, all_ended
 from kvhaven.engine.jobs import SaveJob, StepReport
 from kvhaven.engine.loaded_model import LoadedModel
+from kvhaven.engine.parts import block_lists
 from kvhaven.engine.stats import Stats
 from kvhaven.layouts import Layout
 
@@ -51,6 +52,7 @@ class Saver:
 
     Called from the worker's thread. The watch's thread sends commits when a copy has ended, also
     while the engine is idle; of this object it touches only the queue of ended saves.
+    `chunk_blocks` is the number of blocks of a whole chunk.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Saver:
         stats: Stats,
         model: LoadedModel,
         chunk_size: int,
+        chunk_blocks: int,
     ) -> None:
         self._client = client
         self._device = device
@@ -70,7 +73,7 @@ class Saver:
         self._stats = stats
         self._model = model
         self._chunk_size = chunk_size
-        self._chunk_bytes = layout.shard_bytes(chunk_size // layout.block_size) * layout.shards
+        self._chunk_bytes = layout.shard_bytes(chunk_blocks) * layout.shards
         self._reserved: list[tuple[SaveJob, Reservation | None]] = []
         self._withheld: list[RankGrant] = []
         self._running: dict[int, _Save] = {}
@@ -205,10 +208,10 @@ class Saver:
         pairs = [(i, grant) for i, grant in zip(chunks, grants, strict=True) if grant.writes]
         try:
             if pairs:
-                layout = self.layout
+                layout, blocks = self.layout, block_lists(job.blocks)
                 copy = self._device.store(
                     layout.of_tail(job.tail, self._chunk_size) if job.tail else layout,
-                    [job.blocks[0][index] for index, _ in pairs],
+                    [blocks[index] for index, _ in pairs],
                     [grant.address for _, grant in pairs],
                 )
         except Exception as error:  # noqa: BLE001 - reservations must be released

@@ -18,8 +18,16 @@ from kvhaven.engine.adapters import Adapters, CacheName
 from kvhaven.engine.epoch import Epoch, HeldBlocks
 from kvhaven.engine.jobs import LoadJob, SaveJob, StepPlan, StepReport
 from kvhaven.engine.lookups import Lookups
+from kvhaven.engine.part_lookups import PartLookups
+from kvhaven.engine.parts import KvPart, one_part
 from kvhaven.engine.prefill_estimate import PrefillEstimate, StepShape, StepTimes
-from kvhaven.engine.request_state import NO_TURN, PendingLoad, RequestState
+from kvhaven.engine.request_state import (
+    NO_TURN,
+    NULL_BLOCK,
+    PartLoad,
+    PendingLoad,
+    RequestState,
+)
 from kvhaven.engine.requests import (
     EVERYTHING,
     NOTHING,
@@ -49,6 +57,10 @@ class SchedulerSide:
     the permissions of the engine's role. `events` receives saved chunks, `extras` creates the
     source of requests' extras.
 
+    `client` is the connection of the first of the KV's `parts`, `more_clients` are those of the
+    others. By default there is one part with all groups. With several, loads are asynchronous, and
+    tails are neither loaded nor saved.
+
     All methods run in the engine's loop. After a method raised, the engine must call `doubt`.
     """
 
@@ -66,17 +78,27 @@ class SchedulerSide:
         role: Permissions = EVERYTHING,
         hears_workers: bool = True,
         drops_last_block: bool = False,
+        parts: Sequence[KvPart] = (),
+        more_clients: Sequence[SchedulerClient] = (),
     ) -> None:
         self._settings = self._own_settings = settings
         self._changed: EngineSettings | None = None
         self._client = client
+        self._clients = (client, *more_clients)
+        self._parts = tuple(parts) or one_part(block_sizes)
         self._block_sizes = tuple(block_sizes)
         self._asynchronous = asynchronous
+        if len(self._parts) != len(self._clients) or (more_clients and not asynchronous):
+            raise KVHavenError(
+                f"scheduler side: {len(self._parts)} parts of KV with {len(self._clients)} "
+                f"connections, asynchronous={asynchronous}; expected a connection for each part, "
+                "and asynchronous loads if there are several"
+            )
         self._role = role
         self._events = events
         self._prefill = PrefillEstimate()
         self._steps = StepTimes(self._prefill)
-        self._lookups = Lookups(
+        lookups = Lookups(
             settings,
             client,
             asynchronous=asynchronous,
@@ -84,8 +106,16 @@ class SchedulerSide:
             spare_tokens=block_sizes[0] if drops_last_block else 0,
             estimate=self._prefill,
         )
+        self._lookups: Lookups | PartLookups = lookups
+        if more_clients:
+            self._lookups = PartLookups(settings, self._parts, self._clients, lookups)
         self._saves = SavePlanner(
-            settings, block_sizes, world_size, events, hears_workers=hears_workers
+            settings,
+            block_sizes,
+            world_size,
+            events,
+            parts=self._parts,
+            hears_workers=hears_workers,
         )
         self._epoch = Epoch()
         adapters = Adapters(world_size, lambda: client.models, self._distrust)
@@ -113,7 +143,7 @@ class SchedulerSide:
         if state is not None and state.permissions.load:
             with self._keying(state):
                 state.extend_keys(request.num_tokens)
-                self._client.prefetch(state.chain.keys, state.chain.tenant)
+                self._prefetch(state)
         if state is not None:
             self._announce(state)
 
@@ -165,6 +195,7 @@ class SchedulerSide:
             computed + tokens,
             state.chunk_size,
             request.num_tokens % state.chunk_size if lease.tail else 0,
+            state.search.others if state.search is not None else (),
         )
         return tokens, self._asynchronous
 
@@ -176,7 +207,7 @@ class SchedulerSide:
         Raises `KVHavenError` if it takes tokens that were not offered; call `never_loaded` then.
         """
         state = self._states.get(request.request_id)
-        self._epoch.placed(request.request_id, blocks[0])
+        self._epoch.placed(request.request_id, self._ids_of(blocks))
         if tokens == 0:
             # Another connector may write into these blocks immediately.
             own = state.computed if state is not None else 0
@@ -186,20 +217,23 @@ class SchedulerSide:
                 state.ask_after = 0.0
             return
         offer = state.offer if state is not None else None
-        if state is None or offer is None or offer.start + tokens > offer.end:
+        several = len(self._parts) > 1
+        end = offer.start + tokens if offer is not None else 0
+        if state is None or offer is None or end > offer.end or (several and end < offer.end):
             raise KVHavenError(
                 f"request {request.request_id}: {tokens} tokens are to be loaded, but "
                 f"{offer.end - offer.start if offer is not None else 'none'} were offered"
             )
         state.replace_blocks(blocks)
         self._saves.note_new(blocks, offer.start)
-        self._epoch.extended(request.request_id, blocks[0][offer.start // self._block_sizes[0] :])
-        job = self._plan_load(state, offer, offer.start + tokens)
+        self._epoch.extended(request.request_id, self._ids_of(blocks, offer.start))
+        job = self._plan_load(state, offer, end)
+        more = [self._plan_part_load(state, offer, other, end) for other in offer.others]
         self._epoch.load_planned(request.request_id, reported=self._asynchronous)
         state.ask_after = 0.0
         # These come last and together: from here on the ranks end the lease.
         self._lookups.take(state, offer)
-        self._loads.append(job)
+        self._loads += [job, *more]
         if self._asynchronous and job.adapter is not None:
             state.unproven = job
 
@@ -248,7 +282,7 @@ class SchedulerSide:
                     self._admitted(request_id, blocks, computed)
                 else:
                     self._extended(request_id, blocks)
-            for job in self._plan_saves(request_id, computed + count):
+            for job in self._plan_saves(request_id, computed, computed + count):
                 (tails if job.tail else saves).append(job)
         if self._in_doubt:
             return self.plan_in_doubt()
@@ -344,7 +378,8 @@ class SchedulerSide:
     def close(self) -> None:
         """Release all leases and disconnect."""
         self._extras.close()
-        self._client.close()
+        for client in self._clients:
+            client.close()
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -361,14 +396,52 @@ class SchedulerSide:
         if not namespace or not self._epoch.known:
             self._extras.note(request)
             return None
-        state = RequestState(request, self._epoch.root(namespace), self._settings.chunk_size)
+        more = [client.namespace for client in self._clients[1:]]
+        if not all(more):
+            self._extras.note(request)
+            return None
+        roots = [self._epoch.root(other) for other in more]
+        chunk_size = self._settings.chunk_size
+        state = RequestState(request, self._epoch.root(namespace), chunk_size, roots)
         transfer = request.transfer
-        state.saves_tail = self._settings.pd_tail or bool(transfer.to) or transfer.handed
-        state.asks_tail = state.saves_tail or transfer.awaited
+        if not more:
+            state.saves_tail = self._settings.pd_tail or bool(transfer.to) or transfer.handed
+            state.asks_tail = state.saves_tail or transfer.awaited
         self._states[request.request_id] = state
         with self._keying(state):
             self._follow(state)
         return state
+
+    def _prefetch(self, state: RequestState) -> None:
+        """Promote a request's chunks; of further parts, those that its last full chunk needs."""
+        self._client.prefetch(state.chain.keys, state.chain.tenant)
+        most = (state.request.num_tokens - 1) // state.chunk_size
+        for part, client, chain in zip(
+            self._parts[1:], self._clients[1:], state.chains[1:], strict=True
+        ):
+            needed = part.chunks(most, 0, state.chunk_size)
+            client.prefetch(chain.keys[needed.start : needed.stop], chain.tenant)
+
+    def _ids_of(self, blocks: Sequence[Sequence[int]], tokens: int = 0) -> Sequence[int]:
+        """Return the blocks of all groups behind the first `tokens` tokens."""
+        if len(blocks) == 1:
+            return blocks[0][tokens // self._block_sizes[0] :] if tokens else blocks[0]
+        return [
+            block
+            for ids, size in zip(blocks, self._block_sizes, strict=True)
+            for block in ids[tokens // size :]
+            if block != NULL_BLOCK
+        ]
+
+    def _filled(self, blocks: Sequence[Sequence[int]], computed: int) -> tuple[int, Sequence[int]]:
+        """Return the blocks of all groups, those with `computed` tokens first, and their number."""
+        if len(blocks) == 1:
+            return -(-computed // self._block_sizes[0]), blocks[0]
+        sizes = self._block_sizes
+        filled = [ids[: -(-computed // size)] for ids, size in zip(blocks, sizes, strict=True)]
+        rest = [ids[len(head) :] for ids, head in zip(blocks, filled, strict=True)]
+        before = [block for ids in filled for block in ids if block != NULL_BLOCK]
+        return len(before), before + [block for ids in rest for block in ids if block != NULL_BLOCK]
 
     def _leave(self, request_id: str, state: RequestState) -> None:
         """End what a request has begun, after which nothing is loaded or saved for it."""
@@ -436,6 +509,8 @@ class SchedulerSide:
         transfer = state.request.transfer
         if state.announced or not (transfer.to and state.permissions.save):
             return
+        if len(self._parts) > 1:
+            return  # the other node looks the chunks up; chains have no windows yet
         with self._keying(state):
             tokens = state.request.num_prompt_tokens
             state.extend_keys(tokens)
@@ -478,9 +553,10 @@ class SchedulerSide:
         self._settings = settings = msgspec.structs.replace(self._own_settings, **known)
         self._lookups.configure(settings)
         self._saves.decode_too = settings.save_decode_cache
-        self._client.configure(
-            settings.lookup_deadline_ms / 1000, settings.promote_deadline_ms / 1000
-        )
+        for client in self._clients:
+            client.configure(
+                settings.lookup_deadline_ms / 1000, settings.promote_deadline_ms / 1000
+            )
         logger.info("settings changed in the service apply from now on: %s", known)
         if changed is not None:
             self._client.settings_taken(changed.generation)
@@ -520,8 +596,8 @@ class SchedulerSide:
     def _admitted(self, request_id: str, blocks: Sequence[Sequence[int]], computed: int) -> None:
         """Note that a request starts or resumes with `computed` tokens of KV in its blocks."""
         self._saves.note_new(blocks, computed)
-        filled = -(-computed // self._block_sizes[0])
-        current = self._epoch.admitted(request_id, blocks[0], filled)
+        filled, ids = self._filled(blocks, computed)
+        current = self._epoch.admitted(request_id, ids, filled)
         state = self._states.get(request_id)
         if state is not None:
             state.replace_blocks(blocks)
@@ -534,13 +610,15 @@ class SchedulerSide:
     def _extended(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:
         """Note additional blocks of a running request."""
         self._saves.note_new(blocks)
-        self._epoch.extended(request_id, blocks[0])
+        self._epoch.extended(request_id, self._ids_of(blocks))
         state = self._states.get(request_id)
         if state is not None:
             state.append_blocks(blocks)
 
-    def _plan_saves(self, request_id: str, end: int) -> list[SaveJob]:
+    def _plan_saves(self, request_id: str, begin: int, end: int) -> list[SaveJob]:
         state = self._states.get(request_id)
+        if state is not None:
+            state.step_begin = begin
         if state is None or not (state.permissions.save or state.wanted.save):
             return []
         if not (self._saves.due(state, end) or self._saves.tail_due(state, end)):
@@ -558,6 +636,8 @@ class SchedulerSide:
         first_steps, self._first_steps = self._first_steps, []
         # The ranks own the leases of these loads now, so their service is still in use.
         services = self._client.services_in_use | {job.service for job in loads}
+        for client in self._clients[1:]:
+            services |= client.services_in_use
         failed, weights = dict(self._failed_loads), dict(self._weights)
         return StepPlan(loads, saves, fence, services, failed, weights, first_steps)
 
@@ -571,7 +651,8 @@ class SchedulerSide:
         first, last = offer.start // size, -(-end // size)
         tail = offer.tail if last > offer.end_chunk else 0
         groups = []
-        for group, block_size in enumerate(self._block_sizes):
+        for group in self._parts[0].groups:
+            block_size = self._block_sizes[group]
             start_block, end_block = offer.start // block_size, -(-end // block_size)
             per_chunk = size // block_size
             counts = [(chunk, per_chunk) for chunk in range(first, last)]
@@ -598,6 +679,47 @@ class SchedulerSide:
             asynchronous=self._asynchronous,
             adapter=state.adapter,
             tail=tail,
+        )
+
+    def _plan_part_load(
+        self, state: RequestState, offer: PendingLoad, other: PartLoad, end: int
+    ) -> LoadJob:
+        """Plan the copy of a further part's chunks into the request's blocks.
+
+        The engine has no blocks for tokens that the part does not need. Raises `KVHavenError` if it
+        has none for needed ones.
+        """
+        part, size = self._parts[other.part], state.chunk_size
+        stored, per_chunk = part.stored_blocks(size), size // part.block_size
+        start_block, end_block = offer.start // part.block_size, end // part.block_size
+        needed = max(start_block, part.first_token(end) // part.block_size)
+        groups = []
+        for group in part.groups:
+            ids = state.blocks[group]
+            if NULL_BLOCK in ids[needed:end_block] or len(ids) < end_block:
+                raise KVHavenError(
+                    f"request {state.request.request_id}: the engine has no blocks of KV group "
+                    f"{group} for tokens {needed * part.block_size} to {end}, which it loads"
+                )
+            groups.append(
+                tuple(
+                    tuple(
+                        ids[at] if at >= start_block and ids[at] != NULL_BLOCK else SKIP
+                        for at in range((chunk + 1) * per_chunk - stored, (chunk + 1) * per_chunk)
+                    )
+                    for chunk in other.chunks
+                )
+            )
+        return LoadJob(
+            request_id=state.request.request_id,
+            lease_id=other.lease.lease_id,
+            service=other.lease.service,
+            places=tuple(other.lease.extents),
+            shard_offsets=other.lease.offsets,
+            blocks=tuple(groups),
+            asynchronous=self._asynchronous,
+            adapter=state.adapter,
+            part=other.part,
         )
 
 

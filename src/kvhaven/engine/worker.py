@@ -3,8 +3,9 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from kvhaven.client.rank import RankClient
 from kvhaven.config import Settings
@@ -20,6 +21,15 @@ from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
 
+
+class PartCopies(NamedTuple):
+    """The connection and the layout of a part of the KV, and the blocks of its stored chunks."""
+
+    client: RankClient
+    layout: Layout
+    chunk_blocks: int
+
+
 _abandoned: list["WorkerSide"] = []
 """Sides that were closed while a copy ran: kept with their devices until the process ends."""
 
@@ -30,6 +40,10 @@ class WorkerSide:
     `layout` describes this rank's KV tensors, `rank` is its number in the engine's world, `model`
     the state of this process's model. `heard` says that the scheduler side receives the worker's
     reports. After a method raised, the engine must call `doubt`.
+
+    If the KV has several parts, `client` and `layout` are those of the first, whose chunks have
+    `chunk_blocks` blocks (default: those of its tokens), and `more_parts` has the others. A load
+    then has a job for each part, and ends with the last one.
     """
 
     def __init__(
@@ -42,11 +56,16 @@ class WorkerSide:
         *,
         model: LoadedModel | None = None,
         heard: bool = True,
+        chunk_blocks: int = 0,
+        more_parts: Sequence[PartCopies] = (),
     ) -> None:
+        chunk_blocks = chunk_blocks or settings.chunk_size // layout.block_size
+        parts = (PartCopies(client, layout, chunk_blocks), *more_parts)
         self._settings = settings
         self._client = client
+        self._clients = [part.client for part in parts]
         self.device = device
-        self.layout = layout
+        self.layouts = [part.layout for part in parts]
         self._rank = rank
         self._model = model or LoadedModel()
         self._weights_before = self._model.weights
@@ -56,23 +75,45 @@ class WorkerSide:
         self._first_steps: list[LoadJob] = []
         self._watch = CopyWatch(synchronous=device.synchronous)
         self.stats = Stats()
-        self._loads = Loader(
-            client,
-            device,
-            layout,
-            self._watch,
-            rank,
-            self.stats,
-            self._model,
-            settings.chunk_size,
-            heard=heard,
-        )
-        self._saves = Saver(
-            client, device, layout, self._watch, self.stats, self._model, settings.chunk_size
-        )
+        self._loads = [
+            Loader(
+                part.client,
+                device,
+                part.layout,
+                self._watch,
+                rank,
+                self.stats,
+                self._model,
+                settings.chunk_size,
+                heard=heard,
+                by_request=len(parts) > 1,
+            )
+            for part in parts
+        ]
+        self._saves = [
+            Saver(
+                part.client,
+                device,
+                part.layout,
+                self._watch,
+                self.stats,
+                self._model,
+                settings.chunk_size,
+                part.chunk_blocks,
+            )
+            for part in parts
+        ]
+        self._parts_loading: dict[str, int] = {}
+        """Jobs of a load that have not ended, of engines with several parts."""
+        self._failed_requests: set[str] = set()
         self._model.listen(self._model_changed)
         self._model.listen_for_memory(self.end_copies)
         self._model_changed()
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the first part."""
+        return self.layouts[0]
 
     def fence(self, plan: StepPlan) -> None:
         """Protect blocks that a running save reads and that were reallocated to another request.
@@ -82,8 +123,9 @@ class WorkerSide:
         """
         if plan is self._fenced:
             return
-        self._saves.collect()
-        self._saves.fence(plan.fence)
+        for saves in self._saves:
+            saves.collect()
+            saves.fence(plan.fence)
         self._fenced = plan
 
     def begin(self, plan: StepPlan) -> None:
@@ -91,14 +133,20 @@ class WorkerSide:
         self._plan = plan
         self._loads_due += plan.loads
         self._first_steps = plan.first_steps
-        self._loads.weights_known = self._weights_known
+        for loads in self._loads:
+            loads.weights_known = self._weights_known
+        if len(self._loads) > 1:
+            for job in plan.loads:
+                self._parts_loading[job.request_id] = self._parts_loading.get(job.request_id, 0) + 1
         self.fence(plan)
-        self._saves.reserve(plan.saves, trusted=self._trusted)
+        for part, saves in enumerate(self._saves):
+            jobs = [job for job in plan.saves if job.part == part]
+            saves.reserve(jobs, trusted=self._trusted)
 
     def start_loads(self) -> None:
         """Start this step's loads; the forward waits for synchronous ones."""
         while self._loads_due:
-            self._loads.start(self._loads_due[0])
+            self._loads[self._loads_due[0].part].start(self._loads_due[0])
             del self._loads_due[0]
 
     @contextmanager
@@ -141,34 +189,66 @@ class WorkerSide:
         """
         self.start_loads()
         first_steps, self._first_steps = self._first_steps, []
-        self._loads.end_step(first_steps)
+        for part, loads in enumerate(self._loads):
+            loads.end_step([job for job in first_steps if job.part == part])
 
     def save(self) -> None:
         """Copy the step's complete chunks into the arena, after all writes to KV."""
         self.end_forward()
         deadline = time.monotonic() + self._settings.save_deadline_ms / 1000
-        self._saves.start(deadline, trusted=self._trusted, loads=self._loads.copies)
-        if self._loads.idle and self._saves.idle:
-            self._client.keep_arenas(self._plan.services)
+        copies = [copy for loads in self._loads for copy in loads.copies]
+        for saves in self._saves:
+            saves.start(deadline, trusted=self._trusted, loads=copies)
+        if all(s.idle for s in self._saves) and all(loads.idle for loads in self._loads):
+            # Parts share the first one's mapping of an arena.
+            services = self._plan.services.union(client.service for client in self._clients[1:])
+            for client in self._clients:
+                client.keep_arenas(services)
 
     def forward_failed(self) -> None:
         """Note that the step's forward raised, so that its KV is undefined and is not saved."""
-        self._saves.give_up()
+        for saves in self._saves:
+            saves.give_up()
 
     def finished_loads(self) -> set[str]:
         """Return the requests whose asynchronous loads have ended since the last call."""
-        self._loads.poll()
-        return self._loads.take_finished()
+        finished: set[str] = set()
+        for loads in self._loads:
+            loads.poll()
+            ended = loads.take_finished()
+            if len(self._loads) == 1:
+                return ended
+            self._failed_requests |= loads.take_failed_requests()
+            for request_id in ended:
+                left = self._parts_loading.pop(request_id, 1) - 1
+                if left:
+                    self._parts_loading[request_id] = left
+                else:
+                    finished.add(request_id)
+        return finished
+
+    def failed_requests(self, finished: Collection[str]) -> set[str]:
+        """Return those of the requests that `finished_loads` returned whose load has failed.
+
+        Only engines with several parts ask; others ask for `failed_blocks`.
+        """
+        failed = self._failed_requests.intersection(finished)
+        self._failed_requests -= failed
+        return failed
 
     def failed_blocks(self) -> set[int]:
         """Return blocks that failed loads left undefined since the last call."""
-        return self._loads.take_failed_blocks()
+        failed = set().union(*(loads.take_failed_blocks() for loads in self._loads))
+        # With several KV groups, vLLM ends if blocks are reported: it gets `failed_requests`.
+        return failed if len(self._loads) == 1 else set()
 
     def report(self) -> StepReport | None:
         """Return the saves that ended since the last call, and counts of failed loads."""
-        report = self._saves.take_report()
+        report = self._saves[0].take_report()
+        for saves in self._saves[1:]:
+            report = report.aggregate(saves.take_report())
         if not self._trusted:
-            report.failed_loads[self._rank] = self._loads.failed
+            report.failed_loads[self._rank] = self._failed
         return None if report.empty else report
 
     def doubt(self) -> None:
@@ -177,21 +257,25 @@ class WorkerSide:
         Running saves may lack their fence, so they are dropped. Loads of the step that were not
         started are reported as failed.
         """
-        self._saves.spoil()
+        for saves in self._saves:
+            saves.spoil()
         due, self._loads_due = self._loads_due, []
         for job in due:
-            if not self._loads.runs(job):
-                self._client.loaded([job.lease_id], job.service)
-                self._loads.fail(job, "an error occurred before it was started")
+            loads = self._loads[job.part]
+            if not loads.runs(job):
+                self._clients[job.part].loaded([job.lease_id], job.service)
+                loads.fail(job, "an error occurred before it was started")
 
-    def move(self, layout: Layout) -> None:
-        """Continue with KV tensors at other addresses; the layout is otherwise the same.
+    def move(self, *layouts: Layout) -> None:
+        """Continue with KV tensors at other addresses; each part's layout is otherwise the same.
 
         Waits for copies from and to the old tensors. The connection, the arena and the state of
         this rank stay. Raises as `end_copies` does.
         """
         self.end_copies()
-        self.layout = self._loads.layout = self._saves.layout = layout
+        self.layouts = list(layouts)
+        for loads, saves, layout in zip(self._loads, self._saves, layouts, strict=True):
+            loads.layout = saves.layout = layout
 
     def end_copies(self) -> None:
         """Wait until no copy touches the KV tensors, before their memory is unmapped.
@@ -217,17 +301,20 @@ class WorkerSide:
                 self._rank,
             )
             _abandoned.append(self)
-            self._client.abandon()
+            for client in self._clients:
+                client.abandon()
             return
         self._watch.close()
         self.device.close()
-        self._client.close()
+        for client in reversed(self._clients):  # the first one has the mapping
+            client.close()
 
     def _finish(self) -> bool:
         """Start no further saves; return whether all copies ended before the deadline."""
         deadline = time.monotonic() + COPY_DEADLINE_S
-        loads = self._loads.finish(deadline)
-        return self._saves.finish(deadline) and loads
+        ended = [loads.finish(deadline) for loads in self._loads]
+        ended += [saves.finish(deadline) for saves in self._saves]
+        return all(ended)
 
     def _model_changed(self) -> None:
         """Send the model's state to the scheduler side. Runs in the thread that changed it."""
@@ -248,4 +335,9 @@ class WorkerSide:
         were planned before the scheduler side learned of the failure.
         """
         known = self._plan.failed_loads.get(self._rank, 0)
-        return self._loads.failed == known and self._weights_known
+        return self._failed == known and self._weights_known
+
+    @property
+    def _failed(self) -> int:
+        """Number of failed load jobs."""
+        return sum(loads.failed for loads in self._loads)

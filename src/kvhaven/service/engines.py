@@ -71,8 +71,15 @@ class AttachedEngine:
         self.holders: dict[int | None, MemberId] = {}
         self.namespace: Namespace | None = None
         self._holdings: Holdings | None = None
-        self.chunk_tokens = chunk_tokens_of(self.fields) or 0
-        """Tokens of a chunk; 0 if the engine does not name them."""
+        self.chunk_tokens = 0 if self.is_further_part else chunk_tokens_of(self.fields) or 0
+        """Tokens of a chunk, for accounts; 0 if the engine does not name them.
+
+        The tokens of a model with several parts count with its first part."""
+
+    @property
+    def is_further_part(self) -> bool:
+        """Whether this holds a further part of a hybrid model's KV, such as its windows."""
+        return self.fields.get("part", "full") != "full"
 
     @property
     def holdings(self) -> Holdings:

@@ -34,6 +34,7 @@ from kvhaven.protocol import (
     Limit,
     List,
     Loaded,
+    Locate,
     ModelChanged,
     Observe,
     OfferChain,
@@ -316,6 +317,8 @@ class Service:
             self.loads.acquire(member, message)
         elif isinstance(message, Prefetch):
             self.loads.prefetch(member, message)
+        elif isinstance(message, Locate):
+            return self.loads.locate(member, message)
         elif isinstance(message, SettingsTaken):
             self.settings.taken(member, message.generation)
         elif isinstance(message, OfferChain | EndChain | PullChain):

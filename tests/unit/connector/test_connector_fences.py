@@ -9,10 +9,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
+from kvhaven.config import Settings
 from kvhaven.engine import save_planner as saves_module
 from kvhaven.engine.jobs import StepReport
-from kvhaven.integrations.vllm.requests import held_blocks
+from kvhaven.engine.request_state import RequestState
+from kvhaven.engine.requests import EVERYTHING, KnownExtras
+from kvhaven.engine.save_planner import SavePlanner
+from kvhaven.integrations.vllm.requests import VllmRequest, held_blocks
+from kvhaven.keys import Extras
 from tests.simulation.connector_kit import (
+    BLOCK,
     CHUNK,
     Bench,
     VllmSide,
@@ -46,6 +52,23 @@ def test_blocks_that_are_shared_and_not_written_are_not_fenced(bench: Bench) -> 
     sharing = make_request(40, "sharing")
     plan = run_new(side, sharing, 8, computed=32, blocks=range(10))
     assert plan.fence == []
+
+
+def test_a_block_that_returns_in_another_group_is_fenced() -> None:
+    """The KV groups of an engine share one pool of block ids."""
+    settings = Settings(chunk_size=CHUNK)
+    saves = SavePlanner(settings, [BLOCK, BLOCK], 1)
+    request = make_request(32)
+    state = RequestState(VllmRequest(request), bytes(32), CHUNK)
+    state.wanted = EVERYTHING
+    state.key(KnownExtras(Extras()))
+    state.replace_blocks([list(range(8)), list(range(20, 28))])
+    jobs = saves.plan(state, 32)
+    saves.take_fence(jobs)
+    saves.note_new([[40], [5]])
+    assert saves.take_fence([]) == [job.id for job in jobs]
+    saves.note_new([[41], [6]])
+    assert saves.take_fence([]) == [], "one fence is enough"
 
 
 def test_blocks_of_requests_that_are_not_followed_are_fenced_too(bench: Bench) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from kvhaven.errors import IncompatibleEngineError, LayoutError
 from kvhaven.integrations.vllm import OLDEST_VLLM
 from kvhaven.integrations.vllm.compat import require_supported_engine, require_supported_vllm
 from kvhaven.integrations.vllm.connector import KVHavenConnector
+from kvhaven.integrations.vllm.parts import kv_parts, part_fields, require_supported_groups
 from tests.simulation.connector_kit import make_request, wait_until
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_model import Model
@@ -61,7 +63,8 @@ def run(engine: Engine, name: str, prompt: list[int], length: int = 4) -> list[i
 def report_idle(engine: Engine) -> None:
     """Have what ended while the engine was idle reported: that happens in its next steps."""
     workers = [runner.connector._worker for runner in engine.runners]
-    wait_until(lambda: all(w._saves._ended.qsize() == len(w._saves._running) for w in workers))
+    saves = [one for worker in workers for one in worker._saves]
+    wait_until(lambda: all(one._ended.qsize() == len(one._running) for one in saves))
     run(engine, "idle", [1, 2, 3])
 
 
@@ -337,6 +340,42 @@ def spec(kind: type[Any] = FullAttentionSpec, **more: Any) -> Any:
 def caches(*specs: Any) -> KVCacheConfig:
     groups = [KVCacheGroupSpec([f"layer.{i}"], each) for i, each in enumerate(specs)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_full_attention_with_windows_is_two_parts(tmp_path: Path) -> None:
+    window = spec(SlidingWindowSpec, sliding_window=9)
+    groups = caches(window, window, spec())
+    require_supported_engine(make_config(tmp_path, Setup(service_address="/nowhere")), groups)
+    full, windows = kv_parts(groups)
+    assert (full.name, full.groups, full.reach) == ("full", (2,), None)
+    assert (windows.name, windows.groups, windows.reach) == ("window:9", (0, 1), 8)
+    assert kv_parts(caches(spec()))[0].name == "full"
+    assert part_fields(kv_parts(caches(spec())), full) == {}, "the digests of other models stay"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("drafter", "speculation by eagle.*--disable-hybrid-kv-cache-manager"),
+        ("platform", r"one on this platform \(hpu\)"),
+        ("blocks", "different block sizes"),
+        ("only windows", "expected one, or full attention with sliding windows"),
+    ],
+)
+def test_windows_that_are_not_served_are_refused(tmp_path: Path, change: str, words: str) -> None:
+    config = make_config(tmp_path, Setup(service_address="/nowhere"))
+    window = spec(SlidingWindowSpec, sliding_window=9)
+    groups = [window, window, spec()]
+    if change == "drafter":
+        object.__setattr__(config, "speculative_config", SimpleNamespace(method="eagle"))
+    elif change == "platform":
+        config.device_config.device_type = "hpu"
+    elif change == "blocks":
+        groups[0] = dataclasses.replace(window, block_size=2 * BLOCK)
+    else:
+        groups = [window, spec(SlidingWindowSpec, sliding_window=5)]
+    with pytest.raises(IncompatibleEngineError, match=words):
+        require_supported_groups(config, caches(*groups))
 
 
 @pytest.mark.parametrize(

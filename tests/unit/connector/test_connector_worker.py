@@ -362,7 +362,7 @@ def test_a_synchronous_load_that_fails_late_is_known_in_its_step(rank: Rank) -> 
 def test_an_error_in_a_save_never_costs_a_promised_load(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(rank.worker._saves, method, refuse)
+    monkeypatch.setattr(rank.worker._saves[0], method, refuse)
     plan = StepPlan(loads=[rank.load(request_id="a"), rank.load(request_id="b")])
     hooks: list[Callable[[], None]] = [
         lambda: rank.worker.fence(plan),
@@ -397,7 +397,7 @@ def test_a_load_that_an_error_prevented_gives_its_lease_back(
     assert isinstance(lease, LeasedChunks)
     client.dispatched(lease_id)
     plan = StepPlan(loads=[rank.load(lease_id=lease_id, asynchronous=False)])
-    monkeypatch.setattr(rank.worker._saves, "reserve", refuse)
+    monkeypatch.setattr(rank.worker._saves[0], "reserve", refuse)
     with pytest.raises(RuntimeError):
         rank.worker.begin(plan)
     rank.worker.doubt()
@@ -411,7 +411,7 @@ def test_a_fence_that_was_never_set_spoils_what_runs(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank.step(StepPlan(saves=[save_job()]))
-    monkeypatch.setattr(rank.worker._saves, "collect", refuse)
+    monkeypatch.setattr(rank.worker._saves[0], "collect", refuse)
     with pytest.raises(RuntimeError):
         rank.worker.fence(StepPlan(fence=[1]))
     rank.worker.doubt()

@@ -15,6 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvhaven.errors import IncompatibleEngineError, UnreportedLoadError
 from kvhaven.integrations.vllm import OLDEST_VLLM
+from kvhaven.integrations.vllm.parts import (
+    FULL_KINDS,
+    WITHOUT,
+    kinds_of,
+    require_supported_groups,
+)
 from kvhaven.types import ShardId
 
 if TYPE_CHECKING:
@@ -36,13 +42,8 @@ _NEEDED = (
 )
 """Methods of the base class that KVHaven requires for correctness."""
 
-_WITHOUT = "Serve this model without KVHaven: leave --kv-transfer-config out."
-
 _NO_INVARIANT_REUSE = frozenset({"FLASHINFER", "TRITON_MLA"})
 """Backends for which vLLM turns prefix caching off with VLLM_BATCH_INVARIANT."""
-
-_SERVED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Supported kinds of KV, by class name, as subclasses may drop blocks."""
 
 
 def require_supported_vllm() -> None:
@@ -76,24 +77,24 @@ def require_supported_model(config: "VllmConfig") -> None:
     if getattr(model, "is_attention_free", False):
         raise IncompatibleEngineError(
             f"{model.model}: has no attention (got architecture {model.architecture}), so no KV to "
-            f"cache. {_WITHOUT}"
+            f"cache. {WITHOUT}"
         )
     if getattr(model, "is_hybrid", False):
         raise IncompatibleEngineError(
             f"{model.model}: mixes attention with layers that keep a recurrent state, such as "
             f"Mamba or linear attention (got architecture {model.architecture}). That state is "
-            f"not cached yet. {_WITHOUT}"
+            f"not cached yet. {WITHOUT}"
         )
     if not getattr(model, "is_prefix_caching_supported", True):
         raise IncompatibleEngineError(
             f"{model.model}: vLLM needs every token computed, as this model or its pooling does "
-            f"not support prefix caching (got runner {model.runner_type}). {_WITHOUT}"
+            f"not support prefix caching (got runner {model.runner_type}). {WITHOUT}"
         )
     if getattr(model, "rswa_window", None) is not None:
         raise IncompatibleEngineError(
             f"{model.model}: attends to a window of its generated tokens (got rswa_window "
             f"{model.rswa_window}), so the tokens before such a token do not determine its KV, "
-            f"and vLLM turns prefix caching off. {_WITHOUT}"
+            f"and vLLM turns prefix caching off. {WITHOUT}"
         )
     scheduler = config.scheduler_config
     if (
@@ -104,12 +105,12 @@ def require_supported_model(config: "VllmConfig") -> None:
         raise IncompatibleEngineError(
             f"{model.model}: the tokens of an image attend to each other in both directions, and "
             "this platform's vLLM may compute an image in several steps, so that its KV depends on "
-            f"where it was split. Set --disable-chunked-mm-input. {_WITHOUT}"
+            f"where it was split. Set --disable-chunked-mm-input. {WITHOUT}"
         )
     if device == "cpu" and platform.machine().startswith("riscv"):
         raise IncompatibleEngineError(
             f"{model.model}: runs on a RISC-V CPU (got {platform.machine()}), where vLLM does not "
-            f"support prefix caching. {_WITHOUT}"
+            f"support prefix caching. {WITHOUT}"
         )
     if device == "cpu" and model.use_mla and not config.cache_config.enable_prefix_caching:
         raise IncompatibleEngineError(
@@ -168,30 +169,27 @@ def require_supported_engine(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
             )
     require_supported_model(config)
     groups = kv_cache.kv_cache_groups
-    kinds = sorted({kind for group in groups for kind in _kinds(group.kv_cache_spec)})
+    kinds = sorted({kind for group in groups for kind in kinds_of(group.kv_cache_spec)})
     if not groups:
         raise IncompatibleEngineError(
             f"{config.model_config.model}: keeps no KV (an encoder, or a model without attention), "
-            f"so there is nothing to cache. {_WITHOUT}"
+            f"so there is nothing to cache. {WITHOUT}"
         )
     if len(groups) != 1:
-        raise IncompatibleEngineError(
-            f"{config.model_config.model}: has {len(groups)} KV groups ({', '.join(kinds)}); "
-            "expected one, as models with several are not served yet. If all its layers are "
-            "attention, set --disable-hybrid-kv-cache-manager, which makes them one group."
-        )
-    strange = [kind for kind in kinds if kind not in _SERVED_KINDS]
+        require_supported_groups(config, kv_cache)
+        kinds = []
+    strange = [kind for kind in kinds if kind not in FULL_KINDS]
     if strange:
         window = getattr(groups[0].kv_cache_spec, "sliding_window", None)
         way_out = (
             f"For contexts of at most {window} tokens set --disable-sliding-window and "
             f"--max-model-len {window}; or serve it without KVHaven."
             if window is not None
-            else _WITHOUT
+            else WITHOUT
         )
         raise IncompatibleEngineError(
             f"{config.model_config.model}: its KV is {', '.join(strange)}, which drops blocks of "
-            f"the prefix; expected {' or '.join(_SERVED_KINDS)}, as others are not served yet. "
+            f"the prefix; expected {' or '.join(FULL_KINDS)}, as others are not served yet. "
             f"{way_out}"
         )
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups):
@@ -333,12 +331,6 @@ def report_error(connector: Any, hook: str, error: Exception) -> None:
 def _splits_kv_on_cpu() -> bool:
     """Return whether vLLM's CPU attention splits the KV of a request among its threads."""
     return bool(getattr(vllm.envs, "VLLM_CPU_ATTN_SPLIT_KV", False))
-
-
-def _kinds(spec: Any) -> set[str]:
-    """Return the kinds of KV in a group, whose layers may have several similar kinds."""
-    nested = getattr(spec, "kv_cache_specs", None)
-    return {type(part).__name__ for part in (nested.values() if nested else (spec,))}
 
 
 # Checked on import: modules that are imported after this one use names that older versions lack.

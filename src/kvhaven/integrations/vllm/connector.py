@@ -4,6 +4,7 @@
 import logging
 import sys
 import uuid
+from abc import ABCMeta
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 
 from kvhaven.engine.jobs import StepPlan, StepReport
@@ -22,6 +24,7 @@ from kvhaven.integrations.vllm.compat import (
     require_supported_model,
 )
 from kvhaven.integrations.vllm.encoder_cache import watch_encoder_cache
+from kvhaven.integrations.vllm.parts import REPORTS_FAILED_REQUESTS
 from kvhaven.integrations.vllm.platforms import require_supported_platform
 from kvhaven.integrations.vllm.requests import (
     PlanMetadata,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -60,8 +64,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class KVHavenConnector(KVConnectorBase_V1):
+def _no_results() -> "KVConnectorTransferResults":
+    from vllm.distributed.kv_transfer.kv_connector.v1 import (  # noqa: PLC0415 - not in vLLM 0.29
+        base,
+    )
+
+    return base.KVConnectorTransferResults()
+
+
+class KVHavenFlatConnector(KVConnectorBase_V1):
     """Connector of one role and process. Only start-up raises, later hooks do not.
+
+    With it, vLLM turns its hybrid KV manager off: all layers of a model are then in one KV group.
 
     The worker side starts in `register_kv_caches`, because the tensors determine the layout. The
     scheduler side starts in the constructor, which vLLM runs after that. Later hooks log and count
@@ -184,6 +198,17 @@ class KVHavenConnector(KVConnectorBase_V1):
             else:
                 self._worker.save()
         return None, self._worker.finished_loads() or None
+
+    @never_raises(_no_results)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
+        """Return the requests whose asynchronous loads have ended, and which of these failed.
+
+        vLLM takes failed blocks of models with one KV group, and failed requests of others.
+        """
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.failed_requests(results.finished_recving)
+        return results
 
     @never_raises(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -345,3 +370,19 @@ class KVHavenConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.close()
         self._scheduler = self._worker = None
+
+
+class KVHavenConnector(KVHavenFlatConnector):
+    """The usual connector: vLLM's hybrid KV manager stays on, as the model wants it."""
+
+    def request_finished_all_groups(
+        self,
+        request: "Request",
+        block_ids: tuple[list[int], ...],
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Do as `request_finished`, for models with any number of KV groups."""
+        return self.request_finished(request, block_ids[0])
+
+
+if REPORTS_FAILED_REQUESTS:  # otherwise models with several KV groups are refused
+    ABCMeta.register(SupportsHMA, KVHavenConnector)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvhaven.client.rank import RankClient
+from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.config import Resolved, Settings, load_settings
 from kvhaven.devices.base import Device
 from kvhaven.engine.connect import (
@@ -20,10 +22,17 @@ from kvhaven.engine.connect import (
     test_device,
     wait_seconds,
 )
+from kvhaven.engine.parts import KvPart
 from kvhaven.engine.requests import Permissions
 from kvhaven.engine.scheduler import SchedulerSide
-from kvhaven.engine.worker import WorkerSide
-from kvhaven.errors import LayoutError
+from kvhaven.engine.worker import PartCopies, WorkerSide
+from kvhaven.errors import (
+    IncompatibleEngineError,
+    IncompleteEngineError,
+    KVHavenError,
+    LayoutError,
+    ServiceUnavailableError,
+)
 from kvhaven.identity.background import (
     Attach,
     attach_when_known,
@@ -45,6 +54,7 @@ from kvhaven.integrations.vllm.extras import VllmExtras
 from kvhaven.integrations.vllm.loaded_model import watch_model
 from kvhaven.integrations.vllm.model_sources import loading_began_ns, model_sources
 from kvhaven.integrations.vllm.namespace import Description, KvFormat, describe_engine
+from kvhaven.integrations.vllm.parts import kv_parts, part_fields
 from kvhaven.integrations.vllm.platforms import platform_of
 from kvhaven.keys import namespace_digest
 from kvhaven.layouts import (
@@ -81,44 +91,69 @@ def start_worker(
     settings = resolve_settings(config).settings
     own = own_layers(config, tensors)
     tensors = {layer: tensor for layer, tensor in tensors.items() if layer in own}
-    require_stable_kernels(config, own)
+    for group in kv_cache.kv_cache_groups:
+        require_stable_kernels(config, own.intersection(group.layer_names))
     rank = config.parallel_config.rank
     device = before.device if before is not None else device_of(settings, tensors)
-    layout = _layout(config, kv_cache, tensors, device, settings.format)
-    require_chunk_size(settings.chunk_size, layout.block_size)
-    blocks_per_chunk = settings.chunk_size // layout.block_size
-    if settings.self_test:
-        test_device(device, layout)
+    parts = kv_parts(kv_cache)
+    layouts = [_layout(config, kv_cache, part, tensors, device, settings) for part in parts]
+    for layout in layouts:
+        require_chunk_size(settings.chunk_size, layout.block_size)
+        if settings.self_test:
+            test_device(device, layout)
     if before is not None:
-        _require_same_layout(before.layout, layout)
-        before.move(layout)
+        for known, layout in zip(before.layouts, layouts, strict=True):
+            _require_same_layout(known, layout)
+        before.move(*layouts)
         return before
     description = describe_engine(config, _kv_format(settings))
-    fields = description.fields | _layout_fields(config, layout)
-    fields["chunk_size"] = str(settings.chunk_size)
-    client = rank_client(
-        settings,
-        AttachRank(
-            id=1,
-            session=_engine_id(config),
-            member=member,
-            rank=rank,
-            world_size=config.parallel_config.world_size,
-            namespace=namespace_digest({}),  # replaced once the content of the files is known
-            fields={},
-            shards=_shards(config, layout, rank, blocks_per_chunk),
-            shared=isinstance(layout, PortableLayout),
-        ),
-        device,
-    )
+    copies: list[PartCopies] = []
+    fields: list[dict[str, str]] = []
+    for part, layout in zip(parts, layouts, strict=True):
+        blocks = part.stored_blocks(settings.chunk_size) * len(part.groups)
+        client = rank_client(
+            settings,
+            AttachRank(
+                id=1,
+                session=_session(config, parts, part),
+                member=member if not copies else f"{member}/{part.name}",
+                rank=rank,
+                world_size=config.parallel_config.world_size,
+                namespace=namespace_digest({}),  # replaced once the content of the files is known
+                fields={},
+                shards=_shards(config, layout, rank, blocks),
+                shared=isinstance(layout, PortableLayout),
+            ),
+            device,
+            engine_id=_engine_id(config),
+            beside=copies[0].client if copies else None,
+        )
+        copies.append(PartCopies(client, layout, blocks))
+        fields.append(
+            description.fields
+            | _layout_fields(config, layout)
+            | {"chunk_size": str(settings.chunk_size)}
+            | part_fields(parts, part)
+        )
 
     def attach(content: Mapping[str, str], wait_s: float) -> None:
-        client.identify({**fields, **content})
-        client.start(wait_s)
+        for one, own in zip(copies, fields, strict=True):
+            one.client.identify({**own, **content})
+        _start_all([one.client for one in copies], wait_s)
 
-    _attach(settings, config, description, client.closing, attach)
-    heard = platform_of(config).hears_workers
-    return WorkerSide(settings, client, device, layout, rank, model=watch_model(), heard=heard)
+    first = copies[0]
+    _attach(settings, config, description, first.client.closing, attach)
+    return WorkerSide(
+        settings,
+        first.client,
+        device,
+        first.layout,
+        rank,
+        model=watch_model(),
+        heard=platform_of(config).hears_workers,
+        chunk_blocks=first.chunk_blocks,
+        more_parts=copies[1:],
+    )
 
 
 def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str) -> SchedulerSide:
@@ -130,31 +165,61 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
     for block_size in block_sizes:
         require_chunk_size(settings.chunk_size, block_size)
+    parts = kv_parts(kv_cache)
     world_size = config.parallel_config.world_size
     description = describe_engine(config, _kv_format(settings))
-    hello = AttachScheduler(1, _engine_id(config), member, world_size, RANKS_WAIT_MS)
-    client = scheduler_client(settings, hello)
+    clients = [
+        scheduler_client(
+            settings,
+            AttachScheduler(
+                1,
+                _session(config, parts, part),
+                member if not number else f"{member}/{part.name}",
+                world_size,
+                RANKS_WAIT_MS,
+            ),
+            engine_id=_engine_id(config),
+        )
+        for number, part in enumerate(parts)
+    ]
 
     def attach(_: Mapping[str, str], wait_s: float) -> None:  # the ranks send the content
-        client.start(wait_s)
+        _start_all(clients, wait_s)
 
-    _attach(settings, config, description, client.closing, attach)
+    _attach(settings, config, description, clients[0].closing, attach)
     events = None
     if settings.kv_events and _publishes_events(config):
         events = StoredEvents(settings.chunk_size)
     return SchedulerSide(
         settings,
-        client,
+        clients[0],
         block_sizes=block_sizes,
         world_size=world_size,
-        asynchronous=_loads_asynchronously(settings, config),
+        asynchronous=len(parts) > 1 or _loads_asynchronously(settings, config),
         shared=bool(config.cache_config.enable_prefix_caching),
         events=events,
         extras=VllmExtras,
         role=_role(config, settings),
         hears_workers=platform_of(config).hears_workers,
         drops_last_block=drops_last_block(config),
+        parts=parts,
+        more_clients=clients[1:],
     )
+
+
+def _start_all(clients: Sequence[RankClient | SchedulerClient], wait_s: float) -> None:
+    """Start the clients of all parts, also if the service is away: each then retries.
+
+    Raises as `Link.start` does.
+    """
+    away: KVHavenError | None = None
+    for client in clients:
+        try:
+            client.start(0.0 if away is not None else wait_s)
+        except (IncompleteEngineError, ServiceUnavailableError) as error:
+            away = away or error
+    if away is not None:
+        raise away
 
 
 def resolve_settings(config: "VllmConfig") -> Resolved:
@@ -173,22 +238,33 @@ def _kv_format(settings: Settings) -> KvFormat:
 def _layout(
     config: "VllmConfig",
     kv_cache: "KVCacheConfig",
+    part: KvPart,
     tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     device: Device,
-    kv_format: str,
+    settings: Settings,
 ) -> PagedLayout | PortableLayout:
-    """Return the layout of a rank's KV tensors for a format.
+    """Return the layout of a rank's KV tensors of a part, for the format of the settings.
 
     Raises `KVHavenError` if the layout or the attention backend is not supported.
     """
+    kv_format = settings.format
+    groups = [kv_cache.kv_cache_groups[number] for number in part.groups]
+    if kv_format == "portable" and len(groups) < len(kv_cache.kv_cache_groups):
+        raise IncompatibleEngineError(
+            f"format is portable, and the model has {len(kv_cache.kv_cache_groups)} KV groups; "
+            "expected one, as their portable form is not served yet. Set format: paged, or set "
+            "--disable-hybrid-kv-cache-manager, which makes them one group"
+        )
     specs = {}
-    for group in kv_cache.kv_cache_groups:
+    for group in groups:
         for layer in group.layer_names:
             nested = getattr(group.kv_cache_spec, "kv_cache_specs", None)
             specs[layer] = nested[layer] if nested is not None else group.kv_cache_spec
     backend = attention_backend(config, specs)
     if backend is not None:
         require_reuse(backend)
+    if len(groups) < len(kv_cache.kv_cache_groups):
+        tensors = {layer: tensor for layer, tensor in tensors.items() if layer in specs}
     paged = describe_kv_caches(
         tensors,
         layer_specs={name: (spec.page_size_bytes, spec.block_size) for name, spec in specs.items()},
@@ -196,6 +272,13 @@ def _layout(
         kernel_tag=device.kernel_tag,
         form=kv_form(backend),
     )
+    most = max(len(tensors.keys() & set(group.layer_names)) for group in groups)
+    if len(groups) > 1 and len(paged.caches) > most:
+        raise LayoutError(
+            f"the layers of {len(groups)} KV groups lie in {len(paged.caches)} tensors (got "
+            f"{paged.description}); expected {most}, as each group's layers share the memory of "
+            "the others. Set --disable-hybrid-kv-cache-manager"
+        )
     if kv_format != "portable":
         return paged
     if backend is None:
@@ -312,6 +395,12 @@ def _role(config: "VllmConfig", settings: Settings) -> Permissions:
         load=bool(transfer.is_kv_consumer) and settings.pd_role != "sender",
         save=bool(transfer.is_kv_producer) and settings.pd_role != "receiver",
     )
+
+
+def _session(config: "VllmConfig", parts: Sequence[KvPart], part: KvPart) -> str:
+    """Return the name of a part's session: the engine's id, for the first part."""
+    engine = _engine_id(config)
+    return engine if part == parts[0] else f"{engine}/{part.name}"
 
 
 def _engine_id(config: "VllmConfig") -> str:

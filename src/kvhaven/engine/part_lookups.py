@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups of engines whose KV has several parts: one number of chunks that all parts have."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvhaven.client.scheduler import NOT_COUNTED, LeasedChunks, Outcome, SchedulerClient
+from kvhaven.config import Settings
+from kvhaven.engine.lookups import ASK_AGAIN_S, Lookups
+from kvhaven.engine.parts import KvPart, usable_chunks
+from kvhaven.engine.request_state import PartLoad, PartSearch, PendingLoad, RequestState
+
+_MOST_ATTEMPTS: Final = 4
+"""Maximum number of candidates that a lookup leases; chunks may be evicted meanwhile."""
+
+
+class PartLookups:
+    """Lookups for the `parts` of an engine, of which the first one needs the whole prefix.
+
+    `first` has the budget for waiting and the loads in progress; `clients` are those of the parts.
+    All parts are asked which chunks they have; of these, the largest number of chunks is leased
+    after which a request can continue. Only if every part's lease is complete, it is offered;
+    otherwise the next smaller number is tried. Loads are asynchronous, and end before the last
+    token: its window would begin before that of the token after it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        parts: Sequence[KvPart],
+        clients: Sequence[SchedulerClient],
+        first: Lookups,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._parts = tuple(parts)
+        self._clients = tuple(clients)
+        self._first = first
+        self._clock = clock
+        self._patience_s = settings.promote_deadline_ms / 1000
+
+    def configure(self, settings: Settings) -> None:
+        """Set the deadlines from now on."""
+        self._first.configure(settings)
+        self._patience_s = settings.promote_deadline_ms / 1000
+
+    def new_step(self) -> None:
+        """Reset the budget for waiting."""
+        self._first.new_step()
+
+    def lease(self, state: RequestState) -> LeasedChunks | Outcome:
+        """Return the first part's lease once all parts have theirs; `state.search` has the others.
+
+        The lease covers the chunks from the computed tokens to the end of the hit.
+        """
+        size = state.chunk_size
+        first, most = state.computed // size, (state.request.num_tokens - 1) // size
+        if state.permissions.load_tokens is not None:
+            most = min(most, (state.computed + state.permissions.load_tokens) // size)
+        if most * size <= state.computed:
+            self._first.count(state)
+            return Outcome.MISS
+        if self._first.another_loads(state, state.chain.keys[first]):
+            return Outcome.PENDING
+        search = state.search
+        if search is not None and (search.computed, search.most) != (state.computed, most):
+            self.drop(state)
+            search = None
+        if search is None:
+            if self._clock() < state.ask_after:
+                return Outcome.MISS
+            search = state.search = PartSearch(state.computed, most, self._clock())
+            search.located = [
+                client.locate(chain.keys[first:most], chain.tenant)
+                for client, chain in zip(self._clients, state.chains, strict=True)
+            ]
+            search.places = [Outcome.PENDING] * len(self._parts)
+        answer = self._go_on(state, search)
+        if answer is Outcome.MISS:
+            self.drop(state)
+            state.ask_after = self._clock() + ASK_AGAIN_S
+        return answer
+
+    def gained_tokens(self, state: RequestState, chunks: int, *, has_tail: bool = False) -> int:  # noqa: ARG002 - tails have no windows
+        """Return the number of tokens that the first `chunks` chunks add to the computed ones."""
+        return chunks * state.chunk_size - state.computed
+
+    def take(self, state: RequestState, offer: PendingLoad) -> None:
+        """Note that the engine loads an offer, so that the ranks will end its leases."""
+        for other in offer.others:
+            self._clients[other.part].dispatched(other.lease.lease_id)
+        self._first.take(state, offer)
+        state.search = None
+
+    def drop(self, state: RequestState) -> None:
+        """Release the request's leases, unless they were passed to the ranks."""
+        search, state.search, state.offer = state.search, None, None
+        if search is not None:
+            for ids in (search.located, search.leases):
+                self._release(ids)
+
+    def load_ended(self, request_id: str) -> None:
+        """Note that this request's load ended or was aborted: other requests stop waiting."""
+        self._first.load_ended(request_id)
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _go_on(self, state: RequestState, search: PartSearch) -> LeasedChunks | Outcome:
+        """Do what can be done now."""
+        if search.found is not None:
+            return search.found
+        if search.present is None:
+            if not self._locate(search):
+                return Outcome.PENDING
+            search.present = [
+                _presence(places, search.computed // state.chunk_size, search.most)
+                for places in search.places
+            ]
+            found = search.present[0]
+            state.junction = next((c for c, has in enumerate(found) if not has), search.most)
+            if not self._try(state, search):
+                return Outcome.MISS
+        while True:
+            leases = self._leased(search)
+            if leases is None:
+                return Outcome.PENDING
+            lease = self._complete(search, leases)
+            if lease is not None:
+                return lease
+            self._release(search.leases)
+            search.attempts += 1
+            late = self._clock() - search.began > self._patience_s
+            if late or search.attempts >= _MOST_ATTEMPTS or not self._try(state, search):
+                return Outcome.MISS
+
+    def _locate(self, search: PartSearch) -> bool:
+        """Take the answers about places; return whether all have arrived."""
+        for index, (client, id_) in enumerate(zip(self._clients, search.located, strict=True)):
+            if search.places[index] is Outcome.PENDING:
+                search.places[index] = (
+                    Outcome.MISS
+                    if id_ is None
+                    else self._first.within_budget(functools.partial(client.located, id_))
+                )
+        return Outcome.PENDING not in search.places
+
+    def _try(self, state: RequestState, search: PartSearch) -> bool:
+        """Request leases for the best candidate; return False if there is none."""
+        present, size = search.present, state.chunk_size
+        assert present is not None
+        search.end = usable_chunks(
+            self._parts, present, most=search.most, computed=search.computed, chunk_size=size
+        )
+        if not search.end:
+            self._first.count(state)
+            return False
+        search.ranges = [part.chunks(search.end, search.computed, size) for part in self._parts]
+        search.leases = []
+        about = self._first.about(state)
+        for index, client in enumerate(self._clients):
+            chain, wanted = state.chains[index], search.ranges[index]
+            keys = chain.keys[wanted.start : wanted.stop]
+            lease_id = client.ask(keys, chain.tenant, about=NOT_COUNTED if index else about)
+            search.leases.append(lease_id)
+            if lease_id is None:
+                return False
+        state.told, state.lease_start = True, search.ranges[0].start
+        return True
+
+    def _leased(self, search: PartSearch) -> list[LeasedChunks | Outcome] | None:
+        """Return the final answers of all leases; None while one is pending."""
+        answers: list[LeasedChunks | Outcome] = []
+        for client, lease_id in zip(self._clients, search.leases, strict=True):
+            assert lease_id is not None
+            answer = self._first.within_budget(functools.partial(client.wait, lease_id))
+            if answer is Outcome.PENDING:
+                return None
+            answers.append(answer)
+        return answers
+
+    @staticmethod
+    def _complete(
+        search: PartSearch, leases: Sequence[LeasedChunks | Outcome]
+    ) -> LeasedChunks | None:
+        """Return the first part's lease if all have all chunks; note what is missing otherwise."""
+        assert search.present is not None
+        whole: list[LeasedChunks] = []
+        for present, wanted, lease in zip(search.present, search.ranges, leases, strict=True):
+            got = len(lease.extents) if isinstance(lease, LeasedChunks) else 0
+            if isinstance(lease, LeasedChunks) and got == len(wanted):
+                whole.append(lease)
+            else:
+                present[wanted.start + got] = False
+        if len(whole) < len(leases):
+            return None
+        search.found = whole[0]
+        search.others = tuple(
+            PartLoad(index, wanted.start, lease)
+            for index, (wanted, lease) in enumerate(zip(search.ranges, whole, strict=True))
+            if index
+        )
+        return search.found
+
+    def _release(self, ids: list[int | None]) -> None:
+        for client, id_ in zip(self._clients, ids, strict=False):
+            if id_ is not None:
+                client.release([id_])
+        ids.clear()
+
+
+def _presence(places: bytes | Outcome, first: int, most: int) -> list[bool]:
+    """Return for each chunk whether it may be leased; those before `first` are not needed."""
+    found = [bool(place) for place in places] if isinstance(places, bytes) else []
+    found = found[: most - first]
+    return [True] * first + found + [False] * (most - first - len(found))

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a model's KV: groups of layers that need the same tokens of a prefix."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+FULL: Final = "full"
+
+
+@dataclass(frozen=True)
+class KvPart:
+    """KV groups of an engine that need the same tokens. Each part is a namespace of its own.
+
+    `groups` are the indices of the engine's KV groups, `block_size` is the number of tokens of
+    their blocks. To continue after `t` tokens, a part needs the KV of all of them (`reach` None),
+    or of the last `reach` ones: a sliding window of `reach + 1` tokens contains the next token.
+    With chunked local attention, `local` is its chunk in tokens, and `reach` the most tokens that
+    it can need: that much is looked up and saved, also where fewer would do.
+    """
+
+    name: str
+    groups: tuple[int, ...]
+    block_size: int
+    reach: int | None = None
+    local: int = 0
+
+    def first_token(self, tokens: int) -> int:
+        """Return the first token whose KV the engine keeps to continue after `tokens` tokens."""
+        if self.local:
+            return tokens // self.local * self.local
+        return self._first_within_reach(tokens)
+
+    def chunks(self, end: int, computed: int, chunk_size: int) -> range:
+        """Return the chunks to load so that a request can continue after its first `end` chunks.
+
+        The engine has the KV of the first `computed` tokens.
+        """
+        first = max(computed, self._first_within_reach(end * chunk_size))
+        return range(first // chunk_size, end)
+
+    def _first_within_reach(self, tokens: int) -> int:
+        return 0 if self.reach is None else max(0, tokens - self.reach)
+
+    def ends(self, chunk: int, chunk_size: int) -> range:
+        """Return the numbers of chunks after which a request can only continue with `chunk`."""
+        assert self.reach is not None
+        return range(chunk + 1, chunk + 1 + -(-self.reach // chunk_size))
+
+    def stored_blocks(self, chunk_size: int) -> int:
+        """Return the blocks of each group, at a chunk's end, that a stored chunk contains.
+
+        All of them, unless what is needed is always within one chunk.
+        """
+        blocks = chunk_size // self.block_size
+        if self.reach is None:
+            return blocks
+        return max(1, min(blocks, -(-self.reach // self.block_size)))
+
+
+def one_part(block_sizes: Sequence[int]) -> tuple[KvPart, ...]:
+    """Return the only part of an engine whose layers all need the whole prefix."""
+    return (KvPart(FULL, tuple(range(len(block_sizes))), block_sizes[0]),)
+
+
+def usable_chunks(
+    parts: Sequence[KvPart],
+    present: Sequence[Sequence[bool]],
+    *,
+    most: int,
+    computed: int,
+    chunk_size: int,
+) -> int:
+    """Return the largest number of chunks, `most` at most, after which a request can continue.
+
+    `present[i][c]` says whether chunk `c` of part `i` can be loaded. All chunks that a part needs
+    behind the first `computed` tokens must be. Returns 0 if no chunk can be used.
+    """
+    missing = [_last_missing(chunks, most) for chunks in present]
+    end = most
+    while end * chunk_size > computed:
+        before = end
+        for part, last in zip(parts, missing, strict=True):
+            needed = part.chunks(end, computed, chunk_size)
+            if part.reach is None:
+                end = _first_missing(present[parts.index(part)], needed)
+            elif needed and last[end] >= needed.start:
+                # What is needed begins no later for smaller numbers: all down to here lack it.
+                end = last[end]
+        if end == before:
+            return end
+    return 0
+
+
+def _first_missing(present: Sequence[bool], needed: range) -> int:
+    return next((chunk for chunk in needed if not present[chunk]), needed.stop)
+
+
+def _last_missing(present: Sequence[bool], most: int) -> list[int]:
+    """Return, for each number of chunks, the last of these that is missing; -1: none is."""
+    last = [-1]
+    for chunk in range(most):
+        last.append(last[-1] if present[chunk] else chunk)
+    return last
+
+
+def block_lists(blocks: Sequence[Sequence[Sequence[int]]]) -> list[tuple[int, ...]]:
+    """Return each chunk's blocks in the order of its payload, from `blocks[group][chunk]`.
+
+    The layers of a part's groups lie in the same memory, so a chunk of several groups is one of as
+    many more blocks.
+    """
+    if len(blocks) == 1:
+        return [tuple(ids) for ids in blocks[0]]
+    return [tuple(_joined(groups)) for groups in zip(*blocks, strict=True)]
+
+
+def _joined(groups: Iterable[Sequence[int]]) -> list[int]:
+    return [block for ids in groups for block in ids]

@@ -339,3 +339,8 @@ def test_files_that_are_named_exist() -> None:
 def test_the_readme_has_a_place_for_the_demos_figures() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("<!-- demo-table -->") == text.count("<!-- /demo-table -->") == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_no_figure_is_left_open(page: Path) -> None:
+    assert re.findall(r"@[A-Z_]+@|TODO|TBD", page.read_text(encoding="utf-8")) == []

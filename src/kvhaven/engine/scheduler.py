@@ -143,7 +143,9 @@ class SchedulerSide:
         if state is not None and state.permissions.load:
             with self._keying(state):
                 state.extend_keys(request.num_tokens)
-                self._prefetch(state)
+                # The node that prefilled a request is asked before its chunks are looked up.
+                if not (request.transfer.awaited and request.transfer.source):
+                    self._prefetch(state)
         if state is not None:
             self._announce(state)
 

@@ -257,9 +257,7 @@ class SchedulerClient:
         """
         now = self._clock()
         if not self.responsive:
-            if self._link.up and now >= self._next_probe:
-                self._next_probe = now + _PROBE_EVERY_S
-                self._probe(keys, tenant, now)
+            self._probe_if_due(keys, tenant, now)
             return None
         lease_id = next(self._lease_ids)
         patience_s = self._promote_deadline_s if promote_s is None else promote_s
@@ -274,9 +272,10 @@ class SchedulerClient:
     def locate(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> int | None:
         """Ask which of a tenant's chunks are in memory or in a tier; `located` has the answer.
 
-        Returns None if the service is away or slow.
+        Returns None if the service is away or slow, which is then probed as by `ask`.
         """
         if not self.responsive:
+            self._probe_if_due(keys, tenant, self._clock())
             return None
         id_ = next(self._lease_ids)
         with self._lock:
@@ -481,6 +480,12 @@ class SchedulerClient:
         wanted, wait_ms = b"".join(keys[:MOST_KEYS]), int(patience_s * 1000)
         behind = _behind(keys, tail)
         return self._link.post(Acquire(lease_id, wanted, wait_ms, tenant, behind, *about, *worth))
+
+    def _probe_if_due(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
+        """Send one request to a slow service, once a second."""
+        if self._link.up and now >= self._next_probe:
+            self._next_probe = now + _PROBE_EVERY_S
+            self._probe(keys, tenant, now)
 
     def _probe(self, keys: Sequence[ChunkKey], tenant: TenantId, now: float) -> None:
         lease_id = next(self._lease_ids)

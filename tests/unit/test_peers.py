@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvhaven.catalog.announcer import START, Batch, Cursor
 from kvhaven.catalog.loans import Loan
-from kvhaven.errors import TierError
+from kvhaven.errors import TierError, TierMissError
+from kvhaven.keys import announced_digest
 from kvhaven.peers import tier as tiers
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.listener import PeerListener
@@ -440,3 +442,39 @@ async def test_a_peer_whose_announcements_make_no_sense_is_asked(
             assert list(await tier.contains([PIECE.shard])) == [not followed]
             (peer,) = tier.peers()
             assert (peer.questions > 0) == (not followed)
+
+
+class Busy(Held):
+    """A lender that announces its chunk once, and cannot pin it while it is `full`."""
+
+    full = True
+
+    def announced(self, cursor: Cursor, wait_s: float) -> Batch:
+        if cursor != START:
+            time.sleep(wait_s)
+            return Batch(cursor, True, False, (), ())
+        digest = announced_digest(PIECE.shard.namespace, PIECE.shard.key, PIECE.shard.tenant)
+        return Batch(Cursor(0, 0), True, True, (digest,), ())
+
+    def lend(self, namespace: NamespaceDigest, key: ChunkKey, tenant: TenantId) -> Loan | None:
+        return None if self.full else super().lend(namespace, key, tenant)
+
+
+async def test_a_chunk_that_a_busy_peer_cannot_pin_is_found_again_later() -> None:
+    """It has announced the chunk once, and will not do so again: it never was without it."""
+    lender = Busy()
+    listener = PeerListener(Address("127.0.0.1", 0), "there", b"", lender)
+    try:
+        async with tier_of(local(listener.port), deadline_s=5.0) as tier:
+            while not any(peer.followed for peer in tier.peers()):  # noqa: ASYNC110 - no signal
+                await asyncio.sleep(0.01)
+            into = memoryview(bytearray(align_up(len(PIECE.payload))))
+            with pytest.raises(TierMissError):
+                await tier.read(PIECE.shard, into)
+            lender.full = False
+            assert list(await tier.contains([PIECE.shard])) == [True]
+            assert await tier.read(PIECE.shard, into) == PIECE.checksum
+            (peer,) = tier.peers()
+            assert peer.questions == 0
+    finally:
+        listener.close()

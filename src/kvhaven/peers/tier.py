@@ -282,7 +282,7 @@ class PeerTier:
                         peer.read += 1
                         self._reads += 1
                         return checksum
-                    peer.view.forget(digest)
+                    # It is gone, as the peer will announce, or cannot be pinned there now.
             self._where.pop((shard.namespace, shard.tenant, shard.key), None)
             self._misses += 1
             if failure is not None and not isinstance(failure, DamagedShardError):

@@ -205,13 +205,14 @@ def peered_services(
 
 
 class NodeService:
-    """`kvhaven serve` in a process."""
+    """`kvhaven serve` in a process, without its HTTP API, unless `api_listen` says otherwise."""
 
     def __init__(self, socket: Path, log: Path, **settings: object) -> None:
         self.socket = socket
         self._log = log
         self._environment = os.environ | {
-            f"KVHAVEN_{name.upper()}": str(value) for name, value in settings.items()
+            f"KVHAVEN_{name.upper()}": str(value)
+            for name, value in ({"api_listen": "off"} | settings).items()
         }
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -257,6 +257,7 @@ def test_a_service_says_it_once_at_start(short_dir: Path) -> None:
         env={
             "PATH": "/usr/bin:/bin",
             "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+            "KVHAVEN_API_LISTEN": "off",
             "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.0625",
             "LMCACHE_REMOTE_URL": "lm://host:65432",
         },

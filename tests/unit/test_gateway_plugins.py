@@ -49,7 +49,9 @@ RECORDER = """
 
     class Recorder(PluginBase):
         def on_startup(self):
-            self.note("start", self.role, self.worker_count, self.worker_id, self.config.chunk_size)
+            config = self.config
+            place = self.role, self.worker_count, self.worker_id
+            self.note("start", *place, config.chunk_size, config.save_decode_cache)
 
         def on_request_complete(self, request_id, stats):
             self.note("request", request_id, stats.cache_hit, stats._asdict())
@@ -144,6 +146,15 @@ def events(api: GatewayThread, plugin: str, hook: str) -> dict[str, float]:
     }
 
 
+def running(word: str) -> list[str]:
+    """Return the command lines of all processes with a word in them."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(file.read_bytes().decode(errors="replace"))
+    return [line for line in found if word in line]
+
+
 # --- hooks ----------------------------------------------------------------------------------
 
 
@@ -158,7 +169,7 @@ def test_hooks_tell_requests_settings_tiers_and_the_end(
     engine.load(known)  # before the start: not told
     with gateway(node, "recorder:Recorder", api_token_file=str(token)) as api:
         eventually(lambda: row_of(api, "recorder:Recorder").get("state") == "running")
-        assert notes(short_dir) == [["start", "worker", 1, 0, 256]]
+        assert notes(short_dir) == [["start", "worker", 1, 0, 256, False]]
         engine.load(known)
         engine.load(keys_of(engine, tokens_of(2, 3)))
         eventually(lambda: len(notes(short_dir)) == 3)
@@ -171,6 +182,9 @@ def test_hooks_tell_requests_settings_tiers_and_the_end(
         eventually(lambda: notes(short_dir)[-1] == ["config", {"save_decode_cache": True}])
         assert post(api, "/v1/tiers/disk", {"state": "off"}).status == 200
         eventually(lambda: notes(short_dir)[-1] == ["tier", "disk", "off"])
+        os.kill(row_of(api, "recorder:Recorder")["pid"], signal.SIGKILL)
+        # It starts again with the settings as they are now.
+        eventually(lambda: notes(short_dir)[-1] == ["start", "worker", 1, 0, 256, True])
         pid = row_of(api, "recorder:Recorder")["pid"]
     assert notes(short_dir)[-1] == ["shutdown"]
     assert not Path(f"/proc/{pid}").exists()
@@ -308,6 +322,16 @@ BAD = {
         "stdin=subprocess.PIPE) for _ in range(2)]; sys.stdin.read()",
         "MiB of memory, at most 128",
     ),
+    "hides children": (
+        "[subprocess.Popen(['setsid', '-f', sys.executable, '-c', "  # noqa: ISC004
+        "'import time; kvhaven_hidden = b\"x\" * (70 << 20); time.sleep(1000)']) "
+        "for _ in range(2)]; time.sleep(1000)",
+        "MiB of memory, at most 128",
+    ),
+    "forks": (
+        "[subprocess.Popen(['sleep', '1000']) for _ in range(40)]; time.sleep(1000)",
+        "more than 32 processes",
+    ),
     "floods the log": ("[print('x' * 900) for _ in range(10 ** 6)]", "took longer than"),
     "floods the service": (
         "[self.engine.prefetch([1] * 20) for _ in range(10 ** 6)]",
@@ -325,13 +349,13 @@ BAD = {
 def test_bad_plugins_are_ended_and_harm_nothing(
     node: NodeThread, engine: Engine, code: Callable[[str, str], None], short_dir: Path
 ) -> None:
-    limits = QUICK._replace(memory=128 << 20, failures=2, log_burst=4096)
+    limits = QUICK._replace(memory=128 << 20, processes=32, failures=2, log_burst=4096)
     code("recorder", RECORDER)
     bad = {f"bad{number}:Bad": one for number, one in enumerate(BAD.values())}
     for name, (statement, _) in bad.items():
         code(
             name.partition(":")[0],
-            "import mmap, os, signal, socket, subprocess, sys\n"
+            "import mmap, os, signal, socket, subprocess, sys, time\n"
             "from kvhaven.plugins import PluginBase\n"
             f"ASK = {ASK!r}\n"
             "class Bad(PluginBase):\n"
@@ -350,6 +374,7 @@ def test_bad_plugins_are_ended_and_harm_nothing(
             before = loading.loads
             eventually(lambda: loading.loads > before)
         assert loading.failed == 0
+        eventually(lambda: not running("kvhaven_hidden"))
         assert {what[0] for what in notes(short_dir)} == {"start", "request"}
         row = row_of(api, "recorder:Recorder")
         assert (row["starts"], row["state"]) == (1, "running")
@@ -392,7 +417,7 @@ async def test_events_that_a_plugin_does_not_take_are_dropped_oldest_first() -> 
     async def refuse(message: dict[str, Any]) -> dict[str, Any]:
         raise AssertionError(message)
 
-    plugin = Plugin("one:One", {}, refuse, QUICK)
+    plugin = Plugin("one:One", dict, refuse, QUICK)
     for number in range(MOST_EVENTS + 7):
         plugin.offer("on_request_complete" if number else "on_tier_state", str(number))
     assert plugin.queued == MOST_EVENTS

@@ -29,6 +29,7 @@ _LMCACHE: Final = "lmcache.v1.plugin.plugin_base"
 _ANSWER_S: Final = 0.5
 """Longest wait for an answer; it is part of the time that a hook has."""
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _FILES: Final = 256
 
 
@@ -219,9 +220,14 @@ def stand_in_for_lmcache() -> None:
 
 
 def limit(memory: int) -> None:
-    """Limit this process, and end it with its parent. `memory` is in bytes."""
+    """Limit this process, and end it with its parent. `memory` is in bytes.
+
+    Processes that it starts stay its descendants when their own parents end, so they count too.
+    """
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         os._exit(0)
     with contextlib.suppress(OSError):

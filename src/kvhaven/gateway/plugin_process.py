@@ -30,6 +30,7 @@ _PREFETCHERS: Final = 2
 _LAST_PAUSE_S: Final = 60.0
 _POLL_S: Final = 0.5
 _TERM_S: Final = 0.5
+_MOST_KILLED: Final = 1 << 12
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _MOST_LINE: Final = 1000
 _NOTHING: Final[Mapping[str, str]] = {}
@@ -37,6 +38,8 @@ _ASKS: Final = frozenset({"prefetch", "lookup", "pin"})
 
 State = Literal["starting", "running", "waiting", "ended", "off"]
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Config = Callable[[], Mapping[str, object]]
+"""Function that returns the service's present settings: a program may start at any time."""
 """Function that answers what a plugin asks. Raises `KVHavenError` if it refuses."""
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,8 @@ class Limits(NamedTuple):
     hook_s: float = 1.0
     start_s: float = 30.0
     memory: int = 512 << 20
+    processes: int = 64
+    """Processes of a plugin, with itself."""
     first_pause_s: float = 1.0
     failures: int = 5
     steady_s: float = 600.0
@@ -187,9 +192,13 @@ class Supervised:
             await self._end(process)
 
     async def _end(self, process: Process) -> None:
-        """Kill the process with its children."""
+        """Kill the process and all that it has started, also in sessions of their own."""
+        started = _family(process.pid, _MOST_KILLED)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        for pid in started[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         await process.wait()
         self.pid = None
 
@@ -220,10 +229,14 @@ class Supervised:
             transport.close()
 
     async def _watch(self, process: Process) -> None:
-        """End it if it has more memory than allowed, however it came by it."""
+        """End it if it has more memory or processes than allowed, however it came by them."""
+        most = self.limits.processes
         while True:
             await asyncio.sleep(_POLL_S)
-            used = sum(map(_resident, _family(process.pid)))
+            family = _family(process.pid, most + 1)
+            if len(family) > most:
+                raise Ended(f"it has more than {most} processes")
+            used = sum(map(_resident, family))
             if used > self.limits.memory:
                 raise Ended(
                     f"it has {used >> 20} MiB of memory, at most {self.limits.memory >> 20}"
@@ -233,18 +246,20 @@ class Supervised:
 class Script(Supervised):
     """A script that runs for itself. If it succeeds, it is not started again."""
 
-    def __init__(self, file: Path, role: str, config: Mapping[str, object], limits: Limits) -> None:
+    def __init__(self, file: Path, role: str, config: Config, limits: Limits) -> None:
         super().__init__(file.name, "script", limits)
         self._file = file
-        self._more = {
-            "LMCACHE_RUNTIME_PLUGIN_ROLE": role,
-            "LMCACHE_RUNTIME_PLUGIN_CONFIG": json.dumps(config),
+        self._role = role
+        self._config = config
+
+    async def _run_once(self) -> None:
+        more = {
+            "LMCACHE_RUNTIME_PLUGIN_ROLE": self._role,
+            "LMCACHE_RUNTIME_PLUGIN_CONFIG": json.dumps(self._config()),
             "LMCACHE_RUNTIME_PLUGIN_WORKER_ID": "0",
             "LMCACHE_RUNTIME_PLUGIN_WORKER_COUNT": "1",
         }
-
-    async def _run_once(self) -> None:
-        process = await self._start(_interpreted(self._file), more=self._more)
+        process = await self._start(_interpreted(self._file), more=more)
         self.state = "running"
         try:
             await self._supervise(process)
@@ -263,7 +278,7 @@ class Script(Supervised):
 class Plugin(Supervised):
     """A class with hooks. Events wait in a queue of `MOST_EVENTS`; the oldest are dropped."""
 
-    def __init__(self, name: str, config: Mapping[str, object], ask: Ask, limits: Limits) -> None:
+    def __init__(self, name: str, config: Config, ask: Ask, limits: Limits) -> None:
         super().__init__(name, "class", limits)
         self._config = config
         self._ask = ask
@@ -339,7 +354,7 @@ class Plugin(Supervised):
         """Run a hook to its end; return its error. Raises `Ended` if it takes too long."""
         message: dict[str, object] = {"do": do, "arguments": arguments}
         if do == "start":
-            message |= {"plugin": self.name, "config": self._config}
+            message |= {"plugin": self.name, "config": self._config()}
         assert self._writer is not None, "it runs"
         self._done = asyncio.get_running_loop().create_future()
         result = "died"
@@ -460,14 +475,16 @@ def _interpreted(file: Path) -> list[str]:
     return [sys.executable if file.suffix == ".py" else "sh", str(file)]
 
 
-def _family(pid: int) -> list[int]:
-    """Return a process and all that it has started."""
+def _family(pid: int, most: int) -> list[int]:
+    """Return a process and what it has started, `most` of them at most."""
     found = [pid]
     for one in found:
         with contextlib.suppress(OSError):
             for file in Path(f"/proc/{one}/task").glob("*/children"):
                 found += map(int, file.read_text().split())
-    return found
+        if len(found) >= most:
+            break
+    return found[:most]
 
 
 def _resident(pid: int) -> int:

@@ -122,7 +122,7 @@ class Plugins:
 
     def _classes(self) -> Iterator[Supervised]:
         for name in self._settings.plugins:
-            yield Plugin(name, self._values, self._ask, self._settings.limits)
+            yield Plugin(name, self._config_now, self._ask, self._settings.limits)
 
     def _scripts(self) -> Iterator[Supervised]:
         for file in _files(self._settings.locations):
@@ -132,7 +132,7 @@ class Plugins:
             elif matched[2] in {None, "_0"}:  # of the workers of others, there is only the first
                 role = matched[1].lower()
                 role = "worker" if role == "all" else role
-                yield Script(file, role, self._values, self._settings.limits)
+                yield Script(file, role, self._config_now, self._settings.limits)
 
     # --- events -----------------------------------------------------------------------------
 
@@ -185,8 +185,12 @@ class Plugins:
         for plugin in self._plugins:
             plugin.offer(hook, *arguments)
 
+    def _config_now(self) -> Mapping[str, Any]:
+        """Return the settings of the service that the plugins were told last."""
+        return self._values
+
     async def _config(self) -> dict[str, Any]:
-        """Return the settings of the service, as soon as it answers."""
+        """Ask for the settings of the service, until it answers."""
         while True:
             with contextlib.suppress(KVHavenError):
                 answer = await self._observer.steer(GetConfig())

@@ -3,7 +3,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Final
 
 from kvhaven.catalog.actions import TierName
@@ -83,6 +83,14 @@ class StoredChains:
             yield
         self._spawn(self._await(tier, namespace, tenant, numbers))
 
+    def _end(self, tier: TierName, numbers: Mapping[ChunkKey, int]) -> Job:
+        """Answer that the rest is not stored."""
+        self._open -= 1
+        for part in batches([*numbers.values()], _PIECE):
+            for number in part:
+                self._driver.catalog.tier_looked_up(tier, number, {})
+            yield
+
     def _tier(self) -> TierName | None:
         """Return the fastest shared tier that is not other nodes' memory, and is online."""
         for name, tier in self._runner.tiers.items():
@@ -110,10 +118,7 @@ class StoredChains:
                     return
                 pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
         finally:
-            self._open -= 1
-            with self._driver.event() as catalog:
-                for number in numbers.values():
-                    catalog.tier_looked_up(tier, number, {})
+            self._driver.turns.start(self._end(tier, numbers))
 
     async def _ask(
         self, tier: TierName, namespace: Namespace, tenant: TenantId, numbers: dict[ChunkKey, int]

@@ -209,3 +209,19 @@ def test_failed_reads_do_not_count() -> None:
     for _ in range(5):
         meter.end(PAGE, meter.begin(PAGE, 2000.0), 2030.0, ok=False)
     assert meter.speed == before
+
+
+def test_reads_that_fail_beside_others_do_not_make_a_tier_look_faster() -> None:
+    """One read takes a second; every 0.1 s another one fails."""
+    meter, now = SpeedMeter(), 0.0
+    for _ in range(4):
+        good, end = meter.begin(PAGE, now), now + 1.0
+        while now < end - 0.05:
+            failing = meter.begin(PAGE, now)
+            now += 0.1
+            meter.end(PAGE, failing, now, ok=False)
+        now = end
+        meter.end(PAGE, good, now, ok=True)
+        now += 3.0
+    assert meter.speed is not None
+    assert meter.speed.seconds(PAGE) == pytest.approx(1.0, rel=0.01)

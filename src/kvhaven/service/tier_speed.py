@@ -50,7 +50,7 @@ class SpeedMeter:
     def __init__(self) -> None:
         self.speed: TierSpeed | None = None
         self._busy: deque[_Busy] = deque()
-        self._under_way = 0
+        self._under_way: dict[int, Begun] = {}  # the oldest first
         self._queued = 0
         self._total = 0
         self._since = 0.0
@@ -62,19 +62,23 @@ class SpeedMeter:
         if not self._under_way:
             self._since = now
             self._busy.append(_Busy(opens=True))
-        self._under_way += 1
         self._queued += bytes_
         self._total += bytes_
-        return Begun(now, self._queued, self._total)
+        begun = self._under_way[self._total] = Begun(now, self._queued, self._total)
+        return begun
 
     def end(self, bytes_: int, begun: Begun, now: float, *, ok: bool) -> None:
         """Note that a read has ended; a failed one does not count.
 
-        A failed read may have ended early or at a deadline, so its time says nothing of the rate.
+        A failed read may have ended early or at a deadline, so its time says nothing of the rate,
+        unless others were under way meanwhile.
         """
-        self._under_way -= 1
+        del self._under_way[begun.total]
         self._queued -= bytes_
-        if ok:
+        if not ok:
+            oldest = next(iter(self._under_way.values()), None)
+            self._since = max(self._since, oldest.time) if oldest is not None else now
+        else:
             self._notice_change(begun, now)
             busy = self._busy[-1]
             if busy.reads >= _READS:
@@ -86,7 +90,7 @@ class SpeedMeter:
             while len(rows) > _ROWS or (len(rows) > 1 and sum(b.reads for b in rows) > _READS):
                 rows.popleft()
             self._fit()
-        self._since = now
+            self._since = now
 
     def _next(self) -> _Busy:
         busy = _Busy(opens=False)

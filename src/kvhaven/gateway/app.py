@@ -220,7 +220,7 @@ class Gateway:
             rows[:MOST_ROWS],
             self._requests,
             self._reuse.curve(time.time()),
-            self._tenants.largest,
+            self._tenants.largest(),
             list(self._plugins.samples()),
         )
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})

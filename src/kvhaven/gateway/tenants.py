@@ -30,20 +30,33 @@ class TenantBytes(NamedTuple):
 
 
 class Tenants:
-    """The `MOST` tenants with the most bytes, and all others together, as of the last walk."""
+    """The `MOST` tenants with the most bytes, and all others together, as of the last walk.
+
+    There is a walk at the start, and one after each time that somebody reads them, but not more
+    often than every `PAUSE_S` seconds.
+    """
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self.largest: list[TenantBytes] = []
+        self._largest: list[TenantBytes] = []
+        self._read = asyncio.Event()
+        self._read.set()
+
+    def largest(self) -> list[TenantBytes]:
+        """Return them, the largest first."""
+        self._read.set()
+        return self._largest
 
     async def run(self) -> None:
-        """Walk over the tenants, again and again, until cancelled."""
+        """Walk over the tenants until cancelled."""
         while True:
+            await self._read.wait()
             await self._observer.newer("")
+            self._read.clear()
             try:
-                self.largest = largest(await self._all())
-            except KVHavenError as error:
-                logger.debug("api: the tenants are not known: %s", error)
+                self._largest = largest(await self._all())
+            except (KVHavenError, msgspec.MsgspecError) as error:
+                logger.warning("api: the tenants are not known: %s", error)
             await asyncio.sleep(PAUSE_S)
 
     async def _all(self) -> list[TenantBytes]:

@@ -170,7 +170,7 @@ class Leases:
         lease = home.leases.get(lease_id) if home is not None else None
         if lease is None:
             return None
-        first = next((at for at, source in enumerate(lease.sources) if source), len(lease.slots))
+        first = len(lease.sources) - len(lease.sources.lstrip(b"\0"))
         more = bool(lease.lookups) or lease.growing
         return Reading(first, len(lease.slots), more, lease.judged > 0)
 

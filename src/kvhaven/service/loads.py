@@ -37,7 +37,9 @@ logger = logging.getLogger(__name__)
 _LEAST_WAIT_S: Final = 0.005
 """Shortest limit of a wait by the time to compute: shorter ones are within the noise."""
 _FOUND_EVERY_S: Final = 0.005
-"""Interval at which a wait follows how many chunks lookups have found in tiers."""
+"""Shortest interval at which a wait follows how many chunks lookups have found in tiers."""
+_FOUND_EVERY: Final = 0.1
+"""That interval, as a share of the time waited so far."""
 _PIECE: Final = 2048
 """Places of an answer that one piece of a job collects; takes 0.2 ms."""
 _LOCATED: Final = 256
@@ -67,7 +69,8 @@ class Wait(NamedTuple):
         times = WAIT_MEASURED if reading.measured else 1.0
         worth_s = max(_LEAST_WAIT_S, times * self.price.seconds(reading.first, end))
         left_s = min(left_s, self.began + worth_s - now)
-        return min(left_s, _FOUND_EVERY_S) if reading.more else left_s
+        pause_s = max(_FOUND_EVERY_S, _FOUND_EVERY * (now - self.began))
+        return min(left_s, pause_s) if reading.more else left_s
 
 
 class Loads:

@@ -4,6 +4,7 @@
 import pytest
 
 from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId, TierName
+from kvhaven.catalog.work import Pace
 from kvhaven.catalog.worth import Judgement, Price, Segment, TierSpeed, best_ratios
 from kvhaven.service.loads import Wait
 from kvhaven.service.tier_speed import SpeedMeter
@@ -138,6 +139,19 @@ def test_the_second_of_two_tiers_can_be_skipped_alone() -> None:
         node.store(keys[4:], OTHER)
         answer = ask(node, keys, number)
         assert (answer.promoting, answer.skipped) == (expected, 8 - expected)
+
+
+def test_memory_behind_a_slow_tier_counts_wherever_it_begins() -> None:
+    """The last chunks of a piece are in the tier, and those of the next one in memory."""
+    node = node_with(DISK, pages=4096)
+    node.catalog.tier_speed(DISK, TierSpeed(0.0, 0.02 / PAGE))  # twice the price
+    piece = Pace().leases
+    for number in range(1, 5):
+        keys = keys_of(f"chain {number}", piece + 90)
+        node.save([*keys[: piece - 6], *keys[piece:]])
+        node.store(keys[piece - 6 : piece])
+        assert ask(node, keys, number).skipped == 0
+        assert len(node.reads()) == 6
 
 
 def test_the_price_of_chunks_is_a_sum_over_them() -> None:

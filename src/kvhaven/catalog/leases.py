@@ -344,7 +344,11 @@ class Leases:
         end = End.OTHER
         if leased < len(piece):
             behind = first + leased
-            end = self._promote(lease, behind, self._worth(lease, behind, piece[leased:]))
+            rest = piece[leased:]
+            if lease.price is not None:  # what is behind a slow tier decides, too
+                rest = keys[behind : first + 2 * pace.leases]
+            worth = self._worth(lease, behind, rest)
+            end = self._promote(lease, behind, worth[: len(piece) - leased])
         got = lease.passed + len(lease.slots) - first
         if end is End.OTHER and got == len(piece) and first + got < len(keys):
             end = End.PIECE

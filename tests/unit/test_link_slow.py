@@ -53,6 +53,31 @@ def test_a_slow_service_is_left_alone_until_it_is_quick_again(
         rank.close()
 
 
+def test_a_service_that_was_slow_to_say_where_chunks_are_is_asked_again(
+    node: NodeThread, proxy: Proxy
+) -> None:
+    """Engines with several parts of KV ask that first, and nothing else if it is a miss."""
+    keys = prompt("p", 4)
+    rank, scheduler = Rank(proxy.address).start(), Scheduler(proxy.address, lookup_s=0.05).start()
+    rank.save(keys)
+    client = scheduler.client
+
+    def places() -> bytes | Outcome:
+        asked = client.locate(keys)
+        return Outcome.MISS if asked is None else client.located(asked, 0.06)
+
+    eventually(lambda: places() == b"\1" * 4)
+    proxy.delay_s = 0.3
+    while client.responsive:
+        assert places() in {Outcome.MISS, Outcome.PENDING}
+    assert client.locate(keys) is None
+    proxy.delay_s = 0
+    eventually(lambda: places() == b"\1" * 4)
+    settled(node.address, members=2)
+    scheduler.close()
+    rank.close()
+
+
 def test_late_grants_are_aborted_and_late_leases_released(node: NodeThread, proxy: Proxy) -> None:
     keys = prompt("p", 4)
     rank, scheduler = Rank(proxy.address).start(), Scheduler(proxy.address, lookup_s=0.05).start()

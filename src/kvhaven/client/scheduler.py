@@ -304,6 +304,7 @@ class SchedulerClient:
             if self._clock() - question.asked < self._lookup_deadline_s:
                 return Outcome.PENDING
             self._questions.pop(id_, None)
+            self._note_late(id_, question.asked)
             self._slow_answers += 1
             self.deadlines_missed += 1
             return Outcome.MISS
@@ -412,17 +413,10 @@ class SchedulerClient:
             return
         if not isinstance(message, Acquired):
             return
-        now = self._clock()
         with self._lock:
-            asked = self._late.pop(message.lease_id, None)
-            if asked is not None:
-                if now - asked < self._lookup_deadline_s:
-                    self._slow_answers = 0
-                return
-            question = self._questions.get(message.lease_id)
+            question = self._answered(message.lease_id)
             if question is None:
                 return
-            self._slow_answers = 0
             question.promoting = True
             self._news.notify_all()
             if message.final:
@@ -444,11 +438,20 @@ class SchedulerClient:
 
     def _enter_places(self, message: Located) -> None:
         with self._lock:
-            question = self._questions.get(message.id)
+            question = self._answered(message.id)
             if question is not None:
-                self._slow_answers = 0
                 question.answered, question.places = True, message.places
                 self._news.notify_all()
+
+    def _answered(self, id_: int) -> _Question | None:
+        """Note that an answer has come; return its question, None if nobody waits any more."""
+        asked = self._late.pop(id_, None)
+        question = self._questions.get(id_)
+        if question is not None or (
+            asked is not None and self._clock() - asked < self._lookup_deadline_s
+        ):
+            self._slow_answers = 0
+        return question
 
     def detached(self) -> None:
         """Turn open lookups into misses and release them: they will not be answered.

@@ -97,22 +97,28 @@ class SavePlanner:
         if complete <= state.planned_chunks:
             return []
         state.extend_keys(end)
-        jobs = []
-        for first, last in self._runs(state, complete):
+        runs, jobs = self._runs(state, complete), list[SaveJob]()
+        for first, last in runs:
             keys = tuple(state.chain.keys[first:last])
             chunks = [self._first_blocks(state, at) for at in range(first, last)]
             parent = state.chain.keys[first - 1] if first else None
             blocks = tuple(zip(*chunks, strict=True))
-            job = SaveJob(next(self._ids), parent, keys, blocks, state.chain.tenant, state.adapter)
-            jobs.append(job)
-            self._jobs[job.id] = job, self._clock()
-            self._saving.update(dict.fromkeys(keys, job.id))
-            if self._events is not None:
-                self._events.planned(job, request, first)
+            tenant = state.chain.tenant
+            jobs.append(SaveJob(next(self._ids), parent, keys, blocks, tenant, state.adapter))
         for number, part in enumerate(self._more_parts, 1):
             jobs += self._plan_part(state, part, number, complete)
+        # After an error above, no job is tracked: no rank would report it.
+        for job in jobs:
+            self._track(job)
+        if self._events is not None:
+            for job, (first, _) in zip(jobs, runs, strict=False):  # those of the first part
+                self._events.planned(job, request, first)
         state.planned_chunks = complete
         return jobs
+
+    def _track(self, job: SaveJob) -> None:
+        self._jobs[job.id] = job, self._clock()
+        self._saving.update(dict.fromkeys(job.keys, job.id))
 
     def tail_due(self, state: RequestState, end: int) -> bool:
         """Return whether `plan_tail` may return a job; as fast as `due`."""
@@ -144,8 +150,7 @@ class SavePlanner:
             adapter=state.adapter,
             tail=tail,
         )
-        self._jobs[job.id] = job, self._clock()
-        self._saving[key] = job.id
+        self._track(job)
         self._continued[request.request_id] = [ids[-1] for ids in blocks]
         return [job]
 
@@ -235,14 +240,11 @@ class SavePlanner:
         number: int,
         run: Sequence[tuple[ChunkKey, list[tuple[int, ...]]]],
     ) -> SaveJob:
-        """Return a tracked job. Chunks before its first one may be absent: it has no parent."""
+        """Return a job. Chunks before its first one may be absent, so it has no parent."""
         keys = tuple(key for key, _ in run)
         blocks = tuple(zip(*(ids for _, ids in run), strict=True))
         tenant = state.chain.tenant
-        job = SaveJob(next(self._ids), None, keys, blocks, tenant, state.adapter, part=number)
-        self._jobs[job.id] = job, self._clock()
-        self._saving.update(dict.fromkeys(keys, job.id))
-        return job
+        return SaveJob(next(self._ids), None, keys, blocks, tenant, state.adapter, part=number)
 
     def _is_wanted(self, state: RequestState, part: KvPart, chunk: int) -> bool:
         """Return whether a later request may continue at a token for which it needs this chunk.

@@ -11,10 +11,12 @@ pytest.importorskip("vllm", reason="the connector is vLLM's")
 
 from kvhaven.config import Settings
 from kvhaven.engine import save_planner as saves_module
-from kvhaven.engine.jobs import StepReport
+from kvhaven.engine.jobs import SaveJob, StepReport
+from kvhaven.engine.parts import KvPart
 from kvhaven.engine.request_state import RequestState
 from kvhaven.engine.requests import EVERYTHING, KnownExtras
 from kvhaven.engine.save_planner import SavePlanner
+from kvhaven.errors import KVHavenError
 from kvhaven.integrations.vllm.requests import VllmRequest, held_blocks
 from kvhaven.keys import Extras
 from tests.simulation.connector_kit import (
@@ -69,6 +71,24 @@ def test_a_block_that_returns_in_another_group_is_fenced() -> None:
     assert saves.take_fence([]) == [job.id for job in jobs]
     saves.note_new([[41], [6]])
     assert saves.take_fence([]) == [], "one fence is enough"
+
+
+def test_a_plan_that_fails_midway_leaves_its_chunks_to_other_requests() -> None:
+    """The blocks of one part are unknown: no rank will run, or report, the jobs of the others."""
+    parts = (KvPart("full", (0,), BLOCK), KvPart("window:9", (1,), BLOCK, 8))
+    saves = SavePlanner(Settings(chunk_size=CHUNK), [BLOCK, BLOCK], 1, parts=parts)
+
+    def planned(windows: int) -> list[SaveJob]:
+        request = make_request(32)
+        state = RequestState(VllmRequest(request), bytes(32), CHUNK, [bytes([1]) * 32])
+        state.wanted = EVERYTHING
+        state.key(KnownExtras(Extras()))
+        state.replace_blocks([list(range(1, 9)), list(range(20, 20 + windows))])
+        return saves.plan(state, 32)
+
+    with pytest.raises(KVHavenError, match="block ids of chunk"):
+        planned(7)
+    assert [(job.part, len(job.keys)) for job in planned(8)] == [(0, 32 // CHUNK), (1, 2)]
 
 
 def test_blocks_of_requests_that_are_not_followed_are_fenced_too(bench: Bench) -> None:

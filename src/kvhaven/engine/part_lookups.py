@@ -14,6 +14,10 @@ from kvhaven.engine.request_state import PartLoad, PartSearch, PendingLoad, Requ
 
 _MOST_ATTEMPTS: Final = 4
 """Maximum number of candidates that a lookup leases; chunks may be evicted meanwhile."""
+_KNOWN: Final = (1,)
+"""Places of chunks, see `protocol.Located`: in memory or in a tier, ..."""
+_ANYWHERE: Final = (1, 2)
+"""... or perhaps in a shared tier."""
 
 
 class PartLookups:
@@ -114,10 +118,9 @@ class PartLookups:
         if search.present is None:
             if not self._locate(search):
                 return Outcome.PENDING
-            search.present = [
-                _presence(places, search.computed // state.chunk_size, search.most)
-                for places in search.places
-            ]
+            first = search.computed // state.chunk_size
+            search.present = [_presence(p, first, search.most) for p in search.places]
+            search.known = [_presence(p, first, search.most, _KNOWN) for p in search.places]
             found = search.present[0]
             state.junction = next((c for c, has in enumerate(found) if not has), search.most)
             if not self._try(state, search):
@@ -147,12 +150,17 @@ class PartLookups:
         return Outcome.PENDING not in search.places
 
     def _try(self, state: RequestState, search: PartSearch) -> bool:
-        """Request leases for the best candidate; return False if there is none."""
+        """Request leases for the best candidate; return False if there is none.
+
+        After the first one, a candidate of which all windows are in known places is preferred:
+        there are many chunks at which a shared tier might have windows.
+        """
         present, size = search.present, state.chunk_size
         assert present is not None
-        search.end = usable_chunks(
-            self._parts, present, most=search.most, computed=search.computed, chunk_size=size
-        )
+        search.end = 0
+        if search.attempts:
+            search.end = self._usable(search, [present[0], *search.known[1:]], size)
+        search.end = search.end or self._usable(search, present, size)
         if not search.end:
             self._first.count(state)
             return False
@@ -168,6 +176,17 @@ class PartLookups:
                 return False
         state.told, state.lease_start = True, search.ranges[0].start
         return True
+
+    def _usable(
+        self, search: PartSearch, present: Sequence[Sequence[bool]], chunk_size: int
+    ) -> int:
+        return usable_chunks(
+            self._parts,
+            present,
+            most=search.most,
+            computed=search.computed,
+            chunk_size=chunk_size,
+        )
 
     def _leased(self, search: PartSearch) -> list[LeasedChunks | Outcome] | None:
         """Return the final answers of all leases; None while one is pending."""
@@ -187,12 +206,14 @@ class PartLookups:
         """Return the first part's lease if all have all chunks; note what is missing otherwise."""
         assert search.present is not None
         whole: list[LeasedChunks] = []
-        for present, wanted, lease in zip(search.present, search.ranges, leases, strict=True):
+        for present, known, wanted, lease in zip(
+            search.present, search.known, search.ranges, leases, strict=True
+        ):
             got = len(lease.extents) if isinstance(lease, LeasedChunks) else 0
             if isinstance(lease, LeasedChunks) and got == len(wanted):
                 whole.append(lease)
             else:
-                present[wanted.start + got] = False
+                present[wanted.start + got] = known[wanted.start + got] = False
         if len(whole) < len(leases):
             return None
         search.found = whole[0]
@@ -210,8 +231,10 @@ class PartLookups:
         ids.clear()
 
 
-def _presence(places: bytes | Outcome, first: int, most: int) -> list[bool]:
-    """Return for each chunk whether it may be leased; those before `first` are not needed."""
-    found = [bool(place) for place in places] if isinstance(places, bytes) else []
+def _presence(
+    places: bytes | Outcome, first: int, most: int, wanted: Sequence[int] = _ANYWHERE
+) -> list[bool]:
+    """Return for each chunk whether its place is wanted; those before `first` are not needed."""
+    found = [place in wanted for place in places] if isinstance(places, bytes) else []
     found = found[: most - first]
     return [True] * first + found + [False] * (most - first - len(found))

@@ -61,7 +61,8 @@ class PendingLoad:
 class PartSearch:
     """Search for the chunks of one request. Its ids are those of each part's client.
 
-    `located` are the ids of the questions about places, until `present` has their answers.
+    `located` are the ids of the questions about places, until `present` has their answers; `known`
+    leaves out chunks that a shared tier only might have.
     `leases` are the leases on the chunks of `ranges`, which are needed to continue after `end`
     chunks.
     """
@@ -72,6 +73,7 @@ class PartSearch:
     located: list[int | None] = field(default_factory=list)
     places: list[bytes | Outcome] = field(default_factory=list)
     present: list[list[bool]] | None = None
+    known: list[list[bool]] = field(default_factory=list)
     end: int = 0
     ranges: list[range] = field(default_factory=list)
     leases: list[int | None] = field(default_factory=list)

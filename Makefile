@@ -5,7 +5,8 @@ PYTHON3 ?= python3
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
-WORKERS ?= 2
+# More than there are cores: tests wait for servers, engines that start, and deadlines.
+WORKERS ?= 3
 # Without compiled files every process of vLLM compiles what it imports: 35 s a start, not 13.
 unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL := -n $(WORKERS) --no-loadscope-reorder

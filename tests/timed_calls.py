@@ -2,15 +2,19 @@
 """Calls of tiers with deadlines, for tests that play faults: how each ended, and how late."""
 
 import asyncio
+import os
 import random
 import time
 from collections import Counter
 from collections.abc import Awaitable
+from typing import Final
 
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.testing.tiers import Piece, content, page_buffer
 from kvhaven.tiers.base import Tier
 
+SEEDS: Final = 20 if "KVHAVEN_EVENTS" in os.environ else 5
+"""Random runs of each test of faults; the long form has more."""
 DEADLINE_S = 0.4
 
 

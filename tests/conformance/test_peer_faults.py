@@ -36,13 +36,12 @@ from kvhaven.tiers.health import Breaker
 from kvhaven.types import Checksum
 from tests.conformance.test_tier_faults import AT_ONCE, LATE_S, _held
 from tests.shelf import Shelf, as_chunk
-from tests.timed_calls import DEADLINE_S, TimedCalls
+from tests.timed_calls import DEADLINE_S, SEEDS, TimedCalls
 from tests.unit.test_peers import local, reached
 
 _log = logging.getLogger(__name__)
 
 READS = int(os.environ.get("KVHAVEN_EVENTS", "40"))
-SEEDS = 20
 FAULTS = msgspec.structs.replace(EVERYTHING, stall=0.003)
 PEER_S = 0.1
 """Longest silence of a peer."""

@@ -35,7 +35,7 @@ from kvhaven.testing.tiers import Kit, content, fetch, make_namespace, make_piec
 from kvhaven.tiers.base import Tier
 from tests.conformance import test_tier_faults as faults
 from tests.other_node import Buffers, Pair, pair_of
-from tests.timed_calls import DEADLINE_S
+from tests.timed_calls import DEADLINE_S, SEEDS
 
 SPACE = make_namespace()
 
@@ -96,7 +96,7 @@ async def _remove_damaged(peers: list[Tier]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(faults.SEEDS))
+@pytest.mark.parametrize("seed", range(SEEDS))
 async def test_no_wrong_byte_no_late_answer_and_no_leak(kit: Kit, pair: Pair, seed: int) -> None:
     await faults._settle(kit)
     before = faults._held()

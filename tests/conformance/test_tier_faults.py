@@ -32,12 +32,11 @@ from kvhaven.testing.tiers import (
 )
 from kvhaven.tiers.base import Tier
 from tests.tier_kits import KITS
-from tests.timed_calls import DEADLINE_S, TimedCalls
+from tests.timed_calls import DEADLINE_S, SEEDS, TimedCalls
 
 _log = logging.getLogger(__name__)
 
 READS = int(os.environ.get("KVHAVEN_EVENTS", "40"))
-SEEDS = 20
 AT_ONCE = 20
 FAULTS = msgspec.structs.replace(EVERYTHING, stall=0.003)
 LATE_S = 5.0

@@ -25,7 +25,7 @@ from kvhaven.gateway.plugins import PluginSettings
 from kvhaven.keys import Extras, KeyChain
 from kvhaven.types import ChunkKey
 from tests.crash.engine import CHUNK_SIZE, Engine
-from tests.crash.node import NodeThread
+from tests.crash.node import NodeThread, eventually
 from tests.metrics_kit import check_metrics
 
 TOKEN = "0123456789abcdef-token"
@@ -143,6 +143,16 @@ class GatewayThread:
             self.url = url
             self._ready.set()
             await self._stop.wait()
+
+
+@contextlib.contextmanager
+def steerable(node: NodeThread, short_dir: Path) -> Iterator[GatewayThread]:
+    """Run an API that takes changes with `TOKEN`, and wait until it is well."""
+    token = short_dir / "token"
+    token.write_text(TOKEN)
+    with GatewayThread(node.address, api_token_file=str(token)) as api:
+        eventually(lambda: api.health() == (200, "ok"))
+        yield api
 
 
 def make_certificate(folder: Path) -> Path:

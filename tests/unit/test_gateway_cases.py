@@ -30,7 +30,7 @@ import requests
 import schemathesis
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
-from tests.gateway_kit import TOKEN, GatewayThread, keys_of, tiered_node, tokens_of
+from tests.gateway_kit import TOKEN, GatewayThread, keys_of, steerable, tiered_node, tokens_of
 
 STREAMS: Final = "/events"
 """It never ends, and has tests of its own."""
@@ -48,10 +48,7 @@ def node(short_dir: Path) -> Iterator[NodeThread]:
 
 @pytest.fixture
 def api(node: NodeThread, short_dir: Path) -> Iterator[GatewayThread]:
-    token = short_dir / "token"
-    token.write_text(TOKEN)
-    with GatewayThread(node.address, api_token_file=str(token)) as api:
-        eventually(lambda: api.health() == (200, "ok"))
+    with steerable(node, short_dir) as api:
         yield api
 
 

@@ -28,6 +28,7 @@ from tests.gateway_kit import (
     keys_of,
     post,
     send,
+    steerable,
     tiered_node,
     tokens_of,
 )
@@ -45,10 +46,7 @@ def node(short_dir: Path) -> Iterator[NodeThread]:
 
 @pytest.fixture
 def api(node: NodeThread, short_dir: Path) -> Iterator[GatewayThread]:
-    token = short_dir / "token"
-    token.write_text(TOKEN)
-    with GatewayThread(node.address, api_token_file=str(token)) as api:
-        eventually(lambda: api.health() == (200, "ok"))
+    with steerable(node, short_dir) as api:
         yield api
 
 

@@ -110,6 +110,24 @@ def rogue(serve: Callable[[socket.socket], None]) -> Iterator[int]:
         server.close()
 
 
+def answering(answer: Callable[[Stream, Any, float], None]) -> Callable[[socket.socket], None]:
+    """Return what a peer does that greets, answers pings, and leaves the rest to `answer`."""
+
+    def serve(sock: socket.socket) -> None:
+        stream = Stream(sock, "test")
+        deadline = time.monotonic() + 60
+        with contextlib.suppress(PeerError):
+            welcome(stream, "there", b"", deadline)
+            while True:
+                request = stream.receive(REQUEST, deadline)
+                if isinstance(request, Ping):
+                    stream.send(Pong(), deadline)
+                else:
+                    answer(stream, request, deadline)
+
+    return serve
+
+
 def silent(sock: socket.socket) -> None:
     while sock.recv(1 << 16):
         pass
@@ -169,21 +187,13 @@ async def test_a_rogue_peer_keeps_no_other_away(
 async def test_an_answer_to_another_request_is_refused() -> None:
     """The bytes and their checksum agree, but they are another chunk's."""
 
-    def serve(sock: socket.socket) -> None:
-        stream = Stream(sock, "test")
-        deadline = time.monotonic() + 60
-        with contextlib.suppress(PeerError):
-            welcome(stream, "there", b"", deadline)
-            while True:
-                request = stream.receive(REQUEST, deadline)
-                if isinstance(request, Ping):
-                    stream.send(Pong(), deadline)
-                elif isinstance(request, Fetch):
-                    stream.send(Chunk(other.shard.key, other.shard.shard, other.checksum), deadline)
-                    stream.send_bytes(other.payload[: other.shard.payload_bytes], deadline)
+    def answer(stream: Stream, request: Any, deadline: float) -> None:
+        if isinstance(request, Fetch):
+            stream.send(Chunk(other.shard.key, other.shard.shard, other.checksum), deadline)
+            stream.send_bytes(other.payload[: other.shard.payload_bytes], deadline)
 
     other = make_piece(SPACE, 2)
-    with rogue(serve) as port:
+    with rogue(answering(answer)) as port:
         async with tier_of(local(port)) as tier:
             await reached(tier)
             with pytest.raises(TierError, match="an answer to another request"):
@@ -411,24 +421,16 @@ async def test_a_peer_whose_announcements_make_no_sense_is_asked(
 ) -> None:
     asked = threading.Event()
 
-    def serve(sock: socket.socket) -> None:
-        stream = Stream(sock, "test")
-        deadline = time.monotonic() + 60
-        with contextlib.suppress(PeerError):
-            welcome(stream, "there", b"", deadline)
-            while True:
-                request = stream.receive(REQUEST, deadline)
-                if isinstance(request, Ping):
-                    stream.send(Pong(), deadline)
-                elif isinstance(request, Has):
-                    stream.send(HasReply(b"\1" * (len(request.keys) // KEY_BYTES)), deadline)
-                elif isinstance(request, Watch):
-                    asked.set()
-                    if announce is not None:
-                        time.sleep(0.01)
-                        stream.send(announce, deadline)
+    def answer(stream: Stream, request: Any, deadline: float) -> None:
+        if isinstance(request, Has):
+            stream.send(HasReply(b"\1" * (len(request.keys) // KEY_BYTES)), deadline)
+        elif isinstance(request, Watch):
+            asked.set()
+            if announce is not None:
+                time.sleep(0.01)
+                stream.send(announce, deadline)
 
-    with rogue(serve) as port:
+    with rogue(answering(answer)) as port:
         async with tier_of(local(port), deadline_s=5.0) as tier:
             await reached(tier)
             await asyncio.to_thread(asked.wait, 60)

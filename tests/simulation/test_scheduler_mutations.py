@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
 from kvhaven.engine.epoch import Epoch
 from kvhaven.engine.jobs import SaveJob
+from kvhaven.engine.load_planner import LoadPlanner
 from kvhaven.engine.loaded_model import LoadedModel
 from kvhaven.engine.loader import Loader
 from kvhaven.engine.request_state import PendingLoad, RequestState
@@ -73,13 +74,13 @@ def lease_ends_when_the_load_begins(patch: Patch) -> None:
 
 
 def blocks_before_the_computed_tokens_are_written(patch: Patch) -> None:
-    original = SchedulerSide._plan_load
+    original = LoadPlanner._first
 
-    def plan(side: SchedulerSide, state: RequestState, offer: PendingLoad, end: int) -> Any:
+    def plan(planner: LoadPlanner, state: RequestState, offer: PendingLoad, end: int) -> Any:
         start = offer.start // offer.chunk_size * offer.chunk_size
-        return original(side, state, dataclasses.replace(offer, start=start), end)
+        return original(planner, state, dataclasses.replace(offer, start=start), end)
 
-    patch.setattr(SchedulerSide, "_plan_load", plan)
+    patch.setattr(LoadPlanner, "_first", plan)
 
 
 def chunks_are_saved_a_token_too_early(patch: Patch) -> None:

@@ -13,21 +13,15 @@ import msgspec
 
 from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
 from kvhaven.config import NEXT_REQUEST, Settings
-from kvhaven.devices.base import SKIP
 from kvhaven.engine.adapters import Adapters, CacheName
 from kvhaven.engine.epoch import Epoch, HeldBlocks
 from kvhaven.engine.jobs import LoadJob, SaveJob, StepPlan, StepReport
+from kvhaven.engine.load_planner import LoadPlanner
 from kvhaven.engine.lookups import Lookups
 from kvhaven.engine.part_lookups import PartLookups
 from kvhaven.engine.parts import KvPart, one_part
 from kvhaven.engine.prefill_estimate import PrefillEstimate, StepShape, StepTimes
-from kvhaven.engine.request_state import (
-    NO_TURN,
-    NULL_BLOCK,
-    PartLoad,
-    PendingLoad,
-    RequestState,
-)
+from kvhaven.engine.request_state import NO_TURN, NULL_BLOCK, PendingLoad, RequestState
 from kvhaven.engine.requests import (
     EVERYTHING,
     NOTHING,
@@ -109,6 +103,7 @@ class SchedulerSide:
         self._lookups: Lookups | PartLookups = lookups
         if more_clients:
             self._lookups = PartLookups(settings, self._parts, self._clients, lookups)
+        self._planner = LoadPlanner(self._parts, block_sizes, asynchronous=asynchronous)
         self._saves = SavePlanner(
             settings,
             block_sizes,
@@ -229,15 +224,14 @@ class SchedulerSide:
         state.replace_blocks(blocks)
         self._saves.note_new(blocks, offer.start)
         self._epoch.extended(request.request_id, self._ids_of(blocks, offer.start))
-        job = self._plan_load(state, offer, end)
-        more = [self._plan_part_load(state, offer, other, end) for other in offer.others]
+        jobs = self._planner.plan(state, offer, end)
         self._epoch.load_planned(request.request_id, reported=self._asynchronous)
         state.ask_after = 0.0
         # These come last and together: from here on the ranks end the lease.
         self._lookups.take(state, offer)
-        self._loads += [job, *more]
-        if self._asynchronous and job.adapter is not None:
-            state.unproven = job
+        self._loads += jobs
+        if self._asynchronous and state.adapter is not None:
+            state.unproven = jobs[0]
 
     def never_loaded(
         self, request: EngineRequest, blocks: Sequence[Sequence[int]], tokens: int
@@ -642,87 +636,6 @@ class SchedulerSide:
             services |= client.services_in_use
         failed, weights = dict(self._failed_loads), dict(self._weights)
         return StepPlan(loads, saves, fence, services, failed, weights, first_steps)
-
-    def _plan_load(self, state: RequestState, offer: PendingLoad, end: int) -> LoadJob:
-        """Plan the copy of tokens `offer.start` to `end` into the request's blocks.
-
-        Blocks before the start come from the engine's prefix cache and may be shared, so they
-        are never written.
-        """
-        size = state.chunk_size
-        first, last = offer.start // size, -(-end // size)
-        tail = offer.tail if last > offer.end_chunk else 0
-        groups = []
-        for group in self._parts[0].groups:
-            block_size = self._block_sizes[group]
-            start_block, end_block = offer.start // block_size, -(-end // block_size)
-            per_chunk = size // block_size
-            counts = [(chunk, per_chunk) for chunk in range(first, last)]
-            if tail:
-                counts[-1] = last - 1, -(-tail // block_size)
-            ids = state.blocks[group]
-            groups.append(
-                tuple(
-                    tuple(
-                        ids[at] if start_block <= at < end_block else SKIP
-                        for at in range(chunk * per_chunk, chunk * per_chunk + needed)
-                    )
-                    for chunk, needed in counts
-                )
-            )
-        skipped = first - offer.first_chunk
-        return LoadJob(
-            request_id=state.request.request_id,
-            lease_id=offer.lease.lease_id,
-            service=offer.lease.service,
-            places=tuple(offer.lease.extents[skipped : skipped + last - first]),
-            shard_offsets=offer.lease.offsets,
-            blocks=tuple(groups),
-            asynchronous=self._asynchronous,
-            adapter=state.adapter,
-            tail=tail,
-        )
-
-    def _plan_part_load(
-        self, state: RequestState, offer: PendingLoad, other: PartLoad, end: int
-    ) -> LoadJob:
-        """Plan the copy of a further part's chunks into the request's blocks.
-
-        The engine has no blocks for tokens that the part does not need. Raises `KVHavenError` if it
-        has none for needed ones.
-        """
-        part, size = self._parts[other.part], state.chunk_size
-        stored, per_chunk = part.stored_blocks(size), size // part.block_size
-        start_block, end_block = offer.start // part.block_size, end // part.block_size
-        needed = max(start_block, part.first_token(end) // part.block_size)
-        groups = []
-        for group in part.groups:
-            ids = state.blocks[group]
-            if NULL_BLOCK in ids[needed:end_block] or len(ids) < end_block:
-                raise KVHavenError(
-                    f"request {state.request.request_id}: the engine has no blocks of KV group "
-                    f"{group} for tokens {needed * part.block_size} to {end}, which it loads"
-                )
-            groups.append(
-                tuple(
-                    tuple(
-                        ids[at] if at >= start_block and ids[at] != NULL_BLOCK else SKIP
-                        for at in range((chunk + 1) * per_chunk - stored, (chunk + 1) * per_chunk)
-                    )
-                    for chunk in other.chunks
-                )
-            )
-        return LoadJob(
-            request_id=state.request.request_id,
-            lease_id=other.lease.lease_id,
-            service=other.lease.service,
-            places=tuple(other.lease.extents),
-            shard_offsets=other.lease.offsets,
-            blocks=tuple(groups),
-            asynchronous=self._asynchronous,
-            adapter=state.adapter,
-            part=other.part,
-        )
 
 
 def _chain_name(request_id: str) -> str:

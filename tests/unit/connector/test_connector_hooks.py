@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvhaven.engine.load_planner import LoadPlanner
 from kvhaven.engine.scheduler import SchedulerSide
 from kvhaven.errors import IncompatibleEngineError, LayoutError
 from kvhaven.integrations.vllm import OLDEST_VLLM
@@ -218,7 +219,7 @@ def test_a_load_that_could_not_be_planned_is_computed_instead(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("no plan")
 
-    monkeypatch.setattr(SchedulerSide, "_plan_load", fail)
+    monkeypatch.setattr(LoadPlanner, "plan", fail)
     if load_mode == "sync":
         # The step that counts on it computes on what is not there; vLLM then drops its output.
         monkeypatch.setattr("tests.simulation.engine_model.Runner._expect", lambda *_: None)

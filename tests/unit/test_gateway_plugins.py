@@ -460,7 +460,7 @@ def test_scripts_of_lmcache_run_with_its_variables_and_end_with_the_api(
             )
         )
         assert (short_dir / "config").read_text() == "256"
-        assert sorted((short_dir / "said").read_text().split("\n")) == ["", "worker 0", "worker 0"]
+        eventually(lambda: (short_dir / "said").read_text() == "worker 0\n" * 2)
         pid = int(eventually((short_dir / "pids").read_text))
         assert Path(f"/proc/{pid}").exists()
     eventually(lambda: not Path(f"/proc/{pid}").exists())

@@ -214,7 +214,11 @@ async def test_only_nodes_with_a_certificate_of_the_authority_are_let_in(
             if who == "stranger":  # the listener says why it refuses the certificate
                 assert "the other node refused this node's certificate" in peer.error, peer.error
                 assert "alert" in peer.error, peer.error
-        status = listener.status()
+        for _ in range(2000):  # the listener counts after it has refused
+            status = listener.status()
+            if status.refused and status.last_refusal and not status.connections:
+                break
+            await asyncio.sleep(0.01)
         assert (status.connections, status.refused > 0) == (0, True)
         assert status.last_refusal
 

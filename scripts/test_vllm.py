@@ -37,7 +37,7 @@ PARTS = {
     ],
     "hybrid": [
         *("-m", "pytest", "-q", "tests/simulation/test_hybrid_simulator.py"),
-        "tests/e2e/test_hybrid.py",
+        *("tests/e2e/test_hybrid.py", "-k", "not gpt-oss"),  # not in float32 with every version
     ],
     "e2e": [
         *("-m", "pytest", "-q", "tests/e2e/test_engine.py", "-k"),

@@ -21,6 +21,7 @@ import msgspec
 from kvhaven.client.control import connect
 from kvhaven.errors import KVHavenError
 from kvhaven.service.status import ServiceStatus
+from tests.crash.node import eventually
 from tests.e2e.zygote import Forked, Zygote
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,6 +272,29 @@ class NodeService:
             if not held_bytes(status) or time.monotonic() > end:
                 return status
             time.sleep(0.05)
+
+
+def stored_chunks(runtime_dir: Path) -> int:
+    """Return how many chunks an embedded service has on disk, when everything is written."""
+    with connect(_embedded(runtime_dir)) as control:
+        assert control.flush(60) == 0
+    return _on_disk(runtime_dir)
+
+
+def await_stored(runtime_dir: Path, chunks: int) -> None:
+    """Wait until an embedded service that has just started knows so many chunks on disk."""
+    eventually(lambda: _on_disk(runtime_dir) == chunks, 60)
+
+
+def _on_disk(runtime_dir: Path) -> int:
+    with connect(_embedded(runtime_dir)) as control:
+        status = msgspec.json.decode(control.status(), type=ServiceStatus)
+    return sum(one.chunks.get("disk", 0) for one in status.namespaces)
+
+
+def _embedded(runtime_dir: Path) -> str:
+    (address,) = runtime_dir.glob("engine-*.sock")
+    return str(address)
 
 
 def generate(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import CHUNK, Engine, engine
+from tests.e2e.engines import CHUNK, Engine, await_stored, engine, stored_chunks
 from tests.e2e.zoo import make_zoo_model
 
 pytest.importorskip("vllm", reason="real engines")
@@ -137,7 +137,9 @@ def test_hits_give_what_a_cold_engine_gives(
         metrics = started.ask("metrics")
         assert metrics.get("vllm:kvhaven_failed_loads", 0) == 0
         assert metrics.get("vllm:kvhaven_errors", 0) == 0
+        stored = stored_chunks(short_dir)
     with engine(hybrid, tmp_path / "b.log", ours, **OPTIONS) as started:
+        await_stored(short_dir, stored)
         again = answers(started, asked)
         assert_equal(again, expected)
         assert [one["cached"] for one in again] == [whole(prompt) for prompt in asked]

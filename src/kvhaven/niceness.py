@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Priority of helper processes: engines and the service come first."""
+"""Priority of helper processes without deadlines: engines and the service come first."""
 
 import contextlib
 import os

@@ -78,9 +78,9 @@ def assert_equal(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, A
         assert max(abs(a - b) for a, b in pairs) < TOLERANCE
 
 
-def whole(prompt: Sequence[int]) -> int:
+def whole(prompt: Sequence[int], chunk: int = CHUNK) -> int:
     """Return the tokens of a hit on all of a prompt's chunks, which ends before the last token."""
-    return (len(prompt) - 1) // CHUNK * CHUNK
+    return (len(prompt) - 1) // chunk * chunk
 
 
 def settings(short_dir: Path, tmp_path: Path) -> dict[str, Any]:

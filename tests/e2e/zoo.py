@@ -48,6 +48,10 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 4, "layer_types": _ALTERNATING * 2, "sliding_window": 32,
         "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 2048,
     }),
+    "gpt-oss-uneven": ("GptOss", _COMMON | {
+        "num_hidden_layers": 4, "layer_types": _ALTERNATING * 2, "sliding_window": 100,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 2048,
+    }),
     "granite4": ("GraniteMoeHybrid", _COMMON | {
         "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 2,
         "num_experts_per_tok": 1, "shared_intermediate_size": 64, "mamba_n_heads": 4,

@@ -53,8 +53,7 @@ class Writer:
         found: dict[int, list[torch.Tensor]] = {}
         for group, numbers in enumerate(self.groups):
             own = self.ids[group * self.per_group :][: self.per_group]
-            for number, planes in zip(numbers, contents(self.rank.caches, own), strict=False):
-                found[number] = planes
+            found |= zip(numbers, contents(self.rank.caches, own), strict=False)
         return [found[number] for number in range(LAYERS)]
 
     def reference(self) -> list[bytes]:
@@ -128,7 +127,7 @@ def test_the_self_test_covers_all_groups(kind: str) -> None:
 def test_unequal_numbers_of_blocks_are_refused() -> None:
     layout = Writer("LBHNC", 32, GROUPINGS["mixed"], 0).layout
     memory = ctypes.create_string_buffer(layout.payload_bytes(6))
-    with pytest.raises(LayoutError, match="4.* blocks, for 3 KV groups; expected equally many"):
+    with pytest.raises(LayoutError, match=r"4.* blocks, for 3 KV groups; expected equally many"):
         DEVICE.store(layout, [[1, 2, 3, 4]], [ctypes.addressof(memory)])
     with pytest.raises(LayoutError, match="3 KV groups are not copied in equal pieces"):
         _ = layout.pieces
@@ -137,7 +136,7 @@ def test_unequal_numbers_of_blocks_are_refused() -> None:
 def test_the_number_of_a_layer_is_in_its_name() -> None:
     assert layer_number("model.layers.12.self_attn.attn") == 12
     for name in ("attn", "model.layers.1.experts.2"):
-        with pytest.raises(LayoutError, match="needs the order of the layers.*format: paged"):
+        with pytest.raises(LayoutError, match=r"needs the order of the layers.*format: paged"):
             layer_number(name)
     with pytest.raises(LayoutError, match="several have the same number"):
         grouped(engine("LBHNC").portable, ((1, 2), (2, 3)))
@@ -157,5 +156,5 @@ def test_heads_that_several_ranks_share_must_be_those_of_all_layers() -> None:
     assert total_heads(config_of(8, 4)) == 4
     assert total_heads(config_of(4, 4, swa_num_key_value_heads=8)) == 4
     for entries in ({"swa_num_key_value_heads": 8}, {"other": {"num_attention_groups": 8}}):
-        with pytest.raises(LayoutError, match="8 ranks share 4 KV heads .*have 8.*format: paged"):
+        with pytest.raises(LayoutError, match=r"8 ranks share 4 KV heads .*have 8.*format: paged"):
             total_heads(config_of(8, 4, **entries))

@@ -7,7 +7,6 @@ engine that reads it, so its hits are on KV that the other engine wrote. `KVHAVE
 """
 
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +86,6 @@ class Unlike:
         ]
         self._expected: list[tuple[Engine, str, list[int]]] = []
         self._written: list[tuple[Engine, str, int]] = []
-        self._read: list[tuple[Engine, str]] = []
 
     def run(self) -> Counter[str]:
         """Serve each document by one engine, then by the other; compare every answer."""
@@ -98,9 +96,6 @@ class Unlike:
                 device.synchronize()
             for engine, name, expected in self._expected:
                 assert engine.outputs[name] == expected, name
-            crossed = sum(
-                engine.requests[name].num_external_computed_tokens for engine, name in self._read
-            )
             check_no_leaks(self._node)
         except BaseException:
             for device in devices:
@@ -109,8 +104,7 @@ class Unlike:
         finally:
             for engine in self.engines:
                 engine.close()
-        failed = sum(engine.counters.get("failed_loads", 0) for engine in self.engines)
-        return Counter({"crossed": crossed, "failed_loads": int(failed)})
+        return sum((Counter(engine.counters) for engine in self.engines), Counter())
 
     def _serve(self) -> None:
         end = time.monotonic() + _END_S
@@ -137,9 +131,7 @@ class Unlike:
                 del self._written[at]
                 document = list(engine.requests[name].prompt_token_ids)
                 more = [choice.randrange(VOCABULARY) for _ in range(choice.choice((0, 1, 20)))]
-                self._read.append(
-                    (self.engines[other], self._ask(self.engines[other], document + more))
-                )
+                self._ask(self.engines[other], document + more)
                 return
 
     def _ask(self, engine: Engine, prompt: Sequence[int]) -> str:
@@ -169,7 +161,7 @@ def test_what_one_engine_writes_an_unlike_one_reads(short_dir: Path, node: Node)
     counts: Counter[str] = Counter()
     for seed in range(SEED, SEED + RUNS):
         counts += simulate(seed, short_dir, node)
-    assert counts["crossed"] > 100 * RUNS, f"seed {SEED}: {counts}"
+    assert counts["hit_tokens"] > 100 * RUNS, f"seed {SEED}: {counts}"
     assert not counts["failed_loads"]
 
 
@@ -197,12 +189,10 @@ def heads_are_swapped(patch: Patch) -> None:
 
 
 def layers_are_in_the_order_of_their_groups(patch: Patch) -> None:
-    original, calls = portable.layer_number, iter(range(1 << 30))
-
-    def number(layer: str) -> int:
-        return original(layer) if sys._getframe(1).f_code.co_name == "layers_field" else next(calls)
-
-    patch.setattr(portable, "layer_number", number)
+    calls = iter(range(1 << 30))
+    patch.setattr(portable, "layer_number", lambda _: next(calls))
+    # The namespaces would tell the order of the layers.
+    patch.setattr(start, "layers_field", lambda *_, **__: "all")
 
 
 def groups_are_in_the_other_order(patch: Patch) -> None:

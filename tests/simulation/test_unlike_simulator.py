@@ -52,10 +52,13 @@ class Unlike:
         self._choice = choice = random.Random(seed)
         self._node = node
         self._model = Model()
+        window = choice.choice((5, 9, 16, 17, 30, 50))
+        # An engine with blocks of 16 tokens stores 16 of a smaller window, which the others do not.
+        blocks = [(4, 8), (8, 4)] + [(4, 16), (16, 8)] * (window > GRAIN + 1)
         common: dict[str, Any] = {
             "format": "portable",
             "fingerprint": f"unlike {seed}",
-            "window": choice.choice((5, 9, 16, 17, 30, 50)),
+            "window": window,
             "heads": choice.choice((1, 2, 2)),
             "blocks": choice.choice((130, 200)),
             "service_address": node.address,
@@ -73,7 +76,7 @@ class Unlike:
                 **(common | more),
             )
             for block, grouping, world in zip(
-                choice.choice(((4, 8), (8, 4), (4, 16))),
+                choice.choice(blocks),
                 choice.choice(((ALTERNATING, MIXED), (WIDE, ALTERNATING), (MIXED, WIDE))),
                 choice.choice(((1, 2), (2, 1))),
                 strict=True,

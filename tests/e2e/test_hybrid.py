@@ -134,11 +134,12 @@ def test_hits_give_what_a_cold_engine_gives(
 def test_ranks_that_share_the_heads_hit_what_they_saved(
     hybrid: Path, control: Any, asked: list[list[int]], tmp_path: Path, short_dir: Path
 ) -> None:
+    chosen = asked[3:5]
     options = OPTIONS | {"in_process": False, "tensor_parallel_size": 2}
     log = tmp_path / "engine.log"
     with engine(hybrid, log, settings(short_dir, tmp_path), **options) as started:
-        assert_equal(answers(started, asked[3:]), control(asked[3:]))
+        assert_equal(answers(started, chosen), control(chosen))
         started.ask("reset")
-        warm = answers(started, asked[3:])
-        assert_equal(warm, control(asked[3:]))
-        assert [one["cached"] for one in warm] == [whole(prompt) for prompt in asked[3:]]
+        warm = answers(started, chosen)
+        assert_equal(warm, control(chosen))
+        assert [one["cached"] for one in warm] == [whole(prompt) for prompt in chosen]

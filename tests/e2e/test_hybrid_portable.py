@@ -13,10 +13,19 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.e2e.engines import Engine, NodeService, assert_nothing_held, engine
-from tests.e2e.test_hybrid import answers, assert_equal, whole
+from tests.e2e.test_hybrid import (
+    LONG,
+    REPORTS_FAILED_REQUESTS,
+    answers,
+    assert_equal,
+    whole,
+)
 from tests.e2e.zoo import make_zoo_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not REPORTS_FAILED_REQUESTS, reason="refused before vLLM 0.30"),
+]
 
 
 class Pair(NamedTuple):
@@ -41,10 +50,18 @@ PAIRS = (
     Pair("gemma3-hybrid", 128, options(32), options(64, ranks=2), "full, window:160"),
     # One of 100 is within a chunk, of which 128 tokens are stored.
     Pair("gpt-oss-uneven", 256, options(32), options(128, ranks=2), "full, window:100"),
+    # Chunked local attention.
+    Pair("llama4-hybrid", 128, options(32), options(64, ranks=2), "full, local:192"),
 )
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.family)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, id=pair.family, marks=LONG if pair.family == "llama4-hybrid" else ())
+        for pair in PAIRS
+    ],
+)
 def test_unlike_engines_share_the_kv_of_models_with_windows(
     pair: Pair, tmp_path: Path, short_dir: Path
 ) -> None:

@@ -21,13 +21,17 @@ from kvhaven.engine.request_state import RequestState
 from kvhaven.engine.save_planner import SavePlanner
 from kvhaven.engine.worker import WorkerSide
 from kvhaven.integrations.vllm import parts
+from kvhaven.integrations.vllm.parts import REPORTS_FAILED_REQUESTS
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_hybrid import ALTERNATING, MIXED, WIDE
 from tests.simulation.engine_simulation import Simulation
 from tests.simulation.engine_world import PATIENT, Setup
 from tests.simulation.node import Node, running_node
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not REPORTS_FAILED_REQUESTS, reason="refused before vLLM 0.30"),
+]
 
 Patch = pytest.MonkeyPatch
 STEPS = 250
@@ -110,6 +114,17 @@ def test_an_arena_that_is_far_too_small_and_a_disk_below_it(short_dir: Path) -> 
             simulate(seed, short_dir, node)
 
 
+def test_no_schedule_of_local_attention_shows_wrong_kv_or_leaks(
+    short_dir: Path, node: Node
+) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(SEED, SEED + RUNS):
+        window = random.Random(seed).choice((16, 32, 64))
+        failing = seed % 2 == 0
+        counts += simulate(seed, short_dir, node, failing=failing, window=window, local=True)
+    assert counts["hit_tokens"], f"seed {SEED}: {counts}"
+
+
 def windows_come_from_the_other_end(patch: Patch) -> None:
     original = KvPart.first_token
     patch.setattr(
@@ -148,6 +163,16 @@ def a_missing_chunk_of_a_window_is_not_noticed(patch: Patch) -> None:
     def chunks(part: KvPart, end: int, computed: int, size: int) -> range:
         found = original(part, end, computed, size)
         return found if part.reach is None else found[-1:]
+
+    patch.setattr(KvPart, "chunks", chunks)
+
+
+def half_of_a_local_chunk_is_thought_enough(patch: Patch) -> None:
+    original = KvPart.chunks
+
+    def chunks(part: KvPart, end: int, computed: int, size: int) -> range:
+        found = original(part, end, computed, size)
+        return found[len(found) // 2 :] if part.local else found
 
     patch.setattr(KvPart, "chunks", chunks)
 
@@ -212,6 +237,7 @@ MUTATIONS: dict[Callable[[Patch], None], dict[str, Any]] = {
     windows_come_from_the_other_end: {"window": 17},
     only_the_full_part_is_loaded: {},
     a_missing_chunk_of_a_window_is_not_noticed: {"window": 50},
+    half_of_a_local_chunk_is_thought_enough: {"window": 64, "local": True},
     blocks_of_other_groups_are_not_fenced: SLOW,
     hits_end_at_the_last_token: {"window": 17},
     freed_blocks_are_saved: {

@@ -28,7 +28,10 @@ from tests.simulation.engine_world import PATIENT, Engine, Setup
 from tests.simulation.node import Node, running_node
 from tests.simulation.test_scheduler_simulator import EVENTS, SEED
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not parts.REPORTS_FAILED_REQUESTS, reason="refused before vLLM 0.30"),
+]
 
 Patch = pytest.MonkeyPatch
 DOCUMENTS = 10
@@ -52,13 +55,15 @@ class Unlike:
         self._choice = choice = random.Random(seed)
         self._node = node
         self._model = Model()
-        window = choice.choice((5, 9, 16, 17, 30, 50))
+        local = choice.random() < 0.25  # noqa: PLR2004 - one in four has chunked local attention
+        window = choice.choice((16, 32, 64) if local else (5, 9, 16, 17, 30, 50))
         # An engine with blocks of 16 tokens stores 16 of a smaller window, which the others do not.
         blocks = [(4, 8), (8, 4)] + [(4, 16), (16, 8)] * (window > GRAIN + 1)
         common: dict[str, Any] = {
             "format": "portable",
             "fingerprint": f"unlike {seed}",
             "window": window,
+            "local": local,
             "heads": choice.choice((1, 2, 2)),
             "blocks": choice.choice((130, 200)),
             "service_address": node.address,

@@ -70,8 +70,8 @@ def require_supported_groups(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
         "one group."
     )
     full = [g for g in groups if kinds_of(g.kv_cache_spec) <= set(FULL_KINDS)]
-    # Chunked local attention is not proved yet: a run of the simulation failed.
-    windows = [g for g in groups if kinds_of(g.kv_cache_spec) == {_WINDOW_KIND}]
+    limited = ({_WINDOW_KIND}, {_LOCAL_KIND})
+    windows = [g for g in groups if kinds_of(g.kv_cache_spec) in limited]
     needs = {_needs_of(group.kv_cache_spec) for group in groups}
     sizes = {
         need: {g.kv_cache_spec.block_size for g in groups if _needs_of(g.kv_cache_spec) == need}
@@ -79,8 +79,8 @@ def require_supported_groups(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
     }
     if not full or not windows or len(full) + len(windows) < len(groups):
         raise IncompatibleEngineError(
-            f"{has}; expected one, or full attention with sliding windows, as other groups are not "
-            f"served yet. {flat}"
+            f"{has}; expected one, or full attention with sliding windows or chunked local "
+            f"attention, as other groups are not served yet. {flat}"
         )
     if any(len(found) > 1 for found in sizes.values()) or any(
         not getattr(group.kv_cache_spec, "prefix_cacheable", True)

@@ -12,20 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.e2e import test_hybrid
 from tests.e2e.engines import Engine, NodeService, assert_nothing_held, engine
-from tests.e2e.test_hybrid import (
-    LONG,
-    REPORTS_FAILED_REQUESTS,
-    answers,
-    assert_equal,
-    whole,
-)
+from tests.e2e.test_hybrid import LONG, answers, assert_equal, whole
 from tests.e2e.zoo import make_zoo_model
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not REPORTS_FAILED_REQUESTS, reason="refused before vLLM 0.30"),
-]
+pytestmark = test_hybrid.pytestmark
 
 
 class Pair(NamedTuple):

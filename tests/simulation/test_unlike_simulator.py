@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 from kvhaven.engine.parts import KvPart
 from kvhaven.engine.request_state import RequestState
 from kvhaven.integrations.vllm import parts, portable, start
+from kvhaven.layouts import head_shards
 from kvhaven.types import ShardId
 from tests.simulation.engine_hybrid import ALTERNATING, MIXED, WIDE
 from tests.simulation.engine_model import VOCABULARY, Model
@@ -55,7 +56,7 @@ class Unlike:
         self._choice = choice = random.Random(seed)
         self._node = node
         self._model = Model()
-        local = choice.random() < 0.25  # noqa: PLR2004 - one in four has chunked local attention
+        local = choice.random() < 0.25
         window = choice.choice((16, 32, 64) if local else (5, 9, 16, 17, 30, 50))
         # An engine with blocks of 16 tokens stores 16 of a smaller window, which the others do not.
         blocks = [(4, 8), (8, 4)] + [(4, 16), (16, 8)] * (window > GRAIN + 1)
@@ -188,7 +189,7 @@ def windows_are_a_block_off(patch: Patch) -> None:
 
 
 def heads_are_swapped(patch: Patch) -> None:
-    original = start.head_shards
+    original = head_shards
 
     def shards(heads: int, ranks: int, rank: int, **more: Any) -> list[ShardId]:
         return original(heads, ranks, ranks - 1 - rank, **more)
@@ -204,7 +205,7 @@ def layers_are_in_the_order_of_their_groups(patch: Patch) -> None:
 
 
 def groups_are_in_the_other_order(patch: Patch) -> None:
-    original = start.portable_layout
+    original = portable.portable_layout
 
     def layout(paged: Any, groups: Sequence[Any]) -> Any:
         found = original(paged, groups)

@@ -85,7 +85,7 @@ def total_heads(config: "VllmConfig") -> int:
     if model.use_mla:
         return 1
     heads = int(model.get_total_num_kv_heads())
-    entries = getattr(model.hf_text_config, "to_dict", dict)()
+    entries: Mapping[str, Any] = getattr(model.hf_text_config, "to_dict", dict)()
     others = sorted({found for found in _numbers_of_heads(entries) if found != heads})
     if ranks > heads and others:
         raise LayoutError(

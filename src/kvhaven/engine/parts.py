@@ -110,6 +110,8 @@ def _first_missing(present: Sequence[bool], needed: range) -> int:
 
 def _last_missing(present: Sequence[bool], most: int) -> list[int]:
     """Return, for each number of chunks, the last of these that is missing; -1: none is."""
+    if all(present):
+        return [-1] * (most + 1)
     last = [-1]
     for chunk in range(most):
         last.append(last[-1] if present[chunk] else chunk)

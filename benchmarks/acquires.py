@@ -4,7 +4,9 @@
 The scheduler's client requests them from a real node service in another process. The time is from
 the request to the answer in the client's table. The limits are those of the design: 1 ms and 5 ms.
 `acquire.loaded.p50` and `.p99` are the same while another engine, in a third process, saves, looks
-up and releases as fast as it can; they have no limit.
+up and releases as fast as it can; they have no limit. `acquire.parts` is the median of whole
+lookups of an engine whose KV has three parts (full attention, and windows of 128 and 1024 tokens):
+512 resident chunks of each are located, and those that the request needs are leased.
 """
 
 import hashlib
@@ -12,8 +14,8 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,13 @@ from benchmarks.results import BENCH, Result, at_most, plain
 from examples.demo.processes import ProcessError, node_service
 from kvhaven.client.rank import RankClient
 from kvhaven.client.scheduler import NOT_COUNTED, Asking, LeasedChunks, Outcome, SchedulerClient
-from kvhaven.keys import namespace_digest
+from kvhaven.config import Settings
+from kvhaven.engine.lookups import Lookups
+from kvhaven.engine.part_lookups import PartLookups
+from kvhaven.engine.parts import FULL, KvPart
+from kvhaven.engine.request_state import RequestState
+from kvhaven.engine.requests import EVERYTHING, KnownExtras, Request
+from kvhaven.keys import Extras, namespace_digest
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import Checksum, ChunkKey, Shard, ShardId
 
@@ -31,6 +39,11 @@ _CHUNKS = 512
 _PAYLOAD = 4096
 _CHUNK_TOKENS = 256
 _REPETITIONS = 2000
+_PARTS = (
+    KvPart(FULL, (0,), 16),
+    KvPart("window:128", (1,), 16, 127),
+    KvPart("window:1024", (2,), 16, 1023),
+)
 _PAUSE_S = 0.001
 _WAIT_S = 5.0
 _START_S = 30.0
@@ -47,6 +60,8 @@ def measure(say: Callable[[str], None]) -> list[Result]:
         ):
             keys = save_chunks(rank, "measured", _CHUNKS)
             await_resident(scheduler, keys)
+            in_parts = _acquire_parts(str(service.socket))
+            say(f"three parts: {_spread(in_parts)}")
             alone = acquire_all(scheduler, keys)
             say(f"alone: {_spread(alone)}")
             context = multiprocessing.get_context("spawn")
@@ -65,6 +80,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
     return [
         at_most("acquire.p50", percentile(alone, 50), "ms", 1.0, len(alone), what),
         at_most("acquire.p99", percentile(alone, 99), "ms", 5.0, len(alone), what),
+        at_most("acquire.parts", percentile(in_parts, 50), "ms", 1.0, len(in_parts), what),
         plain("acquire.loaded.p50", percentile(loaded, 50), "ms", len(loaded)),
         plain("acquire.loaded.p99", percentile(loaded, 99), "ms", len(loaded)),
     ]
@@ -115,6 +131,37 @@ def acquire_all(
     return times
 
 
+def _acquire_parts(address: str) -> list[float]:
+    """Return the duration of each lookup of an engine with several parts, in milliseconds."""
+    with ExitStack() as stack:
+        engines = [stack.enter_context(engine(address, part.name)) for part in _PARTS]
+        clients = [scheduler for _, scheduler in engines]
+        settings = Settings(step_budget_ms=1000)
+        first = Lookups(settings, clients[0], asynchronous=True, shared=True)
+        lookups = PartLookups(settings, _PARTS, clients, first)
+        tokens = list(range(_CHUNKS * _CHUNK_TOKENS + 1))
+        roots = [client.namespace for client in clients]
+        state = RequestState(Request("r", tokens, len(tokens)), roots[0], _CHUNK_TOKENS, roots[1:])
+        state.wanted = EVERYTHING
+        state.key(KnownExtras(Extras()))
+        state.extend_keys(len(tokens))
+        for (rank, scheduler), chain in zip(engines, state.chains, strict=True):
+            save_keys(rank, chain.keys)
+            await_resident(scheduler, chain.keys)
+        times = []
+        for _ in range(_REPETITIONS):
+            lookups.new_step()
+            began = time.perf_counter()
+            while (lease := lookups.lease(state)) is Outcome.PENDING:
+                lookups.new_step()
+            times.append((time.perf_counter() - began) * 1e3)
+            if not isinstance(lease, LeasedChunks) or len(lease.extents) != _CHUNKS:
+                raise ProcessError(f"the service leased {lease}; expected {_CHUNKS} chunks")
+            lookups.drop(state)
+            time.sleep(_PAUSE_S)
+    return times
+
+
 def _load(address: str, begun: Any, stop: Any) -> None:
     """Run a busy engine until `stop` is set; `begun` and `stop` are multiprocessing events."""
     with engine(address, "load") as (rank, scheduler):
@@ -158,13 +205,18 @@ def save_chunks(rank: RankClient, name: str, count: int) -> list[ChunkKey]:
     keys = [
         ChunkKey(hashlib.sha256(f"{name} {number}".encode()).digest()) for number in range(count)
     ]
+    save_keys(rank, keys)
+    return keys
+
+
+def save_keys(rank: RankClient, keys: Sequence[ChunkKey]) -> None:
+    """Commit chunks of zeros with these keys."""
     reservation = rank.reserve(None, keys, 1)
     if reservation is None:
         raise ProcessError("the service did not accept a reservation")
     grants = rank.grants(reservation, time.monotonic() + _WAIT_S)
     checksum = Checksum(xxhash.xxh3_128_digest(bytes(_PAYLOAD)))
     rank.commit([(grant, [checksum]) for grant in grants if grant is not None])
-    return keys
 
 
 def percentile(times: list[float], percent: int) -> float:

@@ -3,12 +3,20 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from kvhaven.devices.plan import bytes_at
-from kvhaven.layouts import PagedLayout, PortableLayout, describe_kv_caches, head_geometry
+from kvhaven.integrations.vllm.portable import portable_layout
+from kvhaven.layouts import (
+    HeadGeometry,
+    PagedLayout,
+    PortableLayout,
+    describe_kv_caches,
+    head_geometry,
+)
 
 ORDERS = {
     "LBHNC": (0, 1, 2, 3, 4),
@@ -247,6 +255,25 @@ def described(
         head_dims=head_dims,
     )
     return paged, PortableLayout(paged, geometry)
+
+
+def grouped(layout: PortableLayout, groups: Sequence[Sequence[int]]) -> PortableLayout:
+    """Return the layout of KV groups that share the memory of one group's layers.
+
+    `groups` are the layers of each by their numbers in the model, in the order of the memory.
+    """
+    geometry = layout.geometry
+    renamed = [
+        HeadGeometry(
+            tuple(
+                tuple(replace(plane, layer=f"layers.{number}") for plane in planes)
+                for number, planes in zip(numbers, geometry.layers, strict=False)
+            ),
+            geometry.kernel_blocks,
+        )
+        for numbers in groups
+    ]
+    return portable_layout(layout.paged, renamed)
 
 
 def contents(caches: Caches, blocks: Sequence[int]) -> list[list[torch.Tensor]]:

@@ -17,7 +17,8 @@ import torch
 from kvhaven.devices.base import SKIP
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.plan import bytes_at
-from kvhaven.layouts import Layout, head_shards
+from kvhaven.devices.selftest import scratch_bytes, self_test
+from kvhaven.layouts import Layout, PortableLayout, head_shards
 from tests.devices import SIMULATED, WORDS, Opened, opened
 from tests.layouts import (
     KINDS,
@@ -27,12 +28,15 @@ from tests.layouts import (
     contents,
     described,
     engine,
+    grouped,
     reference_shards,
 )
 
 BLOCKS: Final = [3, 1, 2]
 HEADS: Final = 4
 CHUNK: Final = 256
+GROUPS: Final = ((4, 1), (0, 3), (2,))
+"""The layers of KV groups by their numbers in the model."""
 PAIRS: Final = 3
 """Random pairs of engines for each pair of devices."""
 
@@ -101,6 +105,43 @@ def test_a_device_copies_as_the_cpu_does(word: str, kind: str, kv_format: str) -
             origin = moved.get(block, block)
             expected = was[origin * tokens : (origin + 1) * tokens]
             assert torch.equal(now[block * tokens : (block + 1) * tokens], expected)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("word", [word for word in WORDS if not word.startswith("cpu")])
+def test_a_device_copies_groups_that_share_memory_as_the_cpu_does(word: str, kind: str) -> None:
+    """Three groups of 5 layers; the last one has no layer in the second tensor."""
+    rank = engine(kind, Sizes(layers=2, blocks=9, tokens=16, heads=2, head_dim=8))
+    reference = grouped(rank.portable, GROUPS)
+    chunks, targets = [[3, 1, 7, 2, 0, 5]], [[8, SKIP, 4, 6, 1, 3]]
+    size = reference.payload_bytes(6)
+    wanted, got = (ctypes.create_string_buffer(size) for _ in range(2))
+    sums = CpuDevice().store(reference, chunks, [ctypes.addressof(wanted)]).checksums
+    with opened(word, seed=len(kind)) as found:
+        there = OnDevice(rank, found)
+        portable = there.layouts["portable"]
+        assert isinstance(portable, PortableLayout)
+        layout = grouped(portable, GROUPS)
+        job = found.device.store(layout, chunks, [ctypes.addressof(got)])
+        assert job.wait(30)
+        assert job.error == ""
+        assert list(job.checksums) == list(sums)
+        assert got.raw == wanted.raw
+        before = contents(rank.caches, range(9))
+        job = found.device.load(layout, targets, [ctypes.addressof(got)])
+        assert job.wait(30)
+        assert job.error == ""
+        there.pull()
+        self_test(found.device, layout, memoryview(bytearray(scratch_bytes(layout))))
+    after = contents(rank.caches, range(9))
+    for slot, (was_p, now_p) in enumerate(zip(before, after, strict=True)):
+        moved = {8: 3, 4: 7, 6: 2, 1: 0, 3: 5}
+        written_nowhere = {1, 3} if slot else set()  # the last group's, in the second tensor
+        for was, now in zip(was_p, now_p, strict=True):
+            for block in set(range(9)) - written_nowhere:
+                origin = moved.get(block, block)
+                expected = was[origin * 16 : (origin + 1) * 16]
+                assert torch.equal(now[block * 16 : (block + 1) * 16], expected), block
 
 
 @pytest.mark.parametrize("kv_format", ["paged", "portable"])

@@ -285,7 +285,7 @@ def test_a_portable_layout_says_what_it_is(rank: Engine) -> None:
         (sizes.heads - 1) * layout.shard_stride(3) + layout.shard_bytes(3)
     )
     assert layout.shards == layout.heads == sizes.heads
-    assert layout.geometry_fields(layers=28, heads=8) == {
+    assert layout.geometry_fields(layers="28", heads=8) == {
         "kv_planes": "latent" if rank.kind.latent else "K,V",
         "kv_layers": "28",
         "kv_heads": "8",

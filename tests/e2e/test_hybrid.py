@@ -95,9 +95,9 @@ def assert_equal(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, A
         assert max(abs(a - b) for a, b in pairs) < TOLERANCE
 
 
-def whole(prompt: Sequence[int]) -> int:
+def whole(prompt: Sequence[int], chunk: int = CHUNK) -> int:
     """Return the tokens of a hit on all of a prompt's chunks, which ends before the last token."""
-    return (len(prompt) - 1) // CHUNK * CHUNK
+    return (len(prompt) - 1) // chunk * chunk
 
 
 def settings(short_dir: Path, tmp_path: Path) -> dict[str, Any]:
@@ -148,3 +148,17 @@ def test_hits_give_what_a_cold_engine_gives(
         together = started.generate(asked, max_tokens=OUTPUT)
         assert_equal(together, expected)
         assert max(one["cached"] for one in together) >= whole(asked[3])
+
+
+def test_ranks_that_share_the_heads_hit_what_they_saved(
+    hybrid: Path, control: Any, asked: list[list[int]], tmp_path: Path, short_dir: Path
+) -> None:
+    chosen = asked[3:5]
+    options = OPTIONS | {"in_process": False, "tensor_parallel_size": 2}
+    log = tmp_path / "engine.log"
+    with engine(hybrid, log, settings(short_dir, tmp_path), **options) as started:
+        assert_equal(answers(started, chosen), control(chosen))
+        started.ask("reset")
+        warm = answers(started, chosen)
+        assert_equal(warm, control(chosen))
+        assert [one["cached"] for one in warm] == [whole(prompt) for prompt in chosen]

@@ -48,6 +48,10 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 4, "layer_types": _ALTERNATING * 2, "sliding_window": 32,
         "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 2048,
     }),
+    "gpt-oss-uneven": ("GptOss", _COMMON | {
+        "num_hidden_layers": 4, "layer_types": _ALTERNATING * 2, "sliding_window": 100,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 2048,
+    }),
     "llama4-hybrid": ("Llama4Text", _COMMON | {
         "num_hidden_layers": 4, "attention_chunk_size": 192, "intermediate_size_mlp": 128,
         "num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,

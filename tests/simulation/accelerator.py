@@ -7,7 +7,7 @@ step is taken.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -231,11 +231,11 @@ def make_pages(torch_type: str, layers: int, blocks: int, block_size: int) -> li
     return [noise(blocks, 1, block_size, 16) for _ in range(layers)]
 
 
-def attention_layers(kind: str, layers: int) -> dict[str, Any]:
+def attention_layers(kind: str, layers: Iterable[str]) -> dict[str, Any]:
     """Return what vLLM keeps of attention layers, for the connector to ask for their backend."""
     backend = type(BACKENDS[kind], (), {})
     layer = SimpleNamespace(get_attn_backend=lambda: backend)
-    return {f"layer.{index}": layer for index in range(layers)}
+    return dict.fromkeys(layers, layer)
 
 
 def _as_words(pages: Pages) -> list[torch.Tensor]:

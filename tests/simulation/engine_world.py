@@ -49,7 +49,7 @@ from tests.simulation.accelerator import (
 )
 from tests.simulation.connector_kit import wait_until
 from tests.simulation.engine_device import LateDevice
-from tests.simulation.engine_hybrid import HybridRunner, in_groups
+from tests.simulation.engine_hybrid import ALTERNATING, Grouping, HybridRunner
 from tests.simulation.engine_model import Model, Runner, StepResult
 from tests.simulation.uncomputed import UncomputedBlocks
 from tests.simulators.simulation import Simulation as Simulated
@@ -105,6 +105,24 @@ class Setup:
     """Tokens of the sliding window of two further KV groups; 0: there is one group, without."""
     local: bool = False
     """Whether they have chunked local attention instead, with chunks of `window` tokens."""
+    grouping: Grouping = ALTERNATING
+    """The KV groups, if there is a window."""
+    block: int = BLOCK
+    """Tokens in a block."""
+    heads: int = 0
+    """KV heads of the model, of which each rank has its share, or one; 0: one for each rank."""
+
+    @property
+    def rank_heads(self) -> int:
+        """KV heads of a rank."""
+        return max(1, self.heads // self.world)
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of all layers."""
+        if self.window:
+            return [name for group in self.grouping.groups for name in group.names]
+        return [f"layer.{index}" for index in range(LAYERS)]
 
 
 def model_folder(folder: Path, heads: int = 2) -> Path:
@@ -115,18 +133,24 @@ def model_folder(folder: Path, heads: int = 2) -> Path:
     return folder
 
 
+def _model_folder_of(folder: Path, setup: Setup) -> Path:
+    heads = setup.heads or setup.world
+    return model_folder(folder / f"model{heads}", heads)
+
+
 def make_config(folder: Path, setup: Setup, **more: Any) -> VllmConfig:
     """Return the configuration of an engine."""
     register()
     config = VllmConfig(
         model_config=ModelConfig(
-            # A rank has one KV head.
-            model=str(model_folder(folder / f"model{setup.world}", setup.world)),
+            model=str(_model_folder_of(folder, setup)),
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=MODEL_LENGTH,
         ),
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=setup.prefix_caching),
+        cache_config=CacheConfig(
+            block_size=setup.block, enable_prefix_caching=setup.prefix_caching
+        ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=setup.sequences,
             max_num_batched_tokens=setup.budget,
@@ -181,31 +205,29 @@ def _transfer_config(setup: Setup) -> KVTransferConfig:
 def make_kv_cache_config(setup: Setup) -> KVCacheConfig:
     """Return the description of the KV caches: one group of full attention.
 
-    With a window, it is the last of three groups, and the layers of all share their memory.
+    With a window, there are those of the grouping, and the layers of all share their memory.
     """
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
-    names = [f"layer.{index}" for index in range(LAYERS)]
+    common: dict[str, Any] = {
+        "block_size": setup.block,
+        "num_kv_heads": setup.rank_heads,
+        "head_size": 8,
+        "dtype": torch.bfloat16,
+    }
+    spec = FullAttentionSpec(**common)
+    groups = [KVCacheGroupSpec(setup.layers, spec)]
     if setup.window:
         size = "attention_chunk_size" if setup.local else "sliding_window"
         kind: Any = ChunkedLocalAttentionSpec if setup.local else SlidingWindowSpec
-        window = kind(
-            block_size=BLOCK,
-            num_kv_heads=1,
-            head_size=8,
-            dtype=torch.bfloat16,
-            **{size: setup.window},
-        )
+        window = kind(**common, **{size: setup.window})
         groups = [
-            KVCacheGroupSpec([f"{name}.window{group}" for name in names], window)
-            for group in range(2)
+            KVCacheGroupSpec(group.names, window if group.window else spec)
+            for group in setup.grouping.groups
         ]
-        groups.append(KVCacheGroupSpec(names, spec))
-        return KVCacheConfig(setup.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-    return KVCacheConfig(
-        num_blocks=setup.blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-    )
+    return KVCacheConfig(num_blocks=setup.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randint(-100, 100, shape, dtype=torch.int16).view(torch.bfloat16)
 
 
 def _ours(connector: Any) -> list[Any]:
@@ -233,11 +255,11 @@ class Engine:
         if simulation is not None:
             self.config.device_config.device_type = simulation.torch_type
         if simulation is not None or setup.format == "portable":
-            known = attention_layers(simulation.kind if simulation else "cuda", LAYERS)
+            known = attention_layers(simulation.kind if simulation else "cuda", setup.layers)
             self.config.compilation_config.static_forward_context = known
         kv_cache_config = make_kv_cache_config(setup)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(setup.block, sha256)
         self.devices: list[Any] = [self._make_device(rank) for rank in range(setup.world)]
         self.runners = [
             self._make_runner(rank, kv_cache_config, monkeypatch) for rank in range(setup.world)
@@ -247,11 +269,11 @@ class Engine:
             self.config,
             kv_cache_config,
             StructuredOutputManager(self.config),
-            block_size=BLOCK,
+            block_size=setup.block,
             log_stats=True,
         )
         self.connector = self.scheduler.connector
-        self.uncomputed = UncomputedBlocks(self.scheduler, BLOCK)
+        self.uncomputed = UncomputedBlocks(self.scheduler, setup.block)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.world)
         self._depth = 2 if setup.asynchronous_scheduling else 1
         self._queue: deque[tuple[Any, list[StepResult]]] = deque()
@@ -391,15 +413,12 @@ class Engine:
             return AcceleratorRunner(
                 connector, device, self.model, pages, BLOCK, rank, self._choice
             )
-        tensors = {
-            f"layer.{index}": torch.randint(
-                -100, 100, (self.setup.blocks, 1, BLOCK, 16), dtype=torch.int16
-            ).view(torch.bfloat16)
-            for index in range(LAYERS)
-        }
-        if self.setup.window:
-            shared = list(tensors.values())
-            connector.register_kv_caches(in_groups(shared))
+        setup = self.setup
+        shape = (setup.blocks, setup.rank_heads, setup.block, 16)
+        if setup.window:
+            grouping = setup.grouping
+            shared = [_noise(*shape) for _ in range(grouping.tensors)]
+            connector.register_kv_caches(grouping.named(shared))
             return HybridRunner(
                 connector,
                 device,
@@ -407,9 +426,12 @@ class Engine:
                 shared,
                 rank,
                 self._choice,
-                self.setup.window,
-                local=self.setup.local,
+                setup.window,
+                grouping,
+                rank * (setup.heads or setup.world) // setup.world,
+                local=setup.local,
             )
+        tensors = {layer: _noise(*shape) for layer in setup.layers}
         connector.register_kv_caches(tensors)
         return Runner(connector, device, self.model, list(tensors.values()), rank, self._choice)
 

@@ -20,8 +20,10 @@ from kvhaven.engine.parts import KvPart
 from kvhaven.engine.request_state import RequestState
 from kvhaven.engine.save_planner import SavePlanner
 from kvhaven.engine.worker import WorkerSide
+from kvhaven.integrations.vllm import parts
 from kvhaven.integrations.vllm.parts import REPORTS_FAILED_REQUESTS
 from tests.simulation.engine_device import LateDevice
+from tests.simulation.engine_hybrid import ALTERNATING, MIXED, WIDE
 from tests.simulation.engine_simulation import Simulation
 from tests.simulation.engine_world import PATIENT, Setup
 from tests.simulation.node import Node, running_node
@@ -62,6 +64,8 @@ def hybrid_setup(choice: random.Random, node: Node, **more: Any) -> Setup:
         "long_prefill": choice.choice((0, 8, 16)),
         "window": choice.choice((5, 9, 16, 17, 30, 50)),
         "local": False,
+        "grouping": choice.choice((ALTERNATING, ALTERNATING, MIXED, WIDE)),
+        "format": choice.choice(("paged", "portable")),
         "service_address": node.address,
         "settings": (*PATIENT, ("window_every", choice.choice((0, 32, 64)))),
     }
@@ -81,6 +85,7 @@ def simulate(
     setup = hybrid_setup(random.Random(seed), node, **more)
     try:
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parts, "PORTABLE_GRAIN", random.Random(seed).choice((4, 8, 128)))
             run = Simulation(
                 seed, folder, [node], setup, patch, faults=faults, failing_loads=failing
             )
@@ -252,6 +257,7 @@ def test_a_breakage_is_seen(
     for seed in range(SEEDS):
         setup = hybrid_setup(random.Random(seed), small_node, **MUTATIONS[mutation])
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parts, "PORTABLE_GRAIN", 4)
             mutation(patch)
             run = Simulation(seed, short_dir, [small_node], setup, patch)
             try:

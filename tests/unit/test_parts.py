@@ -59,6 +59,18 @@ def test_what_is_stored_of_a_chunk_covers_what_its_ends_need(reach: int, end: in
         assert stored <= first
 
 
+@given(st.integers(0, 700), st.sampled_from((128, 256, 512)))
+def test_portable_windows_are_whole_blocks_of_any_engine(reach: int, chunk: int) -> None:
+    """The same tokens for all engines whose blocks divide the grain, and no part of a block."""
+    sizes = (16, 32, 64, 128)
+    parts = [KvPart("window", (0,), size, reach, grain=128) for size in sizes]
+    (stored,) = {part.stored_tokens(chunk) for part in parts}
+    assert min(reach, chunk) <= stored <= chunk
+    assert all(stored == part.stored_blocks(chunk) * part.block_size for part in parts)
+    large = KvPart("window", (0,), 256, reach, grain=128)
+    assert large.stored_tokens(512) % 256 == 0
+
+
 def test_the_blocks_of_groups_follow_each_other_in_each_chunk() -> None:
     assert block_lists([[(1, 2), (3, 4)]]) == [(1, 2), (3, 4)]
     assert block_lists([[(1, 2), (3, 4)], [(5, 6), (7, 8)]]) == [(1, 2, 5, 6), (3, 4, 7, 8)]

@@ -357,9 +357,10 @@ class Catalog:
         elsewhere = 2 if any(index.online for index in self._tiers.shared.values()) else 0
         if part is None:
             return bytes([elsewhere]) * len(keys)
-        has, source = self._leases.loans.has, self._tiers.source
+        resident, source = self._leases.loans.which(part, keys), self._tiers.source
         return bytes(
-            1 if has(part, key) or source(key, part) is not None else elsewhere for key in keys
+            1 if has or source(key, part) is not None else elsewhere
+            for key, has in zip(keys, resident, strict=True)
         )
 
     def push(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loans: chunks in the arena that this service itself is sending to another node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -45,6 +45,18 @@ class Loans:
     def has(self, part: NamespaceState, key: ChunkKey) -> bool:
         """Return whether a chunk could be lent, apart from the limit."""
         return self._find(part, key) is not None
+
+    def which(self, part: NamespaceState, keys: Iterable[ChunkKey]) -> Iterator[bool]:
+        """Yield for each chunk what `has` says, in less time."""
+        find, holding = self._space.find, self._space.place.find(part)
+        for key in keys:
+            entry = find(key)
+            yield (
+                entry is not None
+                and entry.holding is holding
+                and entry.state is State.RESIDENT
+                and not entry.corrupt
+            )
 
     def retain_tail(self, part: NamespaceState, key: ChunkKey) -> int:
         """Retain a tail until all of it was lent; see `Catalog.retain_tail`."""

@@ -141,18 +141,22 @@ class _HeadCopier:
 
     Both are strided arrays of the same dimensions. Native code copies some layers of all blocks
     with one call (`native`); without it, numpy copies one block per assignment. Neither holds the
-    GIL. Of a tail's last block, only the tail's tokens are copied.
+    GIL. Of a tail's last block, only the tail's tokens are copied. The layers of each KV group are
+    copied from and to the group's own blocks.
     """
 
     def __init__(self, layout: PortableLayout) -> None:
         self._layout = replace(layout)
         self._layers = len(layout.geometry.layers)
-        self._stacks = _stacks(layout.geometry.layers)
+        groups = layout.layer_groups or (0,) * self._layers
+        self._stacks = [
+            _stacks([at for at, own in enumerate(groups) if own == group], layout.geometry.layers)
+            for group in range(layout.groups)
+        ]
 
     def store(self, blocks: Sequence[int], target: int) -> list[Checksum]:
         """Copy one chunk to host memory and return the checksum of each head's shard."""
         layout = self._layout
-        ids = kernel_blocks(blocks, layout.geometry.kernel_blocks)
         stride = layout.shard_stride(len(blocks))
         shards = [target + head * stride for head in range(layout.shards)]
         layer_bytes = layout.shard_bytes(len(blocks)) // self._layers
@@ -160,10 +164,11 @@ class _HeadCopier:
         step = max(1, HASH_BYTES // layer_bytes)
         for first in range(0, self._layers, step):
             last = min(first + step, self._layers)
-            for run in self._runs(len(ids)):
-                moves = [(ids[run.first + at], at) for at in range(run.blocks)]
-                for pairs in self._arrays(run, len(blocks), target, first, last):
-                    _copy(pairs, moves)
+            for group, ids in enumerate(self._ids(blocks)):
+                for run in self._runs(len(ids)):
+                    moves = [(ids[run.first + at], at) for at in range(run.blocks)]
+                    for pairs in self._arrays(group, run, len(blocks), target, first, last):
+                        _copy(pairs, moves)
             for shard, digest in zip(shards, digests, strict=True):
                 start = shard + first * layer_bytes
                 digest.update(bytes_at(start, (last - first) * layer_bytes).data)
@@ -171,12 +176,18 @@ class _HeadCopier:
 
     def load(self, blocks: Sequence[int], source: int) -> None:
         """Copy one chunk's blocks to the KV tensors, except those with the id `SKIP`."""
+        for group, ids in enumerate(self._ids(blocks)):
+            for run in self._runs(len(ids)):
+                there = [(at, ids[run.first + at]) for at in range(run.blocks)]
+                moves = [(at, block) for at, block in there if block != SKIP]
+                for pairs in self._arrays(group, run, len(blocks), source, 0, self._layers):
+                    _copy([(host, kv) for kv, host in pairs], moves)
+
+    def _ids(self, blocks: Sequence[int]) -> list[list[int]]:
+        """Return the kernel blocks of each group."""
         ids = kernel_blocks(blocks, self._layout.geometry.kernel_blocks)
-        for run in self._runs(len(ids)):
-            there = [(at, ids[run.first + at]) for at in range(run.blocks)]
-            moves = [(at, block) for at, block in there if block != SKIP]
-            for pairs in self._arrays(run, len(blocks), source, 0, self._layers):
-                _copy([(host, kv) for kv, host in pairs], moves)
+        per_group = len(ids) // self._layout.groups
+        return [ids[at : at + per_group] for at in range(0, len(ids), per_group)]
 
     def _runs(self, blocks: int) -> list["_Run"]:
         """Return the kernel blocks of a chunk in runs, of which equally many tokens are copied."""
@@ -188,40 +199,41 @@ class _HeadCopier:
         return [run for run in runs if run.blocks and run.tokens]
 
     def _arrays(
-        self, run: "_Run", blocks: int, host: int, first: int, last: int
+        self, group: int, run: "_Run", blocks: int, host: int, first: int, last: int
     ) -> Iterable[list[tuple[_Array, _Array]]]:
         """Return KV and host memory of a run in some layers, in lists of pairs with equal layers.
 
+        The layers are those of a group among the shard's layers `first` to `last`.
         The first index of the KV is the block's id, that of the host memory its position in the
         run.
         """
         found: dict[tuple[int, int], list[tuple[_Array, _Array]]] = {}
         layout, geometry = self._layout, self._layout.geometry
         size = geometry.kernel_block_size
-        tokens = layout.tail or blocks * geometry.kernel_blocks * size
+        tokens = layout.tail or blocks * layout.block_size // layout.groups
         layer_bytes = layout.shard_bytes(blocks) // self._layers
-        for stack in self._stacks:
-            low, high = max(first, stack.first), min(last, stack.first + stack.kv.shape[2])
-            if low >= high:
+        for stack in self._stacks[group]:
+            own = stack.layers_in(first, last)
+            if not own:
                 continue
-            row = stack.row_bytes
+            row, low = stack.row_bytes, stack.first + own.start * stack.step
             start = host + low * layer_bytes + stack.before * tokens + run.first * size * row
             _, _, _, planes, _, items = stack.kv.shape
             host_phlctd = array_at(
                 start,
                 stack.kv.dtype.str,
-                (run.blocks, layout.heads, high - low, planes, run.tokens, items),
+                (run.blocks, layout.heads, len(own), planes, run.tokens, items),
                 (
                     size * row,
                     layout.shard_stride(blocks),
-                    layer_bytes,
+                    stack.step * layer_bytes,
                     tokens * row,
                     row,
                     stack.kv.itemsize,
                 ),
             )
-            kv = stack.kv[:, :, low - stack.first : high - stack.first, :, : run.tokens]
-            found.setdefault((low, high), []).append((kv, host_phlctd))
+            kv = stack.kv[:, :, own.start : own.stop, :, : run.tokens]
+            found.setdefault((low, len(own)), []).append((kv, host_phlctd))
         return found.values()
 
 
@@ -247,7 +259,9 @@ class _Stack(NamedTuple):
     """Layers and planes at equal distances and with equal strides: one array."""
 
     first: int
-    """Index of the first layer."""
+    """Index of the first layer in a shard."""
+    step: int
+    """From the index of a layer in a shard to that of the next."""
     before: int
     """Bytes of a head and token in a layer's shard that precede these planes."""
     row_bytes: int
@@ -255,44 +269,54 @@ class _Stack(NamedTuple):
     kv: _Array
     """`[kernel block, head, layer, plane, token, items of a row]`."""
 
+    def layers_in(self, first: int, last: int) -> range:
+        """Return which of its layers are among the layers `first` to `last` of a shard."""
+        low, high = (max(0, -(-(at - self.first) // self.step)) for at in (first, last))
+        return range(low, min(high, self.kv.shape[2]))
 
-def _stacks(layers: Sequence[Sequence[Plane]]) -> list[_Stack]:
-    """Return all layers and planes in as few stacks as possible.
 
-    A single one if the engine has one allocation and K lies like V.
+def _stacks(indices: Sequence[int], layers: Sequence[Sequence[Plane]]) -> list[_Stack]:
+    """Return some layers, with all planes, in as few stacks as possible.
+
+    A single one if the engine has one allocation and K lies like V. `indices` are those of the
+    layers in a shard.
     """
-    alike = len({(plane.head_dim, plane.strides) for layer in layers for plane in layer}) == 1
+    chosen = [layers[index] for index in indices]
+    alike = len({(plane.head_dim, plane.strides) for layer in chosen for plane in layer}) == 1
     if alike:
-        return _stacks_of(layers, 0)
+        return _stacks_of(indices, chosen, 0)
     found, before = [], 0
-    for index, plane in enumerate(layers[0]):
-        found += _stacks_of([[layer[index]] for layer in layers], before)
+    for number, plane in enumerate(layers[0]):
+        found += _stacks_of(indices, [[layer[number]] for layer in chosen], before)
         before += plane.head_dim * plane.item_bytes
     return found
 
 
-def _stacks_of(layers: Sequence[Sequence[Plane]], before: int) -> list[_Stack]:
+def _stacks_of(
+    indices: Sequence[int], layers: Sequence[Sequence[Plane]], before: int
+) -> list[_Stack]:
     stacks, first = [], 0
     while first < len(layers):
         end = first + 1
-        while end < len(layers) and _goes_on(layers[first : end + 1]):
+        while end < len(layers) and _goes_on(indices[first : end + 1], layers[first : end + 1]):
             end += 1
-        stacks.append(_stack(layers[first:end], first, before))
+        stacks.append(_stack(indices[first:end], layers[first:end], before))
         first = end
     return stacks
 
 
-def _goes_on(layers: Sequence[Sequence[Plane]]) -> bool:
+def _goes_on(indices: Sequence[int], layers: Sequence[Sequence[Plane]]) -> bool:
     """Return whether the last layer follows its predecessor as the second follows the first."""
     steps = [
         [after.pointer - plane.pointer for plane, after in zip(one, other, strict=True)]
         for one, other in (layers[:2], layers[-2:])
     ]
     same = all(plane.strides == layers[0][0].strides for plane in layers[-1])
+    same &= indices[1] - indices[0] == indices[-1] - indices[-2]
     return same and len(set(map(tuple, steps))) == 1 and len(set(steps[0])) == 1
 
 
-def _stack(layers: Sequence[Sequence[Plane]], first: int, before: int) -> _Stack:
+def _stack(indices: Sequence[int], layers: Sequence[Sequence[Plane]], before: int) -> _Stack:
     planes = layers[0]
     plane, item = planes[0], planes[0].item_bytes
     block, head, token, element = plane.strides
@@ -314,7 +338,8 @@ def _stack(layers: Sequence[Sequence[Plane]], first: int, before: int) -> _Stack
             stride,
         ),
     )
-    return _Stack(first, before, row_bytes, kv)
+    step = indices[1] - indices[0] if len(indices) > 1 else 1
+    return _Stack(indices[0], step, before, row_bytes, kv)
 
 
 def array_at(address: int, items: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Array:

@@ -105,6 +105,11 @@ def check_copy(
                 f"copy: a tail of {layout.tail} tokens in {chunks.counts.tolist()} blocks; "
                 f"expected {needed}"
             )
+    if isinstance(layout, PortableLayout) and (chunks.counts % layout.groups).any():
+        raise LayoutError(
+            f"copy: chunks of {chunks.counts.tolist()} blocks, for {layout.groups} KV groups; "
+            "expected equally many of each group"
+        )
     if not chunks.counts.all():
         raise LayoutError("copy: a chunk without blocks; expected at least one block a chunk")
     if len(chunks):

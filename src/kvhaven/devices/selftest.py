@@ -26,6 +26,8 @@ class _Window(NamedTuple):
     name: str
     view: torch.Tensor
     """The first dimension is the engine's blocks."""
+    group: int = 0
+    """The number of its KV group."""
 
 
 class _Piece(NamedTuple):
@@ -46,9 +48,9 @@ def self_test(device: Device, layout: Layout, scratch: memoryview) -> None:
     caches meanwhile: call it when they are registered, before the first request.
 
     `scratch` is writable host memory of the kind that copies will use, such as a part of the arena,
-    of at least `layout.payload_bytes(2)` bytes. Raises `LayoutError` that names the first mismatch.
+    of at least `scratch_bytes(layout)` bytes. Raises `LayoutError` that names the first mismatch.
     """
-    blocks = sorted({layout.num_blocks // 2, layout.num_blocks - 1})
+    blocks = _some_blocks(layout)
     needed = layout.payload_bytes(len(blocks))
     if scratch.nbytes < needed:
         raise LayoutError(f"the self-test needs {needed} bytes of scratch, got {scratch.nbytes}")
@@ -85,6 +87,27 @@ def self_test(device: Device, layout: Layout, scratch: memoryview) -> None:
         device.synchronize()
 
 
+def scratch_bytes(layout: Layout) -> int:
+    """Return the bytes of host memory that `self_test` needs."""
+    return layout.payload_bytes(len(_some_blocks(layout)))
+
+
+def _some_blocks(layout: Layout) -> list[int]:
+    """Return different blocks: up to two of each KV group, one group's after the other's.
+
+    Raises `LayoutError` if there are fewer blocks than groups.
+    """
+    groups, blocks = _groups(layout), layout.num_blocks
+    found = sorted({blocks * at // (2 * groups) for at in range(1, 2 * groups)} | {blocks - 1})
+    if len(found) < groups:
+        raise LayoutError(f"{blocks} blocks for {groups} KV groups; expected one each or more")
+    return found[: len(found) // groups * groups]
+
+
+def _groups(layout: Layout) -> int:
+    return layout.groups if isinstance(layout, PortableLayout) else 1
+
+
 def _round_trip(
     device: Device,
     layout: Layout,
@@ -94,11 +117,13 @@ def _round_trip(
 ) -> None:
     written = []
     random = torch.Generator().manual_seed(0)
-    for _, view in windows:
-        shape = (len(blocks), *view.shape[1:-1], view.shape[-1] * view.element_size())
+    per_group = len(blocks) // _groups(layout)
+    for _, view, group in windows:
+        own = blocks[group * per_group :][:per_group]
+        shape = (per_group, *view.shape[1:-1], view.shape[-1] * view.element_size())
         pattern = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
         written.append(pattern.view(view.dtype))
-        view[blocks] = written[-1].to(view.device)
+        view[own] = written[-1].to(view.device)
     job = device.store(layout, [blocks], [address])
     _wait(device, job, "store")
     places = shard_places(layout, [blocks], [address])
@@ -111,10 +136,11 @@ def _round_trip(
         window.view[blocks] = 0
     _wait(device, device.load(layout, [blocks], [address]), "load")
     for window, expected in zip(windows, written, strict=True):
-        if not torch.equal(expected, window.view[blocks].cpu()):
+        own = blocks[window.group * per_group :][:per_group]
+        if not torch.equal(expected, window.view[own].cpu()):
             raise LayoutError(
                 f"self-test on {device.name}: {window.name} differs after a store and a load of "
-                f"blocks {blocks} ({layout.description})"
+                f"blocks {own} ({layout.description})"
             )
 
 
@@ -145,9 +171,13 @@ def _compare(
 
 def _windows(layout: Layout) -> list[_Window]:
     if isinstance(layout, PortableLayout):
+        layers = layout.geometry.layers
+        groups = layout.layer_groups or (0,) * len(layers)
         return [
-            _Window(_name(plane), _by_block(layout, plane.view.view(_INTEGERS[plane.item_bytes])))
-            for planes in layout.geometry.layers
+            _Window(
+                _name(plane), _by_block(layout, plane.view.view(_INTEGERS[plane.item_bytes])), group
+            )
+            for planes, group in zip(layers, groups, strict=True)
             for plane in planes
         ]
     assert isinstance(layout, PagedLayout)
@@ -173,11 +203,12 @@ def _pieces(
     written: Sequence[torch.Tensor],
 ) -> Iterator[_Piece]:
     """Yield the expected content of a chunk's shards, each shard's pieces in order."""
-    for (name, view), pattern in zip(windows, written, strict=True):
+    per_group = len(blocks) // _groups(layout)
+    for (name, view, group), pattern in zip(windows, written, strict=True):
         # A portable pattern is [blocks, kernel blocks, heads, tokens, head_dim].
         order = page_order(view[:1])
         missing = [dim for dim in range(1, pattern.dim()) if dim not in order]
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(blocks[group * per_group :][:per_group]):
             if isinstance(layout, PortableLayout):
                 for head in range(layout.heads):
                     what = f"block {block}, head {head} of {name}"

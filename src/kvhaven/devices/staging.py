@@ -91,7 +91,7 @@ class Piece:
         size = paged_of(layout).payload_bytes(max(1, len(self._blocks)))
         self._buffer = pool.take(size)
         try:
-            if isinstance(layout, PortableLayout) and layout.tail:
+            if isinstance(layout, PortableLayout) and layout.padded:
                 # Whole blocks go to the device, and bytes left behind may be NaNs.
                 self._buffer[:size].zero_()
             self.layout = staged(layout, self._buffer, len(self._blocks))

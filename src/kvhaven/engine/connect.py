@@ -17,7 +17,7 @@ from kvhaven.config import Settings
 from kvhaven.devices.base import Device
 from kvhaven.devices.cpu import usable_cores
 from kvhaven.devices.detect import open_device
-from kvhaven.devices.selftest import self_test
+from kvhaven.devices.selftest import scratch_bytes, self_test
 from kvhaven.engine.adapters import Adapters
 from kvhaven.engine.loaded_model import LoadedModel
 from kvhaven.engine.requests import EVERYTHING, ExtrasSource, Permissions
@@ -267,7 +267,7 @@ def device_of(
 
 def test_device(device: Device, layout: Layout) -> None:
     """Write, read and compare bytes of the layout. Raises `LayoutError` if they differ."""
-    self_test(device, layout, memoryview(bytearray(layout.payload_bytes(2))))
+    self_test(device, layout, memoryview(bytearray(scratch_bytes(layout))))
 
 
 def require_chunk_size(chunk_size: int, block_size: int) -> None:

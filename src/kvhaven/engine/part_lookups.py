@@ -14,9 +14,9 @@ from kvhaven.engine.request_state import PartLoad, PartSearch, PendingLoad, Requ
 
 _MOST_ATTEMPTS: Final = 4
 """Maximum number of candidates that a lookup leases; chunks may be evicted meanwhile."""
-_KNOWN: Final = (1,)
-"""Places of chunks, see `protocol.Located`: in memory or in a tier, ..."""
-_ANYWHERE: Final = (1, 2)
+_KNOWN: Final = bytes([0, 1]) + bytes(254)
+"""Whether a place of chunks is wanted, see `protocol.Located`: in memory or in a tier, ..."""
+_ANYWHERE: Final = bytes([0, 1, 1]) + bytes(253)
 """... or perhaps in a shared tier."""
 
 
@@ -232,9 +232,9 @@ class PartLookups:
 
 
 def _presence(
-    places: bytes | Outcome, first: int, most: int, wanted: Sequence[int] = _ANYWHERE
+    places: bytes | Outcome, first: int, most: int, wanted: bytes = _ANYWHERE
 ) -> list[bool]:
     """Return for each chunk whether its place is wanted; those before `first` are not needed."""
-    found = [place in wanted for place in places] if isinstance(places, bytes) else []
+    found = list(map(bool, places.translate(wanted))) if isinstance(places, bytes) else []
     found = found[: most - first]
     return [True] * first + found + [False] * (most - first - len(found))

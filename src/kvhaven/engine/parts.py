@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a model's KV: groups of layers that need the same tokens of a prefix."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from kvhaven.types import align_up
 
 FULL: Final = "full"
 
@@ -17,6 +20,9 @@ class KvPart:
     or of the last `reach` ones: a sliding window of `reach + 1` tokens contains the next token.
     With chunked local attention, `local` is its chunk in tokens, and `reach` the most tokens that
     it can need: that much is looked up and saved, also where fewer would do.
+
+    If the window is within a chunk, a multiple of `grain` tokens is stored of it: the same for all
+    engines whose blocks divide `grain`. By default it is a block.
     """
 
     name: str
@@ -24,6 +30,7 @@ class KvPart:
     block_size: int
     reach: int | None = None
     local: int = 0
+    grain: int = 1
 
     def first_token(self, tokens: int) -> int:
         """Return the first token whose KV the engine keeps to continue after `tokens` tokens."""
@@ -47,15 +54,20 @@ class KvPart:
         assert self.reach is not None
         return range(chunk + 1, chunk + 1 + -(-self.reach // chunk_size))
 
-    def stored_blocks(self, chunk_size: int) -> int:
-        """Return the blocks of each group, at a chunk's end, that a stored chunk contains.
+    def stored_tokens(self, chunk_size: int) -> int:
+        """Return the tokens, at a chunk's end, that a stored chunk contains: whole blocks.
 
-        All of them, unless what is needed is always within one chunk.
+        All of them, unless what is needed is always within one chunk. Blocks are loaded whole,
+        since the engine may find them again for a request that continues elsewhere.
         """
-        blocks = chunk_size // self.block_size
         if self.reach is None:
-            return blocks
-        return max(1, min(blocks, -(-self.reach // self.block_size)))
+            return chunk_size
+        multiple = math.lcm(self.block_size, self.grain)
+        return min(chunk_size, align_up(max(1, self.reach), multiple))
+
+    def stored_blocks(self, chunk_size: int) -> int:
+        """Return the blocks of each group that `stored_tokens` are in."""
+        return self.stored_tokens(chunk_size) // self.block_size
 
 
 def one_part(block_sizes: Sequence[int]) -> tuple[KvPart, ...]:
@@ -98,6 +110,8 @@ def _first_missing(present: Sequence[bool], needed: range) -> int:
 
 def _last_missing(present: Sequence[bool], most: int) -> list[int]:
     """Return, for each number of chunks, the last of these that is missing; -1: none is."""
+    if all(present):
+        return [-1] * (most + 1)
     last = [-1]
     for chunk in range(most):
         last.append(last[-1] if present[chunk] else chunk)

@@ -21,6 +21,10 @@ class PortableLayout:
     A shard's payload is `[layer][K, V][token][head_dim]` for the tokens of the chunk in order (for
     MLA `[layer][token][latent]`), little-endian, in the engine's own element type. So it depends
     neither on the block size nor on the number of ranks that share the heads.
+
+    With several KV groups, whose layers may lie in the same memory, a chunk has equally many blocks
+    of each, one group's after the other's. The payload depends on the order of `geometry.layers`
+    alone, not on their groups.
     """
 
     paged: PagedLayout
@@ -29,6 +33,16 @@ class PortableLayout:
     """Tokens of a chunk if the chunks are tails, whose last block is not full; else 0."""
     tail_stride: int = 0
     """Bytes from one head's shard of a tail to the next."""
+    groups: int = 1
+    """The number of KV groups that a chunk has blocks of."""
+    layer_groups: tuple[int, ...] = ()
+    """The number of each layer's KV group; empty if there is one group."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether some bytes of a chunk's blocks belong to no token or layer of it."""
+        full = len(self.paged.caches) * self.groups
+        return bool(self.tail) or len(self.geometry.layers) < full
 
     @property
     def num_blocks(self) -> int:
@@ -58,11 +72,13 @@ class PortableLayout:
     @property
     def description(self) -> str:
         """The layout in words."""
-        return f"portable, {self.heads} heads, read from {self.paged.description}"
+        groups = f" of {self.groups} KV groups" if self.groups > 1 else ""
+        return f"portable, {self.heads} heads{groups}, read from {self.paged.description}"
 
     def shard_bytes(self, blocks: int) -> int:
         """Return the payload size in bytes of each head's shard of a chunk of `blocks` blocks."""
-        geometry, tokens = self.geometry, self.tail or self.block_size * blocks
+        geometry = self.geometry
+        tokens = self.tail or self.block_size * blocks // self.groups
         return len(geometry.layers) * geometry.token_bytes * tokens
 
     def shard_stride(self, blocks: int) -> int:
@@ -82,7 +98,7 @@ class PortableLayout:
         """Return the tokens of the tail: no others are stored."""
         return tokens
 
-    def geometry_fields(self, *, layers: int, heads: int) -> dict[str, str]:
+    def geometry_fields(self, *, layers: str, heads: int) -> dict[str, str]:
         """Return the namespace's fields of the geometry.
 
         KV is interchangeable only if they are equal. `layers` and `heads` are the whole model's.
@@ -90,7 +106,7 @@ class PortableLayout:
         geometry = self.geometry
         return {
             "kv_planes": ",".join(plane.name for plane in geometry.planes),
-            "kv_layers": str(layers),
+            "kv_layers": layers,
             "kv_heads": str(heads),
             "kv_head_dims": ",".join(map(str, geometry.head_dims)),
             "kv_dtype": geometry.dtype,
@@ -100,9 +116,11 @@ class PortableLayout:
     def pieces(self) -> Pieces:
         """One piece for a head's tokens of a block if they are dense, else one per token.
 
-        Raises `LayoutError` if the elements of a token are not adjacent (K on the CPU), and for
-        tails, of whose last block only some pieces are copied.
+        Raises `LayoutError` if the elements of a token are not adjacent (K on the CPU), for tails,
+        of whose last block only some pieces are copied, and for several KV groups.
         """
+        if self.groups > 1:
+            raise LayoutError(f"blocks of {self.groups} KV groups are not copied in equal pieces")
         if self.tail:
             raise LayoutError(f"a tail of {self.tail} tokens is not copied in pieces of blocks")
         geometry = self.geometry

@@ -42,7 +42,7 @@ _FOUND_EVERY: Final = 0.1
 """That interval, as a share of the time waited so far."""
 _PIECE: Final = 2048
 """Places of an answer that one piece of a job collects; takes 0.2 ms."""
-_LOCATED: Final = 256
+_LOCATED: Final = 1024
 """Chunks that one piece of a job looks for."""
 
 

@@ -354,6 +354,29 @@ def test_full_attention_with_windows_is_two_parts(tmp_path: Path) -> None:
     assert part_fields(kv_parts(caches(spec())), full) == {}, "the digests of other models stay"
 
 
+def test_unlike_engines_have_the_same_portable_parts() -> None:
+    """Other blocks and groups, and more tokens that are kept; but not another window."""
+
+    def fields(window: int, block: int, groups: int, extra: int = 0) -> list[dict[str, str]]:
+        full = dataclasses.replace(spec(), block_size=block)
+        of_window = dataclasses.replace(
+            spec(SlidingWindowSpec, sliding_window=window),
+            block_size=block,
+            extra_retained_tokens=extra,
+        )
+        parts = kv_parts(caches(*[of_window] * groups, full), portable=True)
+        return [part_fields(parts, part, portable_chunk=512) for part in parts]
+
+    alike = fields(100, 16, 5)
+    assert alike[0] == {"part": "full", "parts": "full, window:100", "kv_tokens": "512"}
+    assert alike[1] == alike[0] | {"part": "window:100", "kv_tokens": "128"}
+    assert alike == fields(100, 32, 1) == fields(100, 128, 5) == fields(100, 64, 2, extra=2)
+    assert fields(101, 16, 5) != alike
+    # Whole blocks are stored: one of 256 tokens, and 256 for a window that more is kept of.
+    assert fields(100, 256, 5)[1]["kv_tokens"] == "256"
+    assert fields(128, 16, 5, extra=2)[1]["kv_tokens"] == "256"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

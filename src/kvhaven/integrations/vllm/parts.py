@@ -21,6 +21,10 @@ FULL_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW_KIND = "SlidingWindowSpec"
 _LOCAL_KIND = "ChunkedLocalAttentionSpec"
 
+PORTABLE_GRAIN = 128
+"""Tokens to whose multiple a window within a chunk is stored in the portable format. Engines whose
+blocks divide it, which are nearly all, store the same."""
+
 _WHOLE = -1
 """In the place of a number of tokens: all of them."""
 
@@ -33,19 +37,26 @@ def kinds_of(spec: Any) -> set[str]:
     return {type(part).__name__ for part in _specs_of(spec)}
 
 
-def kv_parts(kv_cache: "KVCacheConfig") -> tuple[KvPart, ...]:
-    """Return the parts of an engine's KV, for an engine that is served; the first needs it all."""
+def kv_parts(kv_cache: "KVCacheConfig", *, portable: bool = False) -> tuple[KvPart, ...]:
+    """Return the parts of an engine's KV, for an engine that is served; the first needs it all.
+
+    In the portable format, a part has the same name and stores the same tokens in engines with
+    other blocks, and in those that keep more tokens than the window.
+    """
     groups: dict[tuple[int, int], list[int]] = {}
     for number, group in enumerate(kv_cache.kv_cache_groups):
         groups.setdefault(_needs_of(group.kv_cache_spec), []).append(number)
     parts = []
     for (reach, local), numbers in sorted(groups.items()):
-        block_size = kv_cache.kv_cache_groups[numbers[0]].kv_cache_spec.block_size
-        name = f"local:{local}" if local else f"window:{reach + 1}"
+        spec = kv_cache.kv_cache_groups[numbers[0]].kv_cache_spec
+        block_size = spec.block_size
+        window = reach + 1 - (_extra_tokens(spec) if portable else 0)
+        name = f"local:{local}" if local else f"window:{window}"
         if reach == _WHOLE:
             parts.append(KvPart(FULL, tuple(numbers), block_size))
         else:
-            parts.append(KvPart(name, tuple(numbers), block_size, reach, local))
+            grain = PORTABLE_GRAIN if portable else 1
+            parts.append(KvPart(name, tuple(numbers), block_size, reach, local, grain))
     return tuple(parts)
 
 
@@ -99,10 +110,20 @@ def require_supported_groups(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
         )
 
 
-def part_fields(parts: tuple[KvPart, ...], part: KvPart) -> dict[str, str]:
-    """Return the namespace fields of a part; none if it is the only one."""
+def part_fields(
+    parts: tuple[KvPart, ...], part: KvPart, *, portable_chunk: int = 0
+) -> dict[str, str]:
+    """Return the namespace fields of a part; none if it is the only one.
+
+    In the portable format, with chunks of `portable_chunk` tokens, they do not tell the KV groups,
+    which may differ between engines.
+    """
     if len(parts) == 1:
         return {}
+    if portable_chunk:
+        names = ", ".join(one.name for one in parts)
+        tokens = part.stored_tokens(portable_chunk)
+        return {"part": part.name, "parts": names, "kv_tokens": str(tokens)}
     every = ", ".join(f"{one.name} x {len(one.groups)}" for one in parts)
     return {"part": part.name, "parts": every}
 
@@ -110,6 +131,10 @@ def part_fields(parts: tuple[KvPart, ...], part: KvPart) -> dict[str, str]:
 def _specs_of(spec: Any) -> list[Any]:
     nested = getattr(spec, "kv_cache_specs", None)
     return list(nested.values()) if nested else [spec]
+
+
+def _extra_tokens(spec: Any) -> int:
+    return max(getattr(part, "extra_retained_tokens", 0) for part in _specs_of(spec))
 
 
 def _needs_of(spec: Any) -> tuple[int, int]:

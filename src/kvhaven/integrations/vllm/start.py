@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start of the connector's two sides: settings, identity, layout, service."""
 
+import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,6 @@ from kvhaven.engine.requests import Permissions
 from kvhaven.engine.scheduler import SchedulerSide
 from kvhaven.engine.worker import PartCopies, WorkerSide
 from kvhaven.errors import (
-    IncompatibleEngineError,
     IncompleteEngineError,
     KVHavenError,
     LayoutError,
@@ -56,6 +56,7 @@ from kvhaven.integrations.vllm.model_sources import loading_began_ns, model_sour
 from kvhaven.integrations.vllm.namespace import Description, KvFormat, describe_engine
 from kvhaven.integrations.vllm.parts import kv_parts, part_fields
 from kvhaven.integrations.vllm.platforms import platform_of
+from kvhaven.integrations.vllm.portable import layers_field, portable_layout, total_heads
 from kvhaven.keys import namespace_digest
 from kvhaven.layouts import (
     Layout,
@@ -95,7 +96,7 @@ def start_worker(
         require_stable_kernels(config, own.intersection(group.layer_names))
     rank = config.parallel_config.rank
     device = before.device if before is not None else device_of(settings, tensors)
-    parts = kv_parts(kv_cache)
+    parts = kv_parts(kv_cache, portable=_kv_format(settings) == "portable")
     layouts = [_layout(config, kv_cache, part, tensors, device, settings) for part in parts]
     for layout in layouts:
         require_chunk_size(settings.chunk_size, layout.block_size)
@@ -131,9 +132,13 @@ def start_worker(
         copies.append(PartCopies(client, layout, blocks))
         fields.append(
             description.fields
-            | _layout_fields(config, layout)
+            | _layout_fields(config, layout, several=len(parts) > 1)
             | {"chunk_size": str(settings.chunk_size)}
-            | part_fields(parts, part)
+            | part_fields(
+                parts,
+                part,
+                portable_chunk=settings.chunk_size if isinstance(layout, PortableLayout) else 0,
+            )
         )
 
     def attach(content: Mapping[str, str], wait_s: float) -> None:
@@ -165,7 +170,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
     for block_size in block_sizes:
         require_chunk_size(settings.chunk_size, block_size)
-    parts = kv_parts(kv_cache)
+    parts = kv_parts(kv_cache, portable=_kv_format(settings) == "portable")
     world_size = config.parallel_config.world_size
     description = describe_engine(config, _kv_format(settings))
     clients = [
@@ -249,12 +254,6 @@ def _layout(
     """
     kv_format = settings.format
     groups = [kv_cache.kv_cache_groups[number] for number in part.groups]
-    if kv_format == "portable" and len(groups) < len(kv_cache.kv_cache_groups):
-        raise IncompatibleEngineError(
-            f"format is portable, and the model has {len(kv_cache.kv_cache_groups)} KV groups; "
-            "expected one, as their portable form is not served yet. Set format: paged, or set "
-            "--disable-hybrid-kv-cache-manager, which makes them one group"
-        )
     specs = {}
     for group in groups:
         for layer in group.layer_names:
@@ -265,13 +264,14 @@ def _layout(
         require_reuse(backend)
     if len(groups) < len(kv_cache.kv_cache_groups):
         tensors = {layer: tensor for layer, tensor in tensors.items() if layer in specs}
-    paged = describe_kv_caches(
-        tensors,
+    describe = functools.partial(
+        describe_kv_caches,
         layer_specs={name: (spec.page_size_bytes, spec.block_size) for name, spec in specs.items()},
         num_blocks=kv_cache.num_blocks,
         kernel_tag=device.kernel_tag,
         form=kv_form(backend),
     )
+    paged = describe(tensors)
     most = max(len(tensors.keys() & set(group.layer_names)) for group in groups)
     if len(groups) > 1 and len(paged.caches) > most:
         raise LayoutError(
@@ -290,14 +290,22 @@ def _layout(
     head_dims: tuple[int, ...] = (spec.head_size,)
     if not config.model_config.use_mla:
         head_dims = (spec.head_size, getattr(spec, "head_size_v", None) or spec.head_size)
-    geometry = head_geometry(
-        paged,
+    geometry_of = functools.partial(
+        head_geometry,
         backend=backend.__name__,
         kernel_tag=device.kernel_tag,
         heads=spec.num_kv_heads,
         head_dims=head_dims,
     )
-    return PortableLayout(paged, geometry)
+    if len(groups) == len(kv_cache.kv_cache_groups) == 1:
+        return PortableLayout(paged, geometry_of(paged))
+    of_groups = [
+        {layer: tensors[layer] for layer in group.layer_names if layer in tensors}
+        for group in groups
+    ]
+    return portable_layout(
+        paged, [geometry_of(describe(own)) if own else None for own in of_groups]
+    )
 
 
 def _attach(
@@ -324,14 +332,17 @@ def _attach(
             attach_when_known(files, closing, attach, wait_s)
 
 
-def _layout_fields(config: "VllmConfig", layout: PagedLayout | PortableLayout) -> dict[str, str]:
-    """Return the layout's namespace fields, equal in engines that can read each other's shards."""
+def _layout_fields(
+    config: "VllmConfig", layout: PagedLayout | PortableLayout, *, several: bool
+) -> dict[str, str]:
+    """Return the layout's namespace fields, equal in engines that can read each other's shards.
+
+    `several` says that the KV has several parts, which have different layers.
+    """
     if isinstance(layout, PagedLayout):
         return {"layout": layout.fingerprint}
-    model = config.model_config
     return layout.geometry_fields(
-        layers=model.get_total_num_hidden_layers(),
-        heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        layers=layers_field(config, layout, several=several), heads=total_heads(config)
     )
 
 
@@ -347,7 +358,7 @@ def _shards(
         model, parallel = config.model_config, config.parallel_config
         size = parallel.tensor_parallel_size
         ids = head_shards(
-            1 if model.use_mla else model.get_total_num_kv_heads(),
+            total_heads(config),
             size,
             rank % size,
             group=0,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 FULL: Final = "full"
+STATE: Final = "state"
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,9 @@ class KvPart:
     or of the last `reach` ones: a sliding window of `reach + 1` tokens contains the next token.
     With chunked local attention, `local` is its chunk in tokens, and `reach` the most tokens that
     it can need: that much is looked up and saved, also where fewer would do.
+
+    A recurrent state (`is_state`) has no KV of tokens: a block has the state after its last token.
+    To continue after `t` tokens, only the block that ends there is needed: its `reach` is 1.
     """
 
     name: str
@@ -24,6 +28,7 @@ class KvPart:
     block_size: int
     reach: int | None = None
     local: int = 0
+    is_state: bool = False
 
     def first_token(self, tokens: int) -> int:
         """Return the first token whose KV the engine keeps to continue after `tokens` tokens."""
@@ -61,6 +66,11 @@ class KvPart:
 def one_part(block_sizes: Sequence[int]) -> tuple[KvPart, ...]:
     """Return the only part of an engine whose layers all need the whole prefix."""
     return (KvPart(FULL, tuple(range(len(block_sizes))), block_sizes[0]),)
+
+
+def state_part(groups: Sequence[int], block_size: int) -> KvPart:
+    """Return the part of layers that keep a recurrent state."""
+    return KvPart(STATE, tuple(groups), block_size, reach=1, is_state=True)
 
 
 def usable_chunks(

@@ -51,6 +51,8 @@ from tests.simulation.connector_kit import wait_until
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_hybrid import HybridRunner, in_groups
 from tests.simulation.engine_model import Model, Runner, StepResult
+from tests.simulation.engine_state import GROUPS as STATE_GROUPS
+from tests.simulation.engine_state import StateRunner, state_spec, with_states
 from tests.simulation.uncomputed import UncomputedBlocks
 from tests.simulators.simulation import Simulation as Simulated
 
@@ -105,6 +107,12 @@ class Setup:
     """Tokens of the sliding window of two further KV groups; 0: there is one group, without."""
     local: bool = False
     """Whether they have chunked local attention instead, with chunks of `window` tokens."""
+    block: int = BLOCK
+    """Tokens in a block."""
+    states: bool = False
+    """Whether two further KV groups keep recurrent states."""
+    retention: int | None = 0
+    """vLLM's `prefix_cache_retention_interval`: which states it keeps."""
 
 
 def model_folder(folder: Path, heads: int = 2) -> Path:
@@ -126,7 +134,9 @@ def make_config(folder: Path, setup: Setup, **more: Any) -> VllmConfig:
             dtype="bfloat16",
             max_model_len=MODEL_LENGTH,
         ),
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=setup.prefix_caching),
+        cache_config=CacheConfig(
+            block_size=setup.block, enable_prefix_caching=setup.prefix_caching
+        ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=setup.sequences,
             max_num_batched_tokens=setup.budget,
@@ -145,6 +155,8 @@ def make_config(folder: Path, setup: Setup, **more: Any) -> VllmConfig:
     # The CPU platform switches it off; here it is the point.
     config.scheduler_config.async_scheduling = setup.asynchronous_scheduling
     config.cache_config.num_gpu_blocks = setup.blocks
+    if setup.states:
+        config.cache_config.mamba_cache_mode = "align"
     return config
 
 
@@ -183,13 +195,25 @@ def make_kv_cache_config(setup: Setup) -> KVCacheConfig:
 
     With a window, it is the last of three groups, and the layers of all share their memory.
     """
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(
+        block_size=setup.block, num_kv_heads=1, head_size=8, dtype=torch.bfloat16
+    )
     names = [f"layer.{index}" for index in range(LAYERS)]
+    if setup.states:
+        state = state_spec(setup.block, spec.page_size_bytes)
+        groups = [KVCacheGroupSpec(names, spec)]
+        groups += [
+            KVCacheGroupSpec([f"{name}.state{group}" for name in names], state)
+            for group in range(STATE_GROUPS)
+        ]
+        return KVCacheConfig(
+            setup.blocks, [], groups, prefix_cache_retention_interval=setup.retention
+        )
     if setup.window:
         size = "attention_chunk_size" if setup.local else "sliding_window"
         kind: Any = ChunkedLocalAttentionSpec if setup.local else SlidingWindowSpec
         window = kind(
-            block_size=BLOCK,
+            block_size=setup.block,
             num_kv_heads=1,
             head_size=8,
             dtype=torch.bfloat16,
@@ -237,7 +261,7 @@ class Engine:
             self.config.compilation_config.static_forward_context = known
         kv_cache_config = make_kv_cache_config(setup)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(setup.block, sha256)
         self.devices: list[Any] = [self._make_device(rank) for rank in range(setup.world)]
         self.runners = [
             self._make_runner(rank, kv_cache_config, monkeypatch) for rank in range(setup.world)
@@ -247,11 +271,11 @@ class Engine:
             self.config,
             kv_cache_config,
             StructuredOutputManager(self.config),
-            block_size=BLOCK,
+            block_size=setup.block,
             log_stats=True,
         )
         self.connector = self.scheduler.connector
-        self.uncomputed = UncomputedBlocks(self.scheduler, BLOCK)
+        self.uncomputed = UncomputedBlocks(self.scheduler, setup.block)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.world)
         self._depth = 2 if setup.asynchronous_scheduling else 1
         self._queue: deque[tuple[Any, list[StepResult]]] = deque()
@@ -393,7 +417,7 @@ class Engine:
             )
         tensors = {
             f"layer.{index}": torch.randint(
-                -100, 100, (self.setup.blocks, 1, BLOCK, 16), dtype=torch.int16
+                -100, 100, (self.setup.blocks, 1, self.setup.block, 16), dtype=torch.int16
             ).view(torch.bfloat16)
             for index in range(LAYERS)
         }
@@ -410,6 +434,10 @@ class Engine:
                 self.setup.window,
                 local=self.setup.local,
             )
+        if self.setup.states:
+            shared = list(tensors.values())
+            connector.register_kv_caches(with_states(shared))
+            return StateRunner(connector, device, self.model, shared, rank, self._choice)
         connector.register_kv_caches(tensors)
         return Runner(connector, device, self.model, list(tensors.values()), rank, self._choice)
 

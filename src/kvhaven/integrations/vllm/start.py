@@ -311,7 +311,8 @@ def _state_layout(
     layout = describe_kv_caches(
         {layer: tensor for layer, tensor in tensors.items() if layer in specs},
         layer_specs={
-            layer: (spec.state_content_size_bytes, spec.block_size) for layer, spec in specs.items()
+            layer: (mamba.state_content_size_bytes, mamba.block_size)
+            for layer, mamba in specs.items()
         },
         num_blocks=num_blocks,
         kernel_tag="",

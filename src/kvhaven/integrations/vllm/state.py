@@ -109,17 +109,17 @@ def require_state_groups(config: "VllmConfig", kv_cache: "KVCacheConfig", has: s
             f"{has}, and prefix_match_unit is {unit}; expected the block of {sizes[0]} tokens, as "
             f"states within a block are not served. Leave --prefix-match-unit out. {_WITHOUT}"
         )
-    for spec in _states(kv_cache):
-        if spec.mamba_cache_mode != _KEEPS or spec.num_speculative_blocks:
+    for mamba in _states(kv_cache):
+        if mamba.mamba_cache_mode != _KEEPS or mamba.num_speculative_blocks:
             raise IncompatibleEngineError(
-                f"{has}, with states in mode {spec.mamba_cache_mode!r} and "
-                f"{spec.num_speculative_blocks} blocks for speculation; expected {_KEEPS!r} and "
+                f"{has}, with states in mode {mamba.mamba_cache_mode!r} and "
+                f"{mamba.num_speculative_blocks} blocks for speculation; expected {_KEEPS!r} and "
                 f"none. {_WITHOUT}"
             )
-        if spec.num_prefill_checkpoint_blocks:
+        if mamba.num_prefill_checkpoint_blocks:
             raise IncompatibleEngineError(
-                f"{has}, whose kernels store states within a step (got {spec.mamba_type.name} with "
-                f"{spec.num_prefill_checkpoint_blocks} checkpoint block); this is not served yet. "
+                f"{has}, whose kernels store states within a step (got {mamba.mamba_type.name} with "
+                f"{mamba.num_prefill_checkpoint_blocks} checkpoint block); this is not served yet. "
                 f"{_WITHOUT}"
             )
 
@@ -166,11 +166,11 @@ def require_state_format(settings: Settings, kv_cache: "KVCacheConfig") -> None:
 def state_fields(kv_cache: "KVCacheConfig") -> dict[str, str]:
     """Return the namespace fields that determine the bytes of states, except for their number."""
     forms = []
-    for spec in _states(kv_cache):
-        dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
-        pairs = zip(dtypes, spec.shapes, strict=True)
+    for mamba in _states(kv_cache):
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in mamba.dtypes]
+        pairs = zip(dtypes, mamba.shapes, strict=True)
         states = " and ".join(f"{dtype}{list(shape)}" for dtype, shape in pairs)
-        forms.append(f"{spec.mamba_type.name} {spec.mamba_cache_mode}: {states}")
+        forms.append(f"{mamba.mamba_type.name} {mamba.mamba_cache_mode}: {states}")
     return {"state": "; ".join(dict.fromkeys(forms))}
 
 

@@ -140,6 +140,7 @@ def states_are_saved_by_their_position(patch: Patch) -> None:
     def by_position(
         state: RequestState, part: KvPart, end: int, _: Sequence[KeptState]
     ) -> list[KeptState]:
+        state.step_begin = 0
         return [
             KeptState(group, state.blocks[group][tokens // part.block_size - 1], tokens)
             for tokens in range(CHUNK, end + 1, CHUNK)

@@ -38,6 +38,9 @@ from tests.simulation.engine_world import Setup, make_config
 BLOCK = 32
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
 STATE = state_spec(BLOCK, 4096)
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=8
+)
 
 
 def caches(*specs: Any) -> KVCacheConfig:
@@ -191,7 +194,7 @@ def test_settings_with_which_states_are_not_served_are_refused(
             "store states within a step",
         ),
         (
-            [STATE, FULL, SlidingWindowSpec(32, 1, 8, dtype=torch.bfloat16, sliding_window=8)],
+            [STATE, FULL, WINDOW],
             "other groups are not served yet",
         ),
         ([STATE, STATE], "other groups are not served yet"),

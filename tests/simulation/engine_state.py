@@ -3,7 +3,8 @@
 
 It does what vLLM's V1 runner does in the mode `align`: a request's state is in the block at which
 the step ends, so before a step that ends in another block the state is copied there. A step reads
-the state before its first token, and compares every byte of it.
+the state before its first token, and compares every byte of it. With `checkpoints`, a prompt's last
+step also stores a state within it, as the kernels of Mamba 2 do.
 """
 
 import random
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from kvhaven.engine.request_state import NULL_BLOCK
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_model import Model, Runner, RunningRequest, Scheduled, moved
 
@@ -29,7 +32,7 @@ _WORDS = 12
 """Words of 8 bytes in a state. A page has at least 16: the rest is padding."""
 
 
-def state_spec(block_size: int, page_bytes: int) -> MambaSpec:
+def state_spec(block_size: int, page_bytes: int, *, checkpoints: bool = False) -> MambaSpec:
     """Return the spec of the groups with states."""
     return MambaSpec(
         block_size=block_size,
@@ -37,6 +40,8 @@ def state_spec(block_size: int, page_bytes: int) -> MambaSpec:
         dtypes=_DTYPES,
         page_size_padded=page_bytes,
         mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=int(checkpoints),
+        prefill_checkpoint_alignment=1 if checkpoints else None,
     )
 
 
@@ -68,8 +73,11 @@ class StateRunner(Runner):
         tensors: Sequence[torch.Tensor],
         rank: int,
         choice: random.Random,
+        *,
+        checkpoints: bool,
     ) -> None:
         super().__init__(connector, device, model, tensors, rank, choice)
+        self._checkpoints = checkpoints
         self._last_slots: dict[str, int] = {}
 
     def use(self, pages: Sequence[Any]) -> None:
@@ -121,6 +129,7 @@ class StateRunner(Runner):
         for name, request, begin, count in scheduled:
             assert isinstance(request, StatefulRequest)
             request.extend_states()
+            within, slot = self._checkpoint(begin, count)
             for group, table in enumerate(request.tables):
                 block = table[self._slot(begin + count)]
                 for layer, page_bw in enumerate(self._pages):
@@ -130,7 +139,23 @@ class StateRunner(Runner):
                         what = f"is not that of its prompt: group {group}, block {block}"
                         self._expect(state_w == right_w, f"{name} after {begin} tokens", what)
                     state_w[:] = self._state(request, group, layer, begin + count)
+                    if within and table[slot] != NULL_BLOCK:
+                        kept_w = self._state(request, group, layer, begin + within)
+                        page_bw[table[slot], :_WORDS] = kept_w
         super()._forward(scheduled, sampled)
+
+    def _checkpoint(self, begin: int, count: int) -> tuple[int, int]:
+        """Return where a step stores a state within it, as vLLM's kernels decide; 0: nowhere."""
+        offsets, slots = compute_mamba_prefill_checkpoints(
+            [begin + count],
+            [count],
+            hash_block_size=self._block_size,
+            mamba_block_size=self._block_size,
+            checkpoint_alignment=1 if self._checkpoints else None,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=self._block_size,
+        )
+        return offsets[0], slots[0]
 
     def _slot(self, tokens: int) -> int:
         return -(-tokens // self._block_size) - 1

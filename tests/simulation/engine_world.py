@@ -111,6 +111,8 @@ class Setup:
     """Tokens in a block."""
     states: bool = False
     """Whether two further KV groups keep recurrent states."""
+    checkpoints: bool = False
+    """Whether kernels store states within a step, as those of Mamba 2."""
     retention: int | None = 0
     """vLLM's `prefix_cache_retention_interval`: which states it keeps."""
 
@@ -200,7 +202,7 @@ def make_kv_cache_config(setup: Setup) -> KVCacheConfig:
     )
     names = [f"layer.{index}" for index in range(LAYERS)]
     if setup.states:
-        state = state_spec(setup.block, spec.page_size_bytes)
+        state = state_spec(setup.block, spec.page_size_bytes, checkpoints=setup.checkpoints)
         groups = [KVCacheGroupSpec(names, spec)]
         groups += [
             KVCacheGroupSpec([f"{name}.state{group}" for name in names], state)
@@ -437,7 +439,15 @@ class Engine:
         if self.setup.states:
             shared = list(tensors.values())
             connector.register_kv_caches(with_states(shared))
-            return StateRunner(connector, device, self.model, shared, rank, self._choice)
+            return StateRunner(
+                connector,
+                device,
+                self.model,
+                shared,
+                rank,
+                self._choice,
+                checkpoints=self.setup.checkpoints,
+            )
         connector.register_kv_caches(tensors)
         return Runner(connector, device, self.model, list(tensors.values()), rank, self._choice)
 

@@ -68,6 +68,7 @@ def state_setup(choice: random.Random, node: Node, **more: Any) -> Setup:
         "save_decode": choice.random() < 0.5,
         "budget": choice.choice((16, 48, 100)),
         "long_prefill": choice.choice((0, 8, 16)),
+        "checkpoints": choice.random() < 0.5,
         "retention": choice.choice((0, 0, 2 * CHUNK, CHUNK, None)),
         "service_address": node.address,
         "settings": PATIENT,

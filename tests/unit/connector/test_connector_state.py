@@ -190,10 +190,6 @@ def test_settings_with_which_states_are_not_served_are_refused(
         ([dataclasses.replace(STATE, num_speculative_blocks=1), FULL], "1 blocks for speculation"),
         ([dataclasses.replace(STATE, mamba_cache_mode="all"), FULL], "in mode 'all'"),
         (
-            [dataclasses.replace(STATE, num_prefill_checkpoint_blocks=1), FULL],
-            "store states within a step",
-        ),
-        (
             [STATE, FULL, WINDOW],
             "other groups are not served yet",
         ),

@@ -116,12 +116,6 @@ def require_state_groups(config: "VllmConfig", kv_cache: "KVCacheConfig", has: s
                 f"{mamba.num_speculative_blocks} blocks for speculation; expected {_KEEPS!r} and "
                 f"none. {_WITHOUT}"
             )
-        if mamba.num_prefill_checkpoint_blocks:
-            raise IncompatibleEngineError(
-                f"{has}, whose kernels store states within a step (got {mamba.mamba_type.name} with "
-                f"{mamba.num_prefill_checkpoint_blocks} checkpoint block); this is not served yet. "
-                f"{_WITHOUT}"
-            )
 
 
 def with_chunk_size(resolved: Resolved, kv_cache: "KVCacheConfig") -> Resolved:

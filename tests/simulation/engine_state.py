@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvhaven.engine.request_state import NULL_BLOCK
@@ -34,14 +33,16 @@ _WORDS = 12
 
 def state_spec(block_size: int, page_bytes: int, *, checkpoints: bool = False) -> MambaSpec:
     """Return the spec of the groups with states."""
+    within: dict[str, int] = {}
+    if checkpoints:
+        within = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
     return MambaSpec(
         block_size=block_size,
         shapes=_SHAPES,
         dtypes=_DTYPES,
         page_size_padded=page_bytes,
         mamba_cache_mode="align",
-        num_prefill_checkpoint_blocks=int(checkpoints),
-        prefill_checkpoint_alignment=1 if checkpoints else None,
+        **within,
     )
 
 
@@ -146,12 +147,16 @@ class StateRunner(Runner):
 
     def _checkpoint(self, begin: int, count: int) -> tuple[int, int]:
         """Return where a step stores a state within it, as vLLM's kernels decide; 0: nowhere."""
+        if not self._checkpoints:
+            return 0, 0
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
         offsets, slots = compute_mamba_prefill_checkpoints(
             [begin + count],
             [count],
             hash_block_size=self._block_size,
             mamba_block_size=self._block_size,
-            checkpoint_alignment=1 if self._checkpoints else None,
+            checkpoint_alignment=1,
             drop_eagle_block=False,
             cache_hit_alignment_tokens=self._block_size,
         )

@@ -23,6 +23,7 @@ from kvhaven.engine.request_state import RequestState
 from kvhaven.engine.requests import KeptState
 from kvhaven.engine.save_planner import SavePlanner
 from kvhaven.engine.scheduler import SchedulerSide
+from kvhaven.integrations.vllm.state import HANDS_STATES_OFF
 from tests.simulation.engine_simulation import Simulation
 from tests.simulation.engine_world import BLOCK, CHUNK, PATIENT, Setup
 from tests.simulation.node import Node, running_node
@@ -34,7 +35,10 @@ from tests.simulation.test_hybrid_simulator import (
     parts_end_with_the_first,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HANDS_STATES_OFF, reason="vLLM 0.32 and newer hand states off"),
+]
 
 Patch = pytest.MonkeyPatch
 STEPS = 250

@@ -26,7 +26,7 @@ STATE_KIND = "MambaSpec"
 
 _KEEPS = "align"
 """The mode of vLLM in which its prefix cache keeps states at the ends of blocks."""
-_HANDS_STATES_OFF = hasattr(base.KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
+HANDS_STATES_OFF = hasattr(base.KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
 """Whether vLLM is 0.32 or newer, with which this was tested."""
 _WITHOUT = "Or serve it without KVHaven: leave --kv-transfer-config out."
 
@@ -54,7 +54,7 @@ def require_states_kept(config: "VllmConfig") -> None:
     """
     model, cache = config.model_config, config.cache_config
     has = f"{model.model}: keeps a recurrent state (got architecture {model.architecture})"
-    if not _HANDS_STATES_OFF:
+    if not HANDS_STATES_OFF:
         raise IncompatibleEngineError(
             f"{has}, which KVHaven caches with vLLM 0.32 or newer. Install one. {_WITHOUT}"
         )

@@ -178,7 +178,9 @@ class _Nodes:
         return self._runtime / f"{number}.sock"
 
     def _engine(self, number: int) -> Server:
-        config = kvhaven(service_address=str(self._socket(number)), chunk_size=CHUNK, **_PATIENT)
+        # The link may be slower than the prefill, and it is the transfer that is measured.
+        more = _PATIENT | {"load_or_recompute": "always"}
+        config = kvhaven(service_address=str(self._socket(number)), chunk_size=CHUNK, **more)
         options = _OPTIONS | {"kv_transfer_config": config}
         log = BENCH / f"apart-vllm-{number}.log"
         started = vllm_server(make_model(BENCH / "model"), free_port(), log, options)

@@ -221,7 +221,8 @@ def _page_times(observation: Observation) -> tuple[list[float], list[float]]:
 
 def _measure_processes(say: Callable[[str], None]) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
-        address, idle = Path(runtime) / "service.sock", Path(runtime) / "idle.sock"
+        # Each in a directory of its own: an API also shows the neighbours of its service.
+        address, idle = Path(runtime) / "service.sock", Path(runtime) / "idle" / "service.sock"
         log, idle_log = BENCH / "operate-service.log", BENCH / "operate-idle.log"
         with (
             node_service(address, log, max_local_cpu_size="256MiB", runtime_dir=runtime),

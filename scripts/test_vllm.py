@@ -35,6 +35,10 @@ PARTS = {
         *("-m", "pytest", "-q", "tests/simulation/test_scheduler_simulator.py"),
         "tests/simulation/test_priority_preemption.py",
     ],
+    "hybrid": [
+        *("-m", "pytest", "-q", "tests/simulation/test_hybrid_simulator.py"),
+        "tests/e2e/test_hybrid.py",
+    ],
     "e2e": [
         *("-m", "pytest", "-q", "tests/e2e/test_engine.py", "-k"),
         "test_an_embedded_engine_gets_everything_back_from_memory",
@@ -46,6 +50,7 @@ TITLES = {
     "surface": "names and signatures",
     "units": "connector tests",
     "simulation": "scheduler simulation",
+    "hybrid": "hybrid models",
     "e2e": "embedded engine",
 }
 

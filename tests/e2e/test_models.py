@@ -17,13 +17,14 @@ from tests.e2e.zoo import make_zoo_model
 
 pytestmark = pytest.mark.vllm
 
-SHORT = {"gemma3", "llama4 flat", "granite4", "mistral"}
+SHORT = {"gemma3", "llama4", "granite4", "mistral"}
 
 WHOLE_KV = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 
 SERVED: dict[str, dict[str, str]] = {
     "gemma3n": {},
     "gemma3": {},
+    "llama4": {},
     "llama4 flat": {},
     "gpt-oss": {},
     "gpt-oss flat": WHOLE_KV,

@@ -51,6 +51,11 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 4, "layer_types": _ALTERNATING * 2, "sliding_window": 32,
         "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 2048,
     }),
+    "llama4-hybrid": ("Llama4Text", _COMMON | {
+        "num_hidden_layers": 4, "attention_chunk_size": 192, "intermediate_size_mlp": 128,
+        "num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 4, "max_position_embeddings": 2048,
+    }),
     "granite4": ("GraniteMoeHybrid", _COMMON | {
         "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 2,
         "num_experts_per_tok": 1, "shared_intermediate_size": 64, "mamba_n_heads": 4,
@@ -85,6 +90,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 _ARCHITECTURES = {"gemma3": "Gemma3ForCausalLM", "llama4": "Llama4ForCausalLM", "bert": "BertModel"}
 _ARCHITECTURES["gemma3n"] = "Gemma3nForCausalLM"
 _ARCHITECTURES["gemma3-hybrid"] = "Gemma3ForCausalLM"
+_ARCHITECTURES["llama4-hybrid"] = "Llama4ForCausalLM"
 
 
 def make_zoo_model(folder: Path, name: str, *, weights: bool) -> Path:

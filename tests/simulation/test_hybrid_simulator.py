@@ -20,12 +20,16 @@ from kvhaven.engine.parts import KvPart
 from kvhaven.engine.request_state import RequestState
 from kvhaven.engine.save_planner import SavePlanner
 from kvhaven.engine.worker import WorkerSide
+from kvhaven.integrations.vllm.parts import REPORTS_FAILED_REQUESTS
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_simulation import Simulation
 from tests.simulation.engine_world import PATIENT, Setup
 from tests.simulation.node import Node, running_node
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not REPORTS_FAILED_REQUESTS, reason="refused before vLLM 0.30"),
+]
 
 Patch = pytest.MonkeyPatch
 STEPS = 250
@@ -103,6 +107,17 @@ def test_an_arena_that_is_far_too_small_and_a_disk_below_it(short_dir: Path) -> 
     with running_node(short_dir, arena_bytes=200_000, disk=True) as node:
         for seed in range(SEED, SEED + max(2, RUNS // 5)):
             simulate(seed, short_dir, node)
+
+
+def test_no_schedule_of_local_attention_shows_wrong_kv_or_leaks(
+    short_dir: Path, node: Node
+) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(SEED, SEED + RUNS):
+        window = random.Random(seed).choice((16, 32, 64))
+        failing = seed % 2 == 0
+        counts += simulate(seed, short_dir, node, failing=failing, window=window, local=True)
+    assert counts["hit_tokens"], f"seed {SEED}: {counts}"
 
 
 def windows_come_from_the_other_end(patch: Patch) -> None:

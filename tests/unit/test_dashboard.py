@@ -477,3 +477,26 @@ def test_other_code_than_its_own_is_blocked(browser: Any, api: GatewayThread) ->
     eventually(lambda: page.evaluate("1") and any("Content Security" in x for x in console.lines))
     assert page.evaluate("window.taken") is None
     page.context.close()
+
+
+def test_the_page_of_another_service_of_the_node_is_one_choice_away(
+    browser: Any, own: Loaded
+) -> None:
+    folder = Path(own.node.address).parent
+    with NodeThread(folder / "engine-1.sock", local_disk=None, remote_url=None) as other:
+        page, console = opened(browser, own.api)
+        choice = page.locator("#service")
+        eventually(lambda: choice.locator("option").all_inner_texts() == ["s", "engine-1"])
+        choice.select_option("engine-1")
+        page.wait_for_url("**/services/engine-1/")
+        service = other.status().service[:8]
+        until(
+            page,
+            "(service) => document.getElementById('facts').textContent.includes(service)",
+            service,
+        )
+        eventually(lambda: page.locator("#service").input_value() == "engine-1")
+        assert not [line for line in console.lines if line.startswith("error")]
+        page.locator("#service").select_option("s")
+        page.wait_for_url(f"{own.api.url}/")
+    page.context.close()

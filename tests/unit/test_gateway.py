@@ -25,7 +25,7 @@ from tests.unit.catalog_kit import namespace_of
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
-from kvhaven.gateway import app, guard
+from kvhaven.gateway import guard, server
 from kvhaven.gateway.page import FILES
 from tests.gateway_kit import GatewayThread, ask, streams
 
@@ -43,6 +43,7 @@ JSON_PATHS = (
         "/inference_info",
         "/v1/history",
         "/v1/curve",
+        "/v1/services",
     ),
     *(f"/v1/{name}" for name in (*LISTS, *EMPTY_LISTS)),
 )
@@ -496,7 +497,7 @@ def test_quotas_change_with_the_token(node: NodeThread, token_file: Path) -> Non
         for wrong in ("", "[]", '{"memory": -1}', '{"memory": "1MiB"}', '{"memori": 1}', "{"):
             assert put(wrong).status == 400
         assert put("{}", tenant="xyz").status == 400
-        assert put("x" * (app.MOST_BODY + 1)).status == 413
+        assert put("x" * (server.MOST_BODY + 1)).status == 413
         for authorization in ("", "Bearer wrong", TOKEN):
             assert put('{"disk": null}', authorization).status == 401
         assert quotas() == {"disk": 2 * MIB}

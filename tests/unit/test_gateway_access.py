@@ -21,7 +21,7 @@ from tests.crash.node import NodeThread, eventually
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
-from kvhaven.gateway import app, guard
+from kvhaven.gateway import guard, server
 from kvhaven.gateway.access import access_of
 from kvhaven.gateway.page import FILES
 from tests.gateway_kit import GatewayThread, ask, make_certificate
@@ -69,7 +69,7 @@ def test_without_a_token_nothing_can_be_changed(node: NodeThread, api: GatewayTh
         assert api.get("/stats", method="OPTIONS").status == 405
         assert rows_of(api, "tenants") == before
     assert api.get("/../etc/passwd").status == 404
-    assert api.get("/config", headers={"Content-Length": str(app.MOST_BODY + 1)}).status == 413
+    assert api.get("/config", headers={"Content-Length": str(server.MOST_BODY + 1)}).status == 413
 
 
 @pytest.fixture(scope="module")

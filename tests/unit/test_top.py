@@ -63,6 +63,29 @@ def bottom(screen: str, height: int) -> str:
     return lines[-1] if len(lines) == height else ""
 
 
+def test_a_table_is_sorted_by_one_column_after_the_other(
+    node: NodeThread, engine: Engine, short_dir: Path
+) -> None:
+    def first(screen: str, column: str) -> set[str]:
+        lines = screen.splitlines()
+        head = next(at for at, line in enumerate(lines) if column in line)
+        return set(lines[head + 1].split())
+
+    assert engine.ranks
+    with Terminal(short_dir, command(node.address, *QUICK)) as terminal:
+        terminal.shows("TIER")
+        terminal.press("tt")
+        assert "50" in first(terminal.shows("TOKENS", "FOUND", "WAIT"), "TOKENS")  # the last one
+        terminal.press("s")
+        assert "50" in first(terminal.shows("TOKENS v"), "TOKENS v")
+        terminal.press("s")
+        assert {"30", "100%"} <= first(terminal.shows("FOUND v"), "FOUND v")
+        terminal.press("ss")
+        eventually(lambda: " v" not in terminal.shows("TOKENS", "FOUND"))
+        terminal.press("tts")  # another table begins unsorted
+        terminal.shows("USED v")
+
+
 def test_it_shows_tokens_misses_and_tables_in_any_size(
     node: NodeThread, engine: Engine, short_dir: Path
 ) -> None:

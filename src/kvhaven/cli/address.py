@@ -14,11 +14,16 @@ def service_socket(settings: Settings, given: Path | None) -> str:
     return settings.service_address or str(settings.runtime_path / "service.sock")
 
 
-def find_socket(settings: Settings, given: Path | None) -> str:
-    """Return `service_socket`, or the socket of the only embedded service that is running."""
+def find_socket(settings: Settings, given: Path | None, *, several: bool = False) -> str:
+    """Return `service_socket`, or the socket of the only embedded service that is running.
+
+    With `several`, return that of one of them.
+    """
     address = service_socket(settings, given)
     if given is None and not listens(address):
         embedded = sorted(settings.runtime_path.glob("engine-*.sock"))
+        if several:
+            embedded = [file for file in embedded if listens(str(file))][:1]
         if len(embedded) == 1:
             return str(embedded[0])
     return address

@@ -27,7 +27,7 @@ def api(
         typer.Option(
             "--socket",
             "--service-address",
-            help="Socket of the service; default: service_address, or the only one running.",
+            help="Socket of the service; default: service_address, or one that is running.",
         ),
     ] = None,
     file: Annotated[
@@ -36,9 +36,10 @@ def api(
     ] = None,
     child: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Serve health, statistics, metrics and lists of a service over HTTP.
+    """Serve health, statistics, metrics and lists of a service, and of its neighbours, over HTTP.
 
-    The service need not be running yet. `kvhaven serve --api-listen` starts this command itself.
+    The service need not be running yet. Those whose sockets are in the same directory are served
+    below /services/NAME. `kvhaven serve --api-listen` starts this command itself.
     """
     os.nice(_NICE)  # engines and the service come first
     import logging  # noqa: PLC0415 - keeps other commands quick
@@ -61,6 +62,5 @@ def api(
     logging.basicConfig(
         level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    serve(
-        find_socket(settings, socket), access_of(settings), plugin_settings(settings), child=child
-    )
+    address = find_socket(settings, socket, several=True)
+    serve(address, access_of(settings), plugin_settings(settings), child=child)

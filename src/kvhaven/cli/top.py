@@ -29,7 +29,8 @@ def top(
 ) -> None:
     """Show tokens by source, misses by reason, memory, tiers, engines and requests, live.
 
-    Keys: q quits, t shows the next table, p pauses. Without a terminal, it prints a line a second.
+    Keys: q quits, t shows the next table, s sorts it by the next column, p pauses. Without a
+    terminal, it prints a line a second.
     """
     import asyncio  # noqa: PLC0415 - keeps other commands quick
 

@@ -14,11 +14,11 @@ from typing import Final
 import msgspec
 
 from kvhaven.cli.terminal import Screen, has_colors, is_screen, size_of, text_of
-from kvhaven.cli.top_screen import TABLES, Moment, Row, View, frame, line_of
+from kvhaven.cli.top_screen import TABLES, Moment, Row, View, frame, line_of, sort_columns
 from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.gateway.observer import Observer, Seen
 from kvhaven.gateway.views import health_of
-from kvhaven.protocol import MOST_ROWS
+from kvhaven.protocol import MOST_ROWS, ListKind
 from kvhaven.service.accounts import RequestRow
 from kvhaven.service.snapshot import EngineRow, TenantRow
 
@@ -27,6 +27,8 @@ _WINDOW: Final = 11
 _ONCE_S: Final = 5.0
 _ONCE_POLL_S: Final = 0.1
 _ROWS: Final = {"engines": EngineRow, "requests": RequestRow, "tenants": TenantRow}
+_MOST_PAGES: Final = 10
+"""Pages of a table that are read to sort it."""
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -62,6 +64,7 @@ class _Top:
         self._moments: deque[Moment] = deque(maxlen=_WINDOW)
         self._last = ""
         self._table = 0
+        self._sort = ""
         self._rows: list[Row] = []
         self._paused = False
         self._stop = asyncio.Event()
@@ -129,8 +132,16 @@ class _Top:
         kind = TABLES[self._table]
         if kind != "tiers" and not self._silence:
             with contextlib.suppress(KVHavenError):  # the next frame says why
-                raw, _ = await self._observer.rows(kind, limit=min(max(1, most), MOST_ROWS))
-                self._rows = msgspec.json.decode(raw, type=list[_ROWS[kind]])  # type: ignore[valid-type]
+                await self._read(kind, most)
+
+    async def _read(self, kind: ListKind, most: int) -> None:
+        """Read the rows that fit on the screen; to sort them, those of `_MOST_PAGES` pages."""
+        cursor, pages = "", _MOST_PAGES if self._sort else 1
+        limit = MOST_ROWS if self._sort else min(max(1, most), MOST_ROWS)
+        while pages and (cursor or not self._rows):
+            raw, cursor = await self._observer.rows(kind, cursor, limit)
+            self._rows += msgspec.json.decode(raw, type=list[_ROWS[kind]])  # type: ignore[valid-type]
+            pages = pages - 1 if cursor else 0
 
     def _note(self, seen: Seen) -> None:
         if seen.id == self._last:
@@ -155,6 +166,7 @@ class _Top:
             self._silence,
             self._paused,
             time.time(),
+            self._sort,
         )
 
     async def _pause(self) -> None:
@@ -176,7 +188,10 @@ class _Top:
         if key in "qQ\x03":
             self._stop.set()
         elif key in "tT":
-            self._table = (self._table + 1) % len(TABLES)
+            self._table, self._sort = (self._table + 1) % len(TABLES), ""
+        elif key in "sS":
+            columns = ["", *sort_columns(TABLES[self._table])]
+            self._sort = columns[(columns.index(self._sort) + 1) % len(columns)]
         elif key in "pP ":
             self._paused = not self._paused
         self._changed.set()

@@ -3,8 +3,8 @@
 
 import time
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from kvhaven.cli.terminal import Line, Span
 from kvhaven.cli.text import age_text, size_text
@@ -13,10 +13,11 @@ from kvhaven.gateway.views import checks_of, memory_of, state_of, tier_state_of,
 from kvhaven.service.accounts import RequestRow
 from kvhaven.service.snapshot import EngineRow, ServiceSnapshot, TenantRow
 
+T = TypeVar("T")
 Table = Literal["tiers", "engines", "requests", "tenants"]
 Row = EngineRow | RequestRow | TenantRow
 TABLES: Final[Sequence[Table]] = ("tiers", "engines", "requests", "tenants")
-HELP: Final = "q quit  t table  p pause"
+HELP: Final = "q quit  t table  s sort  p pause"
 _BAR: Final = 30
 _LEAST_BAR: Final = 12
 _NOTHING: Final[Line] = ()
@@ -34,7 +35,8 @@ class View(NamedTuple):
     """All that a frame shows.
 
     `moments` are of one service, oldest first: the rates are between the first and the last one.
-    `rows` are those of `table`, if it is not that of the tiers. `error` says why there is no newer
+    `rows` are those of `table`, if it is not that of the tiers; `sort` is the column by which they
+    are sorted, if any, see `sort_columns`. `error` says why there is no newer
     snapshot.
     """
 
@@ -46,6 +48,12 @@ class View(NamedTuple):
     paused: bool = False
     now: float = 0.0
     """Seconds since 1970."""
+    sort: str = ""
+
+
+def sort_columns(table: Table) -> Sequence[str]:
+    """Return the columns by which a table can be sorted."""
+    return list(_SORTS[table])
 
 
 def frame(view: View, width: int, height: int | None) -> list[Line]:
@@ -176,7 +184,8 @@ def _table(view: View, width: int) -> list[Line]:
         head = ["TIER", "STATE", "USED", "READ/S", "WRITE/S", "QUEUED", "DROPPED", "REJECTED"]
         head += ["ERRORS"]
         rates = _traffic(view.moments)
-        cells = [_tier(row, rates) for row in tiers_of(view.moments[-1].snapshot)]
+        tiers = _sorted(tiers_of(view.moments[-1].snapshot), view)
+        cells = [_tier(row, rates) for row in tiers]
     else:
         kinds: Mapping[str, type] = {
             "engines": EngineRow,
@@ -189,10 +198,17 @@ def _table(view: View, width: int) -> list[Line]:
             "tenants": ["TENANT", "MEMORY", "TIERS", "QUOTAS"],
         }
         head = heads[view.table]
-        cells = [_cells(row, view.now) for row in view.rows if isinstance(row, kinds[view.table])]
+        rows = [row for row in view.rows if isinstance(row, kinds[view.table])]
+        cells = [_cells(row, view.now) for row in _sorted(rows, view)]
+    head = [f"{name} v" if name == view.sort else name for name in head]
     if not cells:
         return [[(f"{view.table}: none", "dim")]]
     return _columns(head, cells, width)
+
+
+def _sorted(rows: Sequence[T], view: View) -> Sequence[T]:
+    key = _SORTS[view.table].get(view.sort)
+    return rows if key is None else sorted(rows, key=key, reverse=True)
 
 
 def _tier(row: TierRow, rates: Mapping[tuple[str, str], float]) -> list[str]:
@@ -224,12 +240,10 @@ def _cells(row: Row, now: float) -> list[str]:
             age_text(max(0.0, now - row.since)),
         ]
     if isinstance(row, RequestRow):
-        none = row.by_source.get("none", 0)
-        found = (row.prompt_tokens - none) / row.prompt_tokens if row.prompt_tokens else 0.0
         return [
             clean(row.request or row.id.lstrip("0")),
             str(row.prompt_tokens),
-            _percent(found),
+            _percent(_found(row)),
             row.reason or "-",
             "-" if row.first_gap is None else str(row.first_gap),
             f"{row.wait_ms:.1f} ms",
@@ -239,6 +253,12 @@ def _cells(row: Row, now: float) -> list[str]:
     quotas = [f"{name} {size_text(size)}" for name, size in row.quotas.items()]
     memory = size_text(row.bytes.get("memory", 0))
     return [row.id, memory, clean(" ".join(tiers)), clean(" ".join(quotas)) or "-"]
+
+
+def _found(row: RequestRow) -> float:
+    """Return the share of a request's tokens that were found."""
+    none = row.by_source.get("none", 0)
+    return (row.prompt_tokens - none) / row.prompt_tokens if row.prompt_tokens else 0.0
 
 
 def _columns(head: list[str], rows: list[list[str]], width: int) -> list[Line]:
@@ -318,3 +338,32 @@ def _bar(name: str, share: float, length: int, style: str, figures: str) -> Line
     filled = round(length * min(1.0, max(0.0, share)))
     bar: list[Span] = [("[", ""), ("#" * filled, style), ("." * (length - filled) + "] ", "")]
     return [(name, "bold"), *(bar if length else ()), (f"{share:>4.0%}  {figures}", "")]
+
+
+_TIER_SORTS: Final[Mapping[str, Callable[[TierRow], float]]] = {
+    "USED": lambda row: row.used_bytes or 0,
+    "QUEUED": lambda row: row.queued_writes,
+    "DROPPED": lambda row: row.dropped_writes,
+    "REJECTED": lambda row: row.rejected,
+    "ERRORS": lambda row: row.errors,
+}
+_ENGINE_SORTS: Final[Mapping[str, Callable[[EngineRow], float]]] = {
+    "RANKS": lambda row: row.world_size,
+    "SINCE": lambda row: -row.since,
+}
+_REQUEST_SORTS: Final[Mapping[str, Callable[[RequestRow], float]]] = {
+    "TOKENS": lambda row: row.prompt_tokens,
+    "FOUND": _found,
+    "WAIT": lambda row: row.wait_ms,
+}
+_TENANT_SORTS: Final[Mapping[str, Callable[[TenantRow], float]]] = {
+    "MEMORY": lambda row: row.bytes.get("memory", 0),
+    "TIERS": lambda row: sum(row.bytes.values()) - row.bytes.get("memory", 0),
+}
+_SORTS: Final[Mapping[Table, Mapping[str, Callable[[Any], float]]]] = {
+    "tiers": _TIER_SORTS,
+    "engines": _ENGINE_SORTS,
+    "requests": _REQUEST_SORTS,
+    "tenants": _TENANT_SORTS,
+}
+"""Columns by which the rows of a table can be sorted, largest value first."""

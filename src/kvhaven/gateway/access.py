@@ -80,6 +80,10 @@ class Access(NamedTuple):
         """Whether any client may change something."""
         return bool(self.token) or self.address is None
 
+    def may_read(self, authorization: str) -> bool:
+        """Return whether a client with this `Authorization` header may read everything."""
+        return not self.remote or self.admits(authorization)
+
     def may_change(self, authorization: str) -> bool:
         """Return whether a client with this `Authorization` header may change something.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP server of the API: routes, checks of every request, and streams of snapshots."""
+"""What the API answers for one service, and its streams of snapshots."""
 
 import asyncio
 import contextlib
@@ -19,15 +19,12 @@ from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
 from kvhaven.gateway.answers import answered, audit, body_of, json_of, problem, switch
-from kvhaven.gateway.guard import Guard
 from kvhaven.gateway.history import History
 from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
-from kvhaven.gateway.openapi import SELECTOR, document
-from kvhaven.gateway.page import FILES, Page
+from kvhaven.gateway.openapi import SELECTOR
 from kvhaven.gateway.plugins import Plugins, PluginSettings
 from kvhaven.gateway.reuse import ReuseCurve
-from kvhaven.gateway.routes import ROUTES
 from kvhaven.gateway.steering import Steering
 from kvhaven.gateway.tenants import Tenants
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
@@ -43,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MOST_BODY: Final = 1 << 20
 MOST_STREAMS: Final = 128
 """Streams of snapshots, half of the connections, so that the other paths stay reachable."""
 _MOST_PAGES: Final = 10
@@ -54,129 +50,54 @@ _SKIPPED: Final = 10
 _STREAM_BUFFER: Final = 64 << 10
 """Bytes that the transport, and the kernel, buffer for a stream; an event has about 4 KB."""
 _STREAM_PAUSE_S: Final = 5.0
-_NO_CONTENT_OF_OTHERS: Final = {
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-_OPEN_PATHS: Final = frozenset({"/livez", "/readyz", *FILES})
-"""Paths that never need the token. Orchestrators have none; without it, they are not shown the
-checks. Browsers send none with a page, and the files of the dashboard have no data."""
 _NO_PLUGINS: Final = PluginSettings()
-_SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Gateway:
     """HTTP API over one observer. It keeps no state that matters.
 
-    Every request is checked before its handler runs: its `Host`, its length, and beyond loopback
-    its token. Answers carry no CORS headers, so pages of other sites cannot read them.
+    `requests` counts those of all gateways of this process. `gateway.server` checks each request
+    before its handler runs.
     """
 
     def __init__(
         self,
         observer: Observer,
         access: Access,
-        guard: Guard,
+        requests: Requests,
         plugins: PluginSettings = _NO_PLUGINS,
     ) -> None:
         self._observer = observer
         self._access = access
-        self._guard = guard
-        self._requests = Requests()
-        self._streams = 0
-        self._document = document(ROUTES)
+        self._requests = requests
         self._steering = Steering(observer, self._all)
         self._plugins = Plugins(observer, plugins, self._steering.keys_of)
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
-        self._page_files = Page()
         self._history = History()
         self._tenants = Tenants(observer)
         self._reuse, self._reuse_of = ReuseCurve(), ""
         observer.listeners.append(self._on_snapshot)
 
-    def app(self) -> web.Application:
-        """Return the application; it observes the service while it runs."""
-        app = web.Application(client_max_size=MOST_BODY, middlewares=[self._checked])
-        for route in ROUTES:
-            own = getattr(self, f"_on_{route.handler}", None)
-            handler = own or getattr(self._steering, route.handler)
-            app.router.add_route(route.method.upper(), route.path, handler)
-        app.on_response_prepare.append(_add_headers)
-        app.cleanup_ctx.append(self._running)
-        return app
+    def handler(self, name: str) -> Handler:
+        """Return the handler of a route."""
+        own: Handler | None = getattr(self, f"_on_{name}", None)
+        return own or getattr(self._steering, name)
 
-    async def _running(self, _: web.Application) -> AsyncIterator[None]:
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Observe the service within a context."""
         observing = asyncio.create_task(self._observer.run())
         tenants = asyncio.create_task(self._tenants.run())
         plugins = asyncio.create_task(self._plugins.run())
         for task in (plugins, tenants):
-            task.add_done_callback(_log_failure)
-        yield
-        for task in (plugins, tenants, observing):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-
-    # --- every request ----------------------------------------------------------------------
-
-    @web.middleware
-    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        transport = request.transport
-        self._guard.began(transport)
+            task.add_done_callback(log_failure)
         try:
-            answer = self._refusal(request) or await self._answer(request, handler)
+            yield
         finally:
-            self._guard.ended(transport)
-        resource = request.match_info.route.resource
-        route = resource.canonical if resource is not None else "other"
-        self._requests.count(route, answer.status)
-        return answer
-
-    def _refusal(self, request: web.Request) -> web.Response | None:
-        """Return why a request is refused; None if it is not."""
-        hosts = request.headers.getall("Host", [])
-        if len(hosts) != 1:
-            return problem(400, f"Host: {len(hosts)} headers; expected one")
-        if not self._access.knows_host(hosts[0]):
-            return problem(
-                421,
-                "Host: this name is not one of the API's; use an IP address or localhost, or add "
-                "the name to api_hosts",
-            )
-        if (request.content_length or 0) > MOST_BODY:
-            return problem(413, f"body: too long; expected at most {MOST_BODY} bytes")
-        if not self._is_admitted(request) and request.path not in _OPEN_PATHS:
-            return _unauthorized()
-        return None if request.method in _SAFE else self._refusal_of_change(request)
-
-    def _refusal_of_change(self, request: web.Request) -> web.Response | None:
-        if not self._access.allows_changes:
-            return problem(403, "nothing can be changed here: api_token_file is not set")
-        if not self._access.may_change(request.headers.get("Authorization", "")):
-            return _unauthorized()
-        audit(request, "begins")  # its client may leave before there is a result
-        return None
-
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            answer = problem(error.status, error.reason)
-            if "Allow" in error.headers:
-                answer.headers["Allow"] = error.headers["Allow"]
-            return answer
-        except ServiceUnavailableError as error:
-            return problem(503, str(error))
-        except KVHavenError as error:
-            return problem(400, str(error))
-        except ConnectionError:
-            raise  # the client went away
-        except Exception:  # a bug must not show its details to clients
-            logger.exception("api: %s %s failed", request.method, request.path)
-            return problem(500, "internal error; the log of the API has the details")
+            for task in (plugins, tenants, observing):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
     # --- health -----------------------------------------------------------------------------
 
@@ -194,14 +115,9 @@ class Gateway:
 
     def _visible(self, health: models.Health, request: web.Request) -> models.Health:
         """Return the part of the health that a client may see."""
-        if self._is_admitted(request):
+        if self._access.may_read(request.headers.get("Authorization", "")):
             return health
         return models.Health(health.status, [])
-
-    def _is_admitted(self, request: web.Request) -> bool:
-        """Return whether a request may read everything."""
-        authorization = request.headers.get("Authorization", "")
-        return not self._access.remote or self._access.admits(authorization)
 
     # --- statistics -------------------------------------------------------------------------
 
@@ -250,11 +166,6 @@ class Gateway:
         self._seen()
         return json_of(self._reuse.curve(time.time()))
 
-    async def _on_page(self, request: web.Request) -> web.StreamResponse:
-        return await self._page_files.answer(request)
-
-    _on_page_style = _on_page_program = _on_page
-
     async def _on_inference_info(self, _: web.Request) -> web.Response:
         return json_of(models.InferenceInfo(await self._all("engines", EngineRow)))
 
@@ -267,9 +178,6 @@ class Gateway:
             answer = web.Response(status=304)
         answer.etag = tag
         return answer
-
-    async def _on_openapi(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._document, content_type="application/json")
 
     # --- lists ------------------------------------------------------------------------------
 
@@ -374,14 +282,14 @@ class Gateway:
 
     async def _on_events(self, request: web.Request) -> web.StreamResponse:
         """Send each new snapshot. A client that does not read gets no buffer, and is dropped."""
-        if self._streams >= MOST_STREAMS:
+        if self._requests.streams >= MOST_STREAMS:
             answer = problem(503, f"events: there are {MOST_STREAMS} streams already")
             answer.headers["Retry-After"] = "5"
             answer.force_close()
             return answer
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         transport = request.transport
-        self._streams += 1
+        self._requests.streams += 1
         try:
             if isinstance(transport, asyncio.Transport):
                 _bound(transport)
@@ -390,7 +298,7 @@ class Gateway:
         except ConnectionError:
             pass  # the client went away
         finally:
-            self._streams -= 1
+            self._requests.streams -= 1
         return stream
 
     async def _send_events(
@@ -415,7 +323,8 @@ class Gateway:
                 _reset(transport)
 
 
-def _log_failure(task: asyncio.Task[None]) -> None:
+def log_failure(task: asyncio.Task[None]) -> None:
+    """Log the exception with which a task ended."""
     if not task.cancelled() and task.exception() is not None:
         logger.error("api: a task failed", exc_info=task.exception())
 
@@ -434,14 +343,6 @@ def _reset(transport: asyncio.Transport) -> None:
     if sock is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()
-
-
-async def _add_headers(_: web.Request, answer: web.StreamResponse) -> None:
-    for name, value in _NO_CONTENT_OF_OTHERS.items():
-        answer.headers.setdefault(name, value)
-    if "ETag" in answer.headers:
-        answer.headers["Cache-Control"] = "no-cache"
-    answer.headers.pop("Server", None)
 
 
 def _page_of(request: web.Request) -> tuple[str, int]:
@@ -469,9 +370,3 @@ def _quota(wanted: int | msgspec.UnsetType | None) -> int | None:
     if wanted is msgspec.UNSET:
         return None
     return NO_LIMIT if wanted is None else wanted
-
-
-def _unauthorized() -> web.Response:
-    answer = problem(401, "Authorization: expected Bearer and the token of the API")
-    answer.headers["WWW-Authenticate"] = "Bearer"
-    return answer

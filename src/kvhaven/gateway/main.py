@@ -15,10 +15,10 @@ from aiohttp import web
 from kvhaven.client.unix import listens, prepare_directory
 from kvhaven.errors import ConfigError
 from kvhaven.gateway.access import Access
-from kvhaven.gateway.app import Gateway
 from kvhaven.gateway.guard import HEADER_S, MOST_CONNECTIONS, Guard
 from kvhaven.gateway.observer import Observer
 from kvhaven.gateway.plugins import PluginSettings
+from kvhaven.gateway.server import Server
 
 HEARTBEAT_S: Final = 1.0
 _SHUTDOWN_S: Final = 1.0
@@ -61,7 +61,7 @@ async def serving(
     """Serve the API within a context; yield its URL. Raises `KVHavenError` if it cannot listen."""
     guard = Guard()
     runner = web.AppRunner(
-        Gateway(observer, access, guard, plugins).app(),
+        Server(observer, access, guard, plugins).app(),
         access_log=None,
         logger=_malformed,
         handler_cancellation=True,  # a client that goes away ends its request

@@ -24,9 +24,10 @@ Samples = Iterable[tuple[Mapping[str, str], float]]
 
 
 class Requests:
-    """Counter of the API's requests, by route and status."""
+    """Counter of the API's requests, by route and status, and of its open streams."""
 
     def __init__(self) -> None:
+        self.streams = 0
         self._counts = Counter[tuple[str, int]]()
 
     def count(self, route: str, code: int) -> None:

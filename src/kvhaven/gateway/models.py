@@ -42,6 +42,26 @@ class Health(msgspec.Struct, frozen=True):
     checks: list[Check]
 
 
+class ServiceRow(msgspec.Struct, frozen=True):
+    """A service of this node. All paths of this API exist for it below `path`."""
+
+    id: str
+    """The name of its socket."""
+    path: str
+    address: str
+    status: Literal["ok", "degraded", "stopping", "silent"]
+    engines: int
+    """Attached to it, when it last answered."""
+    here: bool
+    """Whether the answer comes from this service's part of the API."""
+
+
+class Services(msgspec.Struct, frozen=True):
+    """The services of this node; the first one is the one that the API was started for."""
+
+    rows: list[ServiceRow]
+
+
 class Chunks(msgspec.Struct, frozen=True):
     """Chunks that requests asked for, since the service started."""
 

@@ -86,7 +86,7 @@ class Observer:
         """Why there is no newer snapshot."""
         self.listeners: list[Callable[[Seen], None]] = []
         """Functions that are called with each new snapshot."""
-        self._interval_s = interval_s
+        self.interval_s = interval_s
         self._writer: asyncio.StreamWriter | None = None
         self._features = 0
         self._ids = itertools.count(1)
@@ -186,7 +186,7 @@ class Observer:
         with contextlib.suppress(KVHavenError):  # `run` connects again
             while True:
                 await self._ask(Observe(next(self._ids), self._sample), Snapshot, _ANSWER_S)
-                await asyncio.sleep(self._interval_s)
+                await asyncio.sleep(self.interval_s)
         self.error = f"the service at {self.address} did not answer within {_ANSWER_S:g} s"
         writer.close()
 

@@ -49,6 +49,7 @@ ROUTES: Final = (
         "text/event-stream",
         (200, 503),
     ),
+    Route("/v1/services", "services", "The services of this node.", models.Services, (200,)),
     Route(
         "/v1/history",
         "history",

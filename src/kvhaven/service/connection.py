@@ -14,7 +14,7 @@ from pathlib import Path
 from kvhaven.client.unix import listens, peer_uid
 from kvhaven.errors import KVHavenError, ProtocolError
 from kvhaven.protocol import ClientMessage, FrameReader, Message, decode_client, encode
-from kvhaven.service.turns import Job, Turns
+from kvhaven.service.turns import AnyJob, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Connection:
         sock: socket.socket,
         turns: Turns,
         *,
-        on_message: Callable[["Connection", ClientMessage], Job | None],
+        on_message: Callable[["Connection", ClientMessage], AnyJob | None],
         on_batch: Callable[["Connection"], None],
         on_closed: Callable[["Connection"], None],
     ) -> None:
@@ -136,21 +136,21 @@ class Connection:
             self._paused = True
             self._loop.remove_reader(self._socket)
 
-    def _handle(self) -> Job:
+    def _handle(self) -> AnyJob:
         """Handle the messages that were read, then resume reading."""
         try:
             while self._unhandled and not self.closed:
                 long = len(self._unhandled[0]) > _LONG_BYTES
                 message = decode_client(self._unhandled.popleft())
                 if long:
-                    yield
+                    yield None
                     if self.closed:
                         return
-                for _ in self._on_message(self, message) or ():
-                    yield
+                for hint in self._on_message(self, message) or ():
+                    yield hint
                     if self.closed:
                         return
-                yield
+                yield None
             if not self.closed:
                 self._on_batch(self)
         except Exception as error:  # noqa: BLE001 - one client must not end all others

@@ -72,7 +72,7 @@ from kvhaven.service.steering import Steering
 from kvhaven.service.stored_chains import StoredChains
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.service.tier_setup import specs_of
-from kvhaven.service.turns import Job
+from kvhaven.service.turns import AnyJob, Job
 from kvhaven.service.verify import Verifier
 from kvhaven.tenants import quotas_of
 from kvhaven.tiers.base import Tier
@@ -270,11 +270,11 @@ class Service:
             member.unacknowledged = False
             connection.send(Ack(member.handled))
 
-    def _on_message(self, connection: Connection, message: ClientMessage) -> Job | None:
+    def _on_message(self, connection: Connection, message: ClientMessage) -> AnyJob | None:
         with self.driver.event():
             return self._handle(connection, message)
 
-    def _handle(self, connection: Connection, message: ClientMessage) -> Job | None:
+    def _handle(self, connection: Connection, message: ClientMessage) -> AnyJob | None:
         member = self._membership.member(connection)
         if not connection.greeted:
             self._membership.greet(connection, message)
@@ -296,7 +296,7 @@ class Service:
             return self._on_member_message(connection, member, message)
         return None
 
-    def _handle_api(self, connection: Connection, message: Observe | Steer | List) -> Job | None:
+    def _handle_api(self, connection: Connection, message: Observe | Steer | List) -> AnyJob | None:
         if isinstance(message, Steer):
             return self._steering.handle(connection, message)
         if isinstance(message, List):
@@ -381,7 +381,7 @@ class Service:
         )
         connection.send(StatusReply(message.id, status))
 
-    def _list(self, connection: Connection, message: List) -> Job:
+    def _list(self, connection: Connection, message: List) -> AnyJob:
         try:
             connection.send((yield from self._observation.rows(message)))
         except KVHavenError as error:

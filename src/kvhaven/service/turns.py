@@ -3,8 +3,8 @@
 
 Work that may take longer is a job: a generator that yields between short pieces. A job runs for one
 turn, and continues in another turn after the other pending events: sockets, timers, finished
-threads. This is the only place where work is divided by the clock; the job itself defines its
-pieces (see also `kvhaven.catalog.work`).
+threads. Work for observers yields `OTHERS_FIRST`, which ends the turn. This is the only place where
+work is divided by the clock; the job itself defines its pieces (see also `kvhaven.catalog.work`).
 """
 
 import asyncio
@@ -15,8 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 Job = Iterator[None]
+AnyJob = Iterator[object]
+"""A job, or one that may yield `OTHERS_FIRST`."""
 
 TURN_S: Final = 0.0005
+OTHERS_FIRST: Final = True
+"""What a job yields to end its turn early, so that engines wait for less than a turn."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +34,10 @@ class Turns:
     def __init__(self, after: Callable[[], None]) -> None:
         self.pieces = 0
         """Number of pieces executed so far."""
+        self._yields = False
+        """Whether the last piece asked for others to be first."""
         self._after = after
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[AnyJob] = deque()
         self._next: asyncio.Handle | None = None
 
     @property
@@ -39,18 +45,18 @@ class Turns:
         """Whether no job is left."""
         return not self._jobs
 
-    def start(self, job: Job) -> bool:
+    def start(self, job: AnyJob) -> bool:
         """Run a job for one turn now, and the rest in later turns; return whether it is done."""
         end = time.perf_counter() + TURN_S
         done = True
         while done and self._goes_on(job):
-            if time.perf_counter() >= end:
+            if self._yields or time.perf_counter() >= end:
                 self.add(job)
                 done = False
         self._after()
         return done
 
-    def add(self, job: Job) -> None:
+    def add(self, job: AnyJob) -> None:
         """Run a job in later turns."""
         self._jobs.append(job)
         self._wake()
@@ -62,7 +68,7 @@ class Turns:
             job = self._jobs.popleft()
             if self._goes_on(job):
                 self._jobs.append(job)
-            if time.perf_counter() >= end:
+            if self._yields or time.perf_counter() >= end:
                 break
         self._after()
         if self._jobs:
@@ -72,11 +78,12 @@ class Turns:
         if self._next is None:
             self._next = asyncio.get_running_loop().call_soon(self._turn)
 
-    def _goes_on(self, job: Job) -> bool:
+    def _goes_on(self, job: AnyJob) -> bool:
         """Run one piece of a job; return whether more may follow."""
         self.pieces += 1
+        self._yields = False
         try:
-            next(job)
+            self._yields = bool(next(job))
         except StopIteration:
             return False
         except Exception:  # no caller waits for this job; the others continue

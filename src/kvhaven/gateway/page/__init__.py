@@ -34,9 +34,8 @@ class Page:
             path: hashlib.sha256(body).hexdigest()[:16] for path, body in self._files.items()
         }
 
-    async def answer(self, request: web.Request) -> web.Response:
-        """Return a file, or that it has not changed."""
-        path = request.path
+    async def answer(self, request: web.Request, path: str) -> web.Response:
+        """Return the file of a path, or that it has not changed."""
         tag = self._tags[path]
         if any(known.value in {tag, "*"} for known in request.if_none_match or ()):
             answer = web.Response(status=304, headers=_HEADERS)

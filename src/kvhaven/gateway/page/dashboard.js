@@ -775,12 +775,25 @@ for (const details of document.querySelectorAll("details")) details.addEventList
 new ResizeObserver(() => { if (seen.snapshot) { drawTraffic(); drawCurve(); } }).observe($("main"));
 setInterval(drawState, 250);
 
+/** Offer the other services of the node; this page's own path may have a proxy's prefix. */
+async function drawServices() {
+  const { rows } = await json("v1/services"), select = $("service");
+  const own = rows.find(({ here }) => here), prefix = location.pathname.slice(0, -own.path.length);
+  const named = rows.map(({ id, status }) => [id, status === "ok" ? id : `${id} (${status})`]);
+  $("others").hidden = rows.length < 2;
+  if (select.dataset.shown === JSON.stringify(named)) return;
+  select.dataset.shown = JSON.stringify(named);
+  select.replaceChildren(...named.map(([value, text]) => make("option", { value }, text)));
+  select.value = own.id;
+  select.onchange = () => location.assign(prefix + rows.find(({ id }) => id === select.value).path);
+}
+
 /** Lists and the curve change slowly, and are asked for less often. */
 async function lists() {
   for (;;) {
     if (seen.snapshot && !document.hidden) {
       await Promise.allSettled([
-        drawEngines(), refresh(),
+        drawEngines(), refresh(), drawServices(),
         json("v1/curve").then((curve) => { seen.curve = curve; drawCurve(); }),
       ]);
     }

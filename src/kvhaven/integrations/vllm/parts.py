@@ -64,8 +64,8 @@ def require_supported_groups(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
         "one group."
     )
     full = [g for g in groups if kinds_of(g.kv_cache_spec) <= set(FULL_KINDS)]
-    # Chunked local attention is not proved yet: a run of the simulation failed.
-    windows = [g for g in groups if kinds_of(g.kv_cache_spec) == {_WINDOW_KIND}]
+    limited = ({_WINDOW_KIND}, {_LOCAL_KIND})
+    windows = [g for g in groups if kinds_of(g.kv_cache_spec) in limited]
     states = [g for g in groups if is_state(g.kv_cache_spec)]
     needs = {_needs_of(group.kv_cache_spec) for group in groups}
     sizes = {
@@ -75,8 +75,8 @@ def require_supported_groups(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
     others = states or windows
     if not full or not others or len(full) + len(others) < len(groups):
         raise IncompatibleEngineError(
-            f"{has}; expected one, or full attention with sliding windows or with recurrent "
-            f"states, as other groups are not served yet. {flat}"
+            f"{has}; expected one, or full attention with sliding windows, chunked local "
+            f"attention or recurrent states, as other groups are not served yet. {flat}"
         )
     if any(len(found) > 1 for found in sizes.values()) or any(
         not getattr(group.kv_cache_spec, "prefix_cacheable", True)

@@ -20,11 +20,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvhaven.config import Resolved, Settings, load_settings
-from kvhaven.errors import IncompatibleEngineError
+from kvhaven.errors import IncompatibleEngineError, LayoutError
 from kvhaven.integrations.vllm.compat import require_supported_engine
 from kvhaven.integrations.vllm.connector import KVHavenConnector
 from kvhaven.integrations.vllm.parts import kv_parts, part_fields
 from kvhaven.integrations.vllm.requests import scheduled_requests
+from kvhaven.integrations.vllm.start import _state_layout
 from kvhaven.integrations.vllm.state import (
     HANDS_STATES_OFF,
     require_state_format,
@@ -33,7 +34,7 @@ from kvhaven.integrations.vllm.state import (
     with_chunk_size,
 )
 from tests.simulation.connector_kit import make_request, scheduled
-from tests.simulation.engine_state import state_spec
+from tests.simulation.engine_state import state_spec, with_states
 from tests.simulation.engine_world import Setup, make_config
 
 if not HANDS_STATES_OFF:
@@ -89,6 +90,32 @@ def test_ranks_have_shards_of_their_own_also_where_kv_heads_are_replicated(tmp_p
     config = make_config(tmp_path, Setup(service_address="/nowhere", world=2))
     shards = {state_shard(config, rank) for rank in range(2)}
     assert [shard.heads for shard in sorted(shards)] == [(0, 1), (1, 2)]
+
+
+def pages() -> list[torch.Tensor]:
+    """Two tensors of 8 blocks of 4096 bytes, which all groups share."""
+    return [torch.zeros(8, 1, BLOCK, 64, dtype=torch.bfloat16) for _ in range(2)]
+
+
+def state_groups(count: int) -> list[KVCacheGroupSpec]:
+    return [
+        KVCacheGroupSpec([f"layer.{i}.state{g}" for i in range(2)], STATE) for g in range(count)
+    ]
+
+
+def test_a_stored_state_has_no_padding_and_all_layers() -> None:
+    layout = _state_layout(state_groups(2), with_states(pages()), 8)
+    assert STATE.page_size_bytes == 4096
+    assert [run.page_bytes for run in layout.layers] == [96, 96]
+    assert {run.block_stride_bytes for run in layout.layers} == {4096}
+    assert layout.shard_bytes(2) == 2 * 2 * 96, "a block of each group"
+
+
+def test_groups_whose_states_lie_apart_are_refused() -> None:
+    one, other = with_states(pages()), with_states(pages())
+    apart = {name: (one if "state0" in name else other)[name] for name in one}
+    with pytest.raises(LayoutError, match="lie in 4 tensors"):
+        _state_layout(state_groups(2), apart, 8)
 
 
 # --- the size of chunks -------------------------------------------------------------------------

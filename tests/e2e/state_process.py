@@ -9,6 +9,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this is run as a program
 
 from tests.e2e import engine_process
+from tests.e2e.oracle_mutations import PATCHES
 
 
 class Commands(engine_process.Commands):
@@ -33,7 +34,7 @@ class Commands(engine_process.Commands):
             early = [one._replace(tokens=one.tokens - size) for one in kept if one.tokens > size]
             return original(saves, state, part, number, end, early)
 
-        SavePlanner._plan_states = plan  # type: ignore[method-assign]
+        PATCHES.setattr(SavePlanner, "_plan_states", plan)
 
     @staticmethod
     def load_synchronously(llm: Any) -> None:
@@ -50,8 +51,8 @@ class Commands(engine_process.Commands):
             planner._asynchronous = False
             return original(planner, *args)
 
-        SchedulerSide.matched_tokens = found  # type: ignore[method-assign]
-        LoadPlanner.plan = plan  # type: ignore[method-assign]
+        PATCHES.setattr(SchedulerSide, "matched_tokens", found)
+        PATCHES.setattr(LoadPlanner, "plan", plan)
 
 
 if __name__ == "__main__":

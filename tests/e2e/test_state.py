@@ -2,11 +2,13 @@
 """A model with recurrent states (Qwen3-Next) on real vLLM.
 
 Log-probabilities of every token are compared with an engine without KVHaven: a wrong state moves
-them by less than it takes to change tokens.
+them by less than it takes to change tokens. In bfloat16 the ends of steps move them, too, so the
+other engine has a hit of as many tokens in vLLM's own prefix cache; then all bits are the same.
 """
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ import pytest
 
 from kvhaven.tiers.format.manifest import MANIFEST_NAME, unpack_manifest
 from tests.e2e.engines import Engine, engine
-from tests.e2e.test_hybrid import OUTPUT, answers, assert_equal
+from tests.e2e.test_hybrid import OUTPUT, answers
 from tests.e2e.test_restart import damage
 from tests.e2e.zoo import make_zoo_model
 
 pytestmark = pytest.mark.vllm
 
 OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",  # vLLM's CPU kernel of linear attention has no other
     "max_model_len": 1024,
     "num_gpu_blocks_override": 250,
     "enable_prefix_caching": True,
@@ -36,11 +39,23 @@ def stateful(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def control(stateful: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Answers of an engine without KVHaven and without a prefix cache."""
+def control(
+    stateful: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[list[int], int], dict[str, Any]]]:
+    """Answers of an engine without KVHaven that has some tokens in its own prefix cache."""
+
+    def answer(prompt: list[int], cached: int) -> dict[str, Any]:
+        """Answer a prompt whose first `cached` tokens were computed by another one."""
+        started.ask("reset")
+        if cached:
+            started.generate([prompt[: cached + 1]])
+        (one,) = answers(started, [prompt])
+        assert one["cached"] == cached
+        return one
+
     log = tmp_path_factory.mktemp("control") / "log"
-    with engine(stateful, log, None, **OPTIONS | {"enable_prefix_caching": False}) as started:
-        yield lambda prompts: answers(started, prompts)
+    with engine(stateful, log, None, **OPTIONS) as started:
+        yield answer
 
 
 def settings(short_dir: Path, tmp_path: Path) -> dict[str, Any]:
@@ -53,17 +68,11 @@ def settings(short_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def prompts(size: int) -> list[list[int]]:
-    """Prompts within a block, at the ends of blocks, one behind them, and much longer."""
+    """Prompts within a block, one behind its end, at ends, and longer; all begin differently."""
     chance = random.Random(12)
     tokens = [chance.randrange(2, 256) for _ in range(2000)]
-    first, second, third = tokens[:900], tokens[900:1400], tokens[1400:]
-    return [
-        first[: size // 2],
-        second[: size + 1],
-        third[: 2 * size],
-        first[: 8 * size + 21],
-        second[: 5 * size],
-    ]
+    lengths = (size // 2, size + 1, 2 * size, 8 * size + 21, 5 * size)
+    return [[2 + number, *tokens[:length]][:length] for number, length in enumerate(lengths)]
 
 
 def whole(prompt: list[int], size: int) -> int:
@@ -75,13 +84,28 @@ def cached(found: list[dict[str, Any]]) -> list[int]:
     return [one["cached"] for one in found]
 
 
+def worst(control: Any, asked: list[list[int]], found: list[dict[str, Any]]) -> float:
+    """Return the largest difference of a log-probability; infinite if a token differs.
+
+    The control continues after the same tokens: steps are then the same, and so is all rounding.
+    """
+    largest = 0.0
+    for prompt, one in zip(asked, found, strict=True):
+        right = control(prompt, one["cached"])
+        if one["tokens"] != right["tokens"]:
+            return math.inf
+        pairs = zip(one["logprobs"], right["logprobs"], strict=True)
+        largest = max(largest, *(abs(a - b) for a, b in pairs))
+    return largest
+
+
 def assert_no_errors(started: Engine) -> None:
     metrics = started.ask("metrics")
     assert metrics.get("vllm:kvhaven_failed_loads", 0) == 0
     assert metrics.get("vllm:kvhaven_errors", 0) == 0
 
 
-def test_hits_give_what_a_cold_engine_gives(
+def test_hits_give_what_vllms_own_hits_give(
     stateful: Path, control: Any, tmp_path: Path, short_dir: Path
 ) -> None:
     ours = settings(short_dir, tmp_path)
@@ -89,72 +113,80 @@ def test_hits_give_what_a_cold_engine_gives(
         size = started.ask("block_size")
         asked = prompts(size)
         hits = [whole(prompt, size) for prompt in asked]
-        expected = control(asked)
-        assert_equal(answers(started, asked), expected)
+        cold = answers(started, asked)
+        assert cached(cold) == [0] * len(asked)
+        assert worst(control, asked, cold) == 0
         # With vLLM's own prefix cache, there is nothing to load.
-        assert_equal(answers(started, asked), expected)
+        again = answers(started, asked)
+        assert cached(again) == hits
+        assert worst(control, asked, again) == 0
         started.ask("reset")
         warm = answers(started, asked)
-        assert_equal(warm, expected)
         assert cached(warm) == hits
+        assert worst(control, asked, warm) == 0
         # A conversation goes on behind the output, from the last state of its prompt.
         started.ask("reset")
         longer = [
             [*prompt, *one["tokens"], *range(60, 60 + size)]
-            for prompt, one in zip(asked, expected, strict=True)
+            for prompt, one in zip(asked, cold, strict=True)
         ]
         follow = answers(started, longer)
-        assert_equal(follow, control(longer))
-        assert all(at >= least for at, least in zip(cached(follow), hits, strict=True))
+        assert cached(follow) == hits
+        assert worst(control, longer, follow) == 0
         # Prompts that part from another one: vLLM keeps the state there at the second one.
         forks = [asked[3][: 6 * size + 5] + [77 + fork] * (2 * size) for fork in range(2)]
-        assert_equal(answers(started, forks[:1]), control(forks[:1]))
+        answers(started, forks[:1])
         started.ask("reset")
         fork = answers(started, forks[1:])
-        assert_equal(fork, control(forks[1:]))
+        assert cached(fork) == [6 * size]
+        assert worst(control, forks[1:], fork) == 0
         assert_no_errors(started)
     with engine(stateful, tmp_path / "b.log", ours, **OPTIONS) as started:
         again = answers(started, asked)
-        assert_equal(again, expected)
         assert cached(again) == hits
+        assert worst(control, asked, again) == 0
         # Together: asynchronous loads of several requests in a step.
         started.ask("reset")
         together = started.generate(asked, max_tokens=OUTPUT)
-        assert_equal(together, expected)
-        assert max(cached(together)) == max(hits)
+        assert cached(together) == hits
         assert_no_errors(started)
-    states = [
-        file
-        for folder in (tmp_path / "disk").rglob(MANIFEST_NAME)
-        if unpack_manifest(folder.read_bytes(), folder.parent.name).fields.get("part") == "state"
-        for file in folder.parent.rglob("*.kv")
-    ]
-    assert states
-    for file in states:
+    files = states_on_disk(tmp_path / "disk")
+    assert files
+    for file in files:
         damage(file, 0)
     with engine(stateful, tmp_path / "c.log", ours, **OPTIONS) as started:
         missed = answers(started, asked)
-        assert_equal(missed, expected)
         assert cached(missed) == [0] * len(asked)
+        assert worst(control, asked, missed) == 0
         assert_no_errors(started)
+
+
+def states_on_disk(disk: Path) -> list[Path]:
+    """Return the files of states."""
+    return [
+        file
+        for manifest in disk.rglob(MANIFEST_NAME)
+        if unpack_manifest(manifest.read_bytes(), manifest.parent.name).fields["part"] == "state"
+        for file in manifest.parent.rglob("*.kv")
+    ]
 
 
 def test_an_interval_keeps_states_for_prompts_that_begin_alike(
     stateful: Path, control: Any, tmp_path: Path, short_dir: Path
 ) -> None:
-    ours = settings(short_dir, tmp_path) | {"save_decode_cache": True}
     with engine(stateful, tmp_path / "probe.log", None, **OPTIONS) as started:
         size = started.ask("block_size")
+    ours = settings(short_dir, tmp_path)
     more = {"prefix_cache_retention_interval": 2 * size}
     with engine(stateful, tmp_path / "log", ours, **OPTIONS, **more) as started:
         long = prompts(size)[3]
-        begins = [long[: count * size + 9] + [66] * 20 for count in (3, 5, 6)]
-        (one,) = answers(started, [long])
-        assert_equal([one], control([long]))
-        started.ask("reset")
-        found = answers(started, begins)
-        assert_equal(found, control(begins))
-        assert found[0]["cached"] == 2 * size
+        begins = [long[: count * size + 9] + [66 + count] * 20 for count in (3, 5)]
+        answers(started, [long])
+        for prompt, hit in zip(begins, (2 * size, 4 * size), strict=True):
+            started.ask("reset")
+            found = answers(started, [prompt])
+            assert cached(found) == [hit]
+            assert worst(control, [prompt], found) == 0
         assert_no_errors(started)
 
 
@@ -166,10 +198,8 @@ def test_a_breakage_is_seen_in_the_log_probabilities(
     with engine(stateful, tmp_path / "log", ours, **OPTIONS) as started:
         started.ask(mutation)
         asked = prompts(started.ask("block_size"))[3:]
-        expected = control(asked)
-        assert_equal(answers(started, asked), expected)
+        answers(started, asked)
         started.ask("reset")
         warm = answers(started, asked)
         assert min(cached(warm)) > 0
-        with pytest.raises(AssertionError):
-            assert_equal(warm, expected)
+        assert worst(control, asked, warm) > 0

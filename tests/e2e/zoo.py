@@ -71,7 +71,8 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 7, "layer_types": _MOSTLY_LINEAR, "max_position_embeddings": 2048,
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "num_key_value_heads": 4, "head_dim": 64,
     }),
     "deepseek-v2": ("DeepseekV2", _COMMON | {
         "num_hidden_layers": 2, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None,

@@ -265,7 +265,7 @@ class SavePlanner:
         for chunk, blocks in sorted(found.items()):
             key = state.chains[number].keys[chunk]
             if key not in self._saving and all(group in blocks for group in part.groups):
-                ids = [(blocks[group],) for group in part.groups]
+                ids: list[tuple[int, ...]] = [(blocks[group],) for group in part.groups]
                 jobs.append(self._job_of(state, number, [(key, ids)]))
         return jobs
 

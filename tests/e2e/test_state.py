@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "in_process": True,
     "program": "state_process.py",
+    "threads": 1,
 }
 
 
@@ -39,23 +40,33 @@ def stateful(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def control(
-    stateful: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[list[int], int], dict[str, Any]]]:
-    """Answers of an engine without KVHaven that has some tokens in its own prefix cache."""
+def plain(stateful: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine without KVHaven."""
+    log = tmp_path_factory.mktemp("control") / "log"
+    with engine(stateful, log, None, **OPTIONS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def size(plain: Engine) -> int:
+    """Tokens in a block, which vLLM derives from the model."""
+    return int(plain.ask("block_size"))
+
+
+@pytest.fixture(scope="module")
+def control(plain: Engine) -> Callable[[list[int], int], dict[str, Any]]:
+    """Answers of the engine without KVHaven, with some tokens in its own prefix cache."""
 
     def answer(prompt: list[int], cached: int) -> dict[str, Any]:
         """Answer a prompt whose first `cached` tokens were computed by another one."""
-        started.ask("reset")
+        plain.ask("reset")
         if cached:
-            started.generate([prompt[: cached + 1]])
-        (one,) = answers(started, [prompt])
+            plain.generate([prompt[: cached + 1]])
+        (one,) = answers(plain, [prompt])
         assert one["cached"] == cached
         return one
 
-    log = tmp_path_factory.mktemp("control") / "log"
-    with engine(stateful, log, None, **OPTIONS) as started:
-        yield answer
+    return answer
 
 
 def settings(short_dir: Path, tmp_path: Path) -> dict[str, Any]:
@@ -106,11 +117,10 @@ def assert_no_errors(started: Engine) -> None:
 
 
 def test_hits_give_what_vllms_own_hits_give(
-    stateful: Path, control: Any, tmp_path: Path, short_dir: Path
+    stateful: Path, size: int, control: Any, tmp_path: Path, short_dir: Path
 ) -> None:
     ours = settings(short_dir, tmp_path)
     with engine(stateful, tmp_path / "a.log", ours, **OPTIONS) as started:
-        size = started.ask("block_size")
         asked = prompts(size)
         hits = [whole(prompt, size) for prompt in asked]
         cold = answers(started, asked)
@@ -172,10 +182,8 @@ def states_on_disk(disk: Path) -> list[Path]:
 
 
 def test_an_interval_keeps_states_for_prompts_that_begin_alike(
-    stateful: Path, control: Any, tmp_path: Path, short_dir: Path
+    stateful: Path, size: int, control: Any, tmp_path: Path, short_dir: Path
 ) -> None:
-    with engine(stateful, tmp_path / "probe.log", None, **OPTIONS) as started:
-        size = started.ask("block_size")
     ours = settings(short_dir, tmp_path)
     more = {"prefix_cache_retention_interval": 2 * size}
     with engine(stateful, tmp_path / "log", ours, **OPTIONS, **more) as started:
@@ -192,12 +200,12 @@ def test_an_interval_keeps_states_for_prompts_that_begin_alike(
 
 @pytest.mark.parametrize("mutation", ["store_states_of_the_chunk_after", "load_synchronously"])
 def test_a_breakage_is_seen_in_the_log_probabilities(
-    mutation: str, stateful: Path, control: Any, tmp_path: Path, short_dir: Path
+    mutation: str, stateful: Path, size: int, control: Any, tmp_path: Path, short_dir: Path
 ) -> None:
     ours = settings(short_dir, tmp_path)
     with engine(stateful, tmp_path / "log", ours, **OPTIONS) as started:
         started.ask(mutation)
-        asked = prompts(started.ask("block_size"))[3:]
+        asked = prompts(size)[3:]
         answers(started, asked)
         started.ask("reset")
         warm = answers(started, asked)

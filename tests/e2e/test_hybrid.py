@@ -5,6 +5,7 @@ Log-probabilities of every token are compared with an engine without KVHaven: wr
 layers seldom changes the tokens.
 """
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,7 +37,16 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=WINDOWS)
+LONG = pytest.mark.skipif(
+    "KVHAVEN_EVENTS" not in os.environ, reason="of the long form (set KVHAVEN_EVENTS)"
+)
+"""The simulation covers chunked local attention in the short form, and `test_models` Llama 4."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=LONG if name == "llama4-hybrid" else ()) for name in WINDOWS],
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -162,6 +162,16 @@ def a_missing_chunk_of_a_window_is_not_noticed(patch: Patch) -> None:
     patch.setattr(KvPart, "chunks", chunks)
 
 
+def half_of_a_local_chunk_is_thought_enough(patch: Patch) -> None:
+    original = KvPart.chunks
+
+    def chunks(part: KvPart, end: int, computed: int, size: int) -> range:
+        found = original(part, end, computed, size)
+        return found[len(found) // 2 :] if part.local else found
+
+    patch.setattr(KvPart, "chunks", chunks)
+
+
 def blocks_of_other_groups_are_not_fenced(patch: Patch) -> None:
     original = SavePlanner.note_new
 
@@ -222,6 +232,7 @@ MUTATIONS: dict[Callable[[Patch], None], dict[str, Any]] = {
     windows_come_from_the_other_end: {"window": 17},
     only_the_full_part_is_loaded: {},
     a_missing_chunk_of_a_window_is_not_noticed: {"window": 50},
+    half_of_a_local_chunk_is_thought_enough: {"window": 64, "local": True},
     blocks_of_other_groups_are_not_fenced: SLOW,
     hits_end_at_the_last_token: {"window": 17},
     freed_blocks_are_saved: {

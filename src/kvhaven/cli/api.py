@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kvhaven api`: HTTP API of a node service."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from kvhaven.errors import ConfigError
+from kvhaven.niceness import lower_priority
 
 _NICE: Final = 10
 
@@ -41,7 +41,7 @@ def api(
     The service need not be running yet. Those whose sockets are in the same directory are served
     below /services/NAME. `kvhaven serve --api-listen` starts this command itself.
     """
-    os.nice(_NICE)  # engines and the service come first
+    lower_priority(_NICE)
     import logging  # noqa: PLC0415 - keeps other commands quick
 
     from kvhaven.cli.address import find_socket  # noqa: PLC0415

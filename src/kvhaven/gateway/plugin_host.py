@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvhaven import plugins
+from kvhaven.niceness import lower_priority
 
 ROLE: Final = "worker"
 _LMCACHE: Final = "lmcache.v1.plugin.plugin_base"
@@ -230,8 +231,7 @@ def limit(memory: int) -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         os._exit(0)
-    with contextlib.suppress(OSError):
-        os.nice(19)
+    lower_priority(19)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -127,10 +127,11 @@ class Peer:
         self._token = token
         self._certificates = certificates
         self._deadline_s = deadline_s
-        # Over NIXL, a thread borrows or verifies a shard while others wait for their transfers.
-        threads = streams if route is None else 2 * streams
+        # Half of the threads ask for the next shards while the other half receives; over NIXL, they
+        # borrow or verify shards while others wait for their transfers.
+        threads = 2 * streams
         self._slots = threading.BoundedSemaphore(streams)
-        """Held while a shard is read over TCP."""
+        """Held while the bytes of a shard are received over TCP."""
         self._most_idle = threads + 2
         self._control = TierExecutor(1)
         self._following = TierExecutor(1)
@@ -303,14 +304,14 @@ class Peer:
             if (answer.key, answer.shard) != (shard.key, shard.shard):
                 raise ProtocolError(f"{self.title}: an answer to another request")
             hashed, payload = xxhash.xxh3_128(), into[: shard.payload_bytes]
-            end = time.monotonic() + _LONGEST * self._deadline_s
-            stream.receive_into(payload, end, silence_s=self._deadline_s, each=hashed.update)
+            with self._slots:
+                end = time.monotonic() + _LONGEST * self._deadline_s
+                stream.receive_into(payload, end, silence_s=self._deadline_s, each=hashed.update)
             if hashed.digest() != answer.checksum:
                 raise DamagedShardError(f"{self.title}: wrong bytes arrived", hashed.digest())
             return Checksum(answer.checksum)
 
-        with self._slots:
-            return self._with_stream(read, data=True)
+        return self._with_stream(read, data=True)
 
     def disconnect(self) -> None:
         """Close the idle connections."""

@@ -185,8 +185,8 @@ def test_an_interval_keeps_states_for_prompts_that_begin_alike(
     stateful: Path, size: int, control: Any, tmp_path: Path, short_dir: Path
 ) -> None:
     ours = settings(short_dir, tmp_path)
-    more = {"prefix_cache_retention_interval": 2 * size}
-    with engine(stateful, tmp_path / "log", ours, **OPTIONS, **more) as started:
+    options = OPTIONS | {"prefix_cache_retention_interval": 2 * size}
+    with engine(stateful, tmp_path / "log", ours, **options) as started:
         long = prompts(size)[3]
         begins = [long[: count * size + 9] + [66 + count] * 20 for count in (3, 5)]
         answers(started, [long])

@@ -145,7 +145,7 @@ def test_states_that_vllm_hands_off_come_with_their_requests() -> None:
     output = scheduled(new=[(new, [3, 4], 0, 40)], cached=[(old, None, 31, 1)])
     assert [one.states for one in scheduled_requests(output)] == [(), ()]
     handed = {"old": [(1, 9, 32)], "new": [(0, 5, 32), (1, 6, 32)], "gone": [(1, 7, 32)]}
-    output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads=handed)  # type: ignore[assignment]
+    output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads=handed)
     found = {one.request_id: list(one.states) for one in scheduled_requests(output)}
     assert found == {"old": handed["old"], "new": handed["new"]}
 

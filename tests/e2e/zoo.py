@@ -58,14 +58,9 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "granite4": ("GraniteMoeHybrid", _COMMON | {
         "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 2,
-        "num_experts_per_tok": 1, "shared_intermediate_size": 64, "mamba_n_heads": 4,
+        "num_experts_per_tok": 1, "shared_intermediate_size": 64, "mamba_n_heads": 8,
         "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
-    }),
-    "qwen3-next": ("Qwen3Next", _COMMON | {
-        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "hidden_size": 128,
     }),
     "qwen3-next-hybrid": ("Qwen3Next", _COMMON | {
         "num_hidden_layers": 7, "layer_types": _MOSTLY_LINEAR, "max_position_embeddings": 2048,

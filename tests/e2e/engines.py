@@ -118,6 +118,8 @@ def engine(
 ) -> Iterator[Engine]:
     """Start an engine; `settings` are KVHaven's (None: off), `arguments` vLLM's.
 
+    A setting that is None keeps KVHaven's own default.
+
     With `in_process` vLLM's engine core and worker are one process, as on CUDA with one rank.
     That starts in a tenth of the time: each of vLLM's own processes imports everything again.
     `program` is a file beside this one that answers commands. `threads` is how many compute
@@ -146,6 +148,9 @@ def engine(
             | PATIENT
             | settings,
         }
+        extra = options["kv_transfer_config"]["kv_connector_extra_config"]
+        for name in [name for name, value in extra.items() if value is None]:
+            del extra[name]
     options |= arguments
     environment = _environment() | {
         "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(log.parent / "cache")),

@@ -17,7 +17,7 @@ from tests.e2e.zoo import make_zoo_model
 
 pytestmark = pytest.mark.vllm
 
-SHORT = {"gemma3", "llama4", "granite4", "mistral"}
+SHORT = {"gemma3", "llama4", "granite4 flat", "mistral"}
 
 WHOLE_KV = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 
@@ -34,9 +34,8 @@ SERVED: dict[str, dict[str, str]] = {
 `flat` is without vLLM's hybrid KV manager."""
 
 REFUSED = {
-    "granite4": "recurrent state, such as Mamba or linear attention",
+    "granite4 flat": "needs vLLM's hybrid KV manager",
     "mistral": "For contexts of at most 64 tokens set --disable-sliding-window",
-    "qwen3-next": "recurrent state, such as Mamba or linear attention",
     "deepseek-v2": "uses multi-head latent attention on a CPU with prefix caching off",
     "bert": "Serve this model without KVHaven: leave --kv-transfer-config out",
     "gpt-oss flat": "Set VLLM_CPU_ATTN_SPLIT_KV=0, or serve it without KVHaven",

@@ -19,6 +19,9 @@ _COMMON: dict[str, Any] = {
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _UNEVEN = (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"]
 """Five layers with a window, two without: vLLM makes groups of two, one of them half empty."""
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_MOSTLY_LINEAR = [_LINEAR, _LINEAR, _FULL, _LINEAR, _FULL, _LINEAR, _LINEAR]
+"""Five layers with a recurrent state, two without: three KV groups of states, one half empty."""
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", _COMMON | {
@@ -59,14 +62,16 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "granite4": ("GraniteMoeHybrid", _COMMON | {
         "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 2,
-        "num_experts_per_tok": 1, "shared_intermediate_size": 64, "mamba_n_heads": 4,
+        "num_experts_per_tok": 1, "shared_intermediate_size": 64, "mamba_n_heads": 8,
         "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
+        "hidden_size": 128,
     }),
-    "qwen3-next": ("Qwen3Next", _COMMON | {
-        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "qwen3-next-hybrid": ("Qwen3Next", _COMMON | {
+        "num_hidden_layers": 7, "layer_types": _MOSTLY_LINEAR, "max_position_embeddings": 2048,
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "num_key_value_heads": 4, "head_dim": 64,
     }),
     "deepseek-v2": ("DeepseekV2", _COMMON | {
         "num_hidden_layers": 2, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None,

@@ -57,7 +57,7 @@ class LateDevice:
 
     `stores` and `loads` are weights to choose from for these streams: how likely one of them
     goes on where compute could, too. `fail_loads` makes so many of the next loads fail after
-    half of their chunks were written.
+    half of their chunks were written; the first `spare_loads` of them are spared.
     """
 
     name = "late"
@@ -74,6 +74,7 @@ class LateDevice:
         self.thread = threading.get_ident()
         self.jobs: list[LateCopy] = []
         self.fail_loads = 0
+        self.spare_loads = 0
         self.fences = 0
         self._choice = choice
         self._compute: deque[Op] = deque()
@@ -110,7 +111,10 @@ class LateDevice:
         check_copy(layout, blocks, sources, may_skip=True)
         job = LateCopy(self)
         pairs = list(zip(blocks, sources, strict=True))
-        if self.fail_loads:
+        if self.fail_loads and self.spare_loads:
+            self.spare_loads -= 1
+            job_error = ""
+        elif self.fail_loads:
             self.fail_loads -= 1
             job_error = "the simulated copy engine failed"
             pairs = pairs[: len(pairs) // 2]

@@ -153,7 +153,9 @@ class Simulation:
         if choice.random() < 0.01:
             self.engine.move()
         if self.failing_loads and choice.random() < 0.1:
-            choice.choice(self.engine.devices).fail_loads = 1
+            device = choice.choice(self.engine.devices)
+            device.fail_loads = 1
+            device.spare_loads = choice.choice((0, 1))  # of several parts, the second one's fails
         if self.faults:
             self._break_something()
 

@@ -51,6 +51,8 @@ from tests.simulation.connector_kit import wait_until
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_hybrid import ALTERNATING, Grouping, HybridRunner
 from tests.simulation.engine_model import Model, Runner, StepResult
+from tests.simulation.engine_state import GROUPS as STATE_GROUPS
+from tests.simulation.engine_state import StateRunner, state_spec, with_states
 from tests.simulation.uncomputed import UncomputedBlocks
 from tests.simulators.simulation import Simulation as Simulated
 
@@ -111,6 +113,12 @@ class Setup:
     """Tokens in a block."""
     heads: int = 0
     """KV heads of the model, of which each rank has its share, or one; 0: one for each rank."""
+    states: bool = False
+    """Whether two further KV groups keep recurrent states."""
+    checkpoints: bool = False
+    """Whether kernels store states within a step, as those of Mamba 2."""
+    retention: int | None = 0
+    """vLLM's `prefix_cache_retention_interval`: which states it keeps."""
 
     @property
     def rank_heads(self) -> int:
@@ -169,6 +177,8 @@ def make_config(folder: Path, setup: Setup, **more: Any) -> VllmConfig:
     # The CPU platform switches it off; here it is the point.
     config.scheduler_config.async_scheduling = setup.asynchronous_scheduling
     config.cache_config.num_gpu_blocks = setup.blocks
+    if setup.states:
+        config.cache_config.mamba_cache_mode = "align"
     return config
 
 
@@ -215,6 +225,15 @@ def make_kv_cache_config(setup: Setup) -> KVCacheConfig:
     }
     spec = FullAttentionSpec(**common)
     groups = [KVCacheGroupSpec(setup.layers, spec)]
+    if setup.states:
+        state = state_spec(setup.block, spec.page_size_bytes, checkpoints=setup.checkpoints)
+        groups += [
+            KVCacheGroupSpec([f"{name}.state{group}" for name in setup.layers], state)
+            for group in range(STATE_GROUPS)
+        ]
+        return KVCacheConfig(
+            setup.blocks, [], groups, prefix_cache_retention_interval=setup.retention
+        )
     if setup.window:
         size = "attention_chunk_size" if setup.local else "sliding_window"
         kind: Any = ChunkedLocalAttentionSpec if setup.local else SlidingWindowSpec
@@ -432,6 +451,18 @@ class Engine:
                 local=setup.local,
             )
         tensors = {layer: _noise(*shape) for layer in setup.layers}
+        if setup.states:
+            shared = list(tensors.values())
+            connector.register_kv_caches(with_states(shared))
+            return StateRunner(
+                connector,
+                device,
+                self.model,
+                shared,
+                rank,
+                self._choice,
+                checkpoints=setup.checkpoints,
+            )
         connector.register_kv_caches(tensors)
         return Runner(connector, device, self.model, list(tensors.values()), rank, self._choice)
 

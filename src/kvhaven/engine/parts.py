@@ -9,6 +9,7 @@ from typing import Final
 from kvhaven.types import align_up
 
 FULL: Final = "full"
+STATE: Final = "state"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class KvPart:
 
     If the window is within a chunk, a multiple of `grain` tokens is stored of it: the same for all
     engines whose blocks divide `grain`. By default it is a block.
+
+    A recurrent state (`is_state`) has no KV of tokens: a block has the state after its last token.
+    To continue after `t` tokens, only the block that ends there is needed: its `reach` is 1.
     """
 
     name: str
@@ -31,6 +35,7 @@ class KvPart:
     reach: int | None = None
     local: int = 0
     grain: int = 1
+    is_state: bool = False
 
     def first_token(self, tokens: int) -> int:
         """Return the first token whose KV the engine keeps to continue after `tokens` tokens."""
@@ -73,6 +78,11 @@ class KvPart:
 def one_part(block_sizes: Sequence[int]) -> tuple[KvPart, ...]:
     """Return the only part of an engine whose layers all need the whole prefix."""
     return (KvPart(FULL, tuple(range(len(block_sizes))), block_sizes[0]),)
+
+
+def state_part(groups: Sequence[int], block_size: int) -> KvPart:
+    """Return the part of layers that keep a recurrent state."""
+    return KvPart(STATE, tuple(groups), block_size, reach=1, is_state=True)
 
 
 def usable_chunks(

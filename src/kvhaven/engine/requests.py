@@ -128,12 +128,24 @@ class Request:
         return len(self.tokens)
 
 
+class KeptState(NamedTuple):
+    """A recurrent state that the engine keeps: `block` of a KV group has it after `tokens` tokens.
+
+    It is complete after the step that it was reported for, until the block is reallocated.
+    """
+
+    group: int
+    block: int
+    tokens: int
+
+
 class ScheduledRequest(NamedTuple):
     """A request in the step that the engine has just scheduled.
 
     `blocks[group]` are its additional block ids, or all of them if it `starts` (or resumes after
     a preemption) in this step; None means no additional ones. `computed` tokens have KV already;
-    the step computes `scheduled` further tokens.
+    the step computes `scheduled` further tokens. `states` are those recurrent states that the
+    engine keeps from this step on.
     """
 
     request_id: str
@@ -141,6 +153,7 @@ class ScheduledRequest(NamedTuple):
     computed: int
     scheduled: int
     starts: bool = False
+    states: Sequence[KeptState] = ()
 
 
 class Media(Protocol):

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from kvhaven.config import Settings
 from kvhaven.engine.jobs import SaveJob, StepReport
 from kvhaven.engine.parts import KvPart, one_part
-from kvhaven.engine.request_state import RequestState
+from kvhaven.engine.request_state import NULL_BLOCK, RequestState
+from kvhaven.engine.requests import KeptState
 from kvhaven.types import ChunkKey
 
 _REPORT_S = 120.0
@@ -83,18 +84,21 @@ class SavePlanner:
             return False
         return self.decode_too or request.num_prompt_tokens >= wanted or request.resumable
 
-    def plan(self, state: RequestState, end: int) -> list[SaveJob]:
+    def plan(
+        self, state: RequestState, end: int, states: Sequence[KeptState] = ()
+    ) -> list[SaveJob]:
         """Plan the save of the chunks that are complete at the end of this step.
 
-        `end` is the number of tokens computed by then, some of them perhaps speculative. Raises
-        `KVHavenError` if the request's tokens cannot be hashed or its blocks are unknown.
+        `end` is the number of tokens computed by then, some of them perhaps speculative; `states`
+        are the recurrent states that the engine keeps. Raises `KVHavenError` if the request's
+        tokens cannot be hashed or its blocks are unknown.
         """
         request = state.request
         # Tokens beyond `num_tokens` are speculative or not sampled yet.
         known = request.num_tokens if self.decode_too else request.num_prompt_tokens
         end = min(end, known, request.num_tokens)
         complete = end // state.chunk_size
-        if complete <= state.planned_chunks:
+        if complete <= state.planned_chunks and not states:
             return []
         state.extend_keys(end)
         runs, jobs = self._runs(state, complete), list[SaveJob]()
@@ -106,14 +110,17 @@ class SavePlanner:
             tenant = state.chain.tenant
             jobs.append(SaveJob(next(self._ids), parent, keys, blocks, tenant, state.adapter))
         for number, part in enumerate(self._more_parts, 1):
-            jobs += self._plan_part(state, part, number, complete)
+            if part.is_state:
+                jobs += self._plan_states(state, part, number, end, states)
+            else:
+                jobs += self._plan_part(state, part, number, complete)
         # After an error above, no job is tracked: no rank would report it.
         for job in jobs:
             self._track(job)
         if self._events is not None:
             for job, (first, _) in zip(jobs, runs, strict=False):  # those of the first part
                 self._events.planned(job, request, first)
-        state.planned_chunks = complete
+        state.planned_chunks = max(state.planned_chunks, complete)
         return jobs
 
     def _track(self, job: SaveJob) -> None:
@@ -232,6 +239,34 @@ class SavePlanner:
             if run:
                 jobs.append(self._job_of(state, number, run))
                 run = []
+        return jobs
+
+    def _plan_states(
+        self,
+        state: RequestState,
+        part: KvPart,
+        number: int,
+        end: int,
+        states: Sequence[KeptState],
+    ) -> list[SaveJob]:
+        """Plan the save of recurrent states at the ends of chunks that this step computes.
+
+        Only the engine knows which block has which state: it computes in place, and moves and frees
+        blocks, so a block's position in the request says nothing. States that this step does not
+        compute were loaded, or belong to an earlier step, whose blocks may be others' by now.
+        """
+        size = state.chunk_size
+        found: dict[int, dict[int, int]] = {}
+        for kept in states:
+            computed_now = state.step_begin < kept.tokens <= end
+            if computed_now and kept.tokens % size == 0 and kept.block != NULL_BLOCK:
+                found.setdefault(kept.tokens // size - 1, {})[kept.group] = kept.block
+        jobs: list[SaveJob] = []
+        for chunk, blocks in sorted(found.items()):
+            key = state.chains[number].keys[chunk]
+            if key not in self._saving and all(group in blocks for group in part.groups):
+                ids: list[tuple[int, ...]] = [(blocks[group],) for group in part.groups]
+                jobs.append(self._job_of(state, number, [(key, ids)]))
         return jobs
 
     def _job_of(

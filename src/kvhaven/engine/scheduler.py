@@ -27,6 +27,7 @@ from kvhaven.engine.requests import (
     NOTHING,
     EngineRequest,
     ExtrasSource,
+    KeptState,
     NoExtras,
     Permissions,
     ScheduledRequest,
@@ -271,14 +272,14 @@ class SchedulerSide:
         saves: list[SaveJob] = []
         tails: list[SaveJob] = []
         self._measure(scheduled)
-        for request_id, blocks, computed, count, starts in scheduled:
+        for request_id, blocks, computed, count, starts, states in scheduled:
             self._saves.note_step(request_id)
             if blocks is not None:
                 if starts:
                     self._admitted(request_id, blocks, computed)
                 else:
                     self._extended(request_id, blocks)
-            for job in self._plan_saves(request_id, computed, computed + count):
+            for job in self._plan_saves(request_id, computed, computed + count, states):
                 (tails if job.tail else saves).append(job)
         if self._in_doubt:
             return self.plan_in_doubt()
@@ -449,7 +450,7 @@ class SchedulerSide:
     def _measure(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Note a step, whose duration tells how long a prefill takes."""
         shape, decoding = StepShape(), 0
-        for request_id, _, computed, count, _ in scheduled:
+        for request_id, _, computed, count, *_ in scheduled:
             request = self._requests.get(request_id) if count > 1 else None
             if request is not None and computed < request.num_prompt_tokens:
                 shape = shape.plus(computed, count)
@@ -611,20 +612,22 @@ class SchedulerSide:
         if state is not None:
             state.append_blocks(blocks)
 
-    def _plan_saves(self, request_id: str, begin: int, end: int) -> list[SaveJob]:
+    def _plan_saves(
+        self, request_id: str, begin: int, end: int, states: Sequence[KeptState]
+    ) -> list[SaveJob]:
         state = self._states.get(request_id)
         if state is not None:
             state.step_begin = begin
         if state is None or not (state.permissions.save or state.wanted.save):
             return []
-        if not (self._saves.due(state, end) or self._saves.tail_due(state, end)):
+        if not (states or self._saves.due(state, end) or self._saves.tail_due(state, end)):
             return []
         with self._keying(state):
             self._follow(state)
             # Its blocks may be shared with a request that has other media under the same
             # identifiers, so nothing is saved until that is ruled out.
             if state.permissions.save and (state.media is None or state.media.settled):
-                return self._saves.plan_tail(state, end) + self._saves.plan(state, end)
+                return self._saves.plan_tail(state, end) + self._saves.plan(state, end, states)
         return []
 
     def _plan(self, saves: list[SaveJob], fence: list[int]) -> StepPlan:

@@ -21,6 +21,7 @@ from kvhaven.integrations.vllm.parts import (
     kinds_of,
     require_supported_groups,
 )
+from kvhaven.integrations.vllm.state import require_states_kept
 from kvhaven.types import ShardId
 
 if TYPE_CHECKING:
@@ -80,11 +81,7 @@ def require_supported_model(config: "VllmConfig") -> None:
             f"cache. {WITHOUT}"
         )
     if getattr(model, "is_hybrid", False):
-        raise IncompatibleEngineError(
-            f"{model.model}: mixes attention with layers that keep a recurrent state, such as "
-            f"Mamba or linear attention (got architecture {model.architecture}). That state is "
-            f"not cached yet. {WITHOUT}"
-        )
+        require_states_kept(config)
     if not getattr(model, "is_prefix_caching_supported", True):
         raise IncompatibleEngineError(
             f"{model.model}: vLLM needs every token computed, as this model or its pooling does "

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kvhaven.engine.parts import FULL, KvPart
+from kvhaven.engine.parts import FULL, KvPart, state_part
 from kvhaven.errors import IncompatibleEngineError
 from kvhaven.integrations.vllm.namespace_fields import NO_DRAFT_KV
 from kvhaven.integrations.vllm.platforms import platform_of
+from kvhaven.integrations.vllm.state import is_state, require_state_groups, specs_of, state_fields
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,6 +28,8 @@ blocks divide it, which are nearly all, store the same."""
 
 _WHOLE = -1
 """In the place of a number of tokens: all of them."""
+_STATE = (1, -1)
+"""The needs of recurrent states (see `_needs_of`): that after the last token."""
 
 REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether vLLM (0.30 and newer) can be told of a failed load of a model with several KV groups."""
@@ -34,7 +37,7 @@ REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 
 def kinds_of(spec: Any) -> set[str]:
     """Return the kinds of KV in a group, whose layers may have several similar kinds."""
-    return {type(part).__name__ for part in _specs_of(spec)}
+    return {type(part).__name__ for part in specs_of(spec)}
 
 
 def kv_parts(kv_cache: "KVCacheConfig", *, portable: bool = False) -> tuple[KvPart, ...]:
@@ -52,7 +55,9 @@ def kv_parts(kv_cache: "KVCacheConfig", *, portable: bool = False) -> tuple[KvPa
         block_size = spec.block_size
         window = reach + 1 - (_extra_tokens(spec) if portable else 0)
         name = f"local:{local}" if local else f"window:{window}"
-        if reach == _WHOLE:
+        if (reach, local) == _STATE:
+            parts.append(state_part(numbers, block_size))
+        elif reach == _WHOLE:
             parts.append(KvPart(FULL, tuple(numbers), block_size))
         else:
             grain = PORTABLE_GRAIN if portable else 1
@@ -72,15 +77,17 @@ def require_supported_groups(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
     full = [g for g in groups if kinds_of(g.kv_cache_spec) <= set(FULL_KINDS)]
     limited = ({_WINDOW_KIND}, {_LOCAL_KIND})
     windows = [g for g in groups if kinds_of(g.kv_cache_spec) in limited]
+    states = [g for g in groups if is_state(g.kv_cache_spec)]
     needs = {_needs_of(group.kv_cache_spec) for group in groups}
     sizes = {
         need: {g.kv_cache_spec.block_size for g in groups if _needs_of(g.kv_cache_spec) == need}
         for need in needs
     }
-    if not full or not windows or len(full) + len(windows) < len(groups):
+    others = states or windows
+    if not full or not others or len(full) + len(others) < len(groups):
         raise IncompatibleEngineError(
-            f"{has}; expected one, or full attention with sliding windows or chunked local "
-            f"attention, as other groups are not served yet. {flat}"
+            f"{has}; expected one, or full attention with sliding windows, chunked local "
+            f"attention or recurrent states, as other groups are not served yet. {flat}"
         )
     if any(len(found) > 1 for found in sizes.values()) or any(
         not getattr(group.kv_cache_spec, "prefix_cacheable", True)
@@ -102,6 +109,8 @@ def require_supported_groups(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
             f"{has}; expected one on this platform ({config.device_config.device_type}), whose "
             f"runner does not report failed loads. {flat}"
         )
+    if states:
+        require_state_groups(config, kv_cache, has)
     speculative = config.speculative_config
     if speculative is not None and speculative.method not in NO_DRAFT_KV:
         raise IncompatibleEngineError(
@@ -111,7 +120,11 @@ def require_supported_groups(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
 
 
 def part_fields(
-    parts: tuple[KvPart, ...], part: KvPart, *, portable_chunk: int = 0
+    parts: tuple[KvPart, ...],
+    part: KvPart,
+    kv_cache: "KVCacheConfig",
+    *,
+    portable_chunk: int = 0,
 ) -> dict[str, str]:
     """Return the namespace fields of a part; none if it is the only one.
 
@@ -125,25 +138,24 @@ def part_fields(
         tokens = part.stored_tokens(portable_chunk)
         return {"part": part.name, "parts": names, "kv_tokens": str(tokens)}
     every = ", ".join(f"{one.name} x {len(one.groups)}" for one in parts)
-    return {"part": part.name, "parts": every}
-
-
-def _specs_of(spec: Any) -> list[Any]:
-    nested = getattr(spec, "kv_cache_specs", None)
-    return list(nested.values()) if nested else [spec]
+    fields = {"part": part.name, "parts": every}
+    return fields | state_fields(kv_cache) if part.is_state else fields
 
 
 def _extra_tokens(spec: Any) -> int:
-    return max(getattr(part, "extra_retained_tokens", 0) for part in _specs_of(spec))
+    return max(getattr(part, "extra_retained_tokens", 0) for part in specs_of(spec))
 
 
 def _needs_of(spec: Any) -> tuple[int, int]:
     """Return how many tokens before the next one a group needs, and the size of local chunks.
 
-    vLLM keeps as many: a window without the next token itself, and `extra_retained_tokens`.
+    vLLM keeps as many: a window without the next token itself, and `extra_retained_tokens`. For
+    recurrent states it is `_STATE`.
     """
+    if is_state(spec):
+        return _STATE
     needs = set()
-    for part in _specs_of(spec):
+    for part in specs_of(spec):
         if type(part).__name__ == _WINDOW_KIND:
             extra = getattr(part, "extra_retained_tokens", 0)
             needs.add((part.sliding_window - 1 + extra, 0))

@@ -15,6 +15,7 @@ from kvhaven.engine.adapters import CacheName
 from kvhaven.engine.jobs import StepPlan, StepReport
 from kvhaven.engine.requests import (
     MOST_TAGS,
+    KeptState,
     Permissions,
     ScheduledRequest,
     Transfer,
@@ -170,7 +171,7 @@ def cache_name(lora_request: Any) -> CacheName:
 
 def scheduled_requests(output: "SchedulerOutput") -> list[ScheduledRequest]:
     """Return the requests of a step that vLLM has scheduled."""
-    counts = output.num_scheduled_tokens
+    counts, states = output.num_scheduled_tokens, _kept_states(output)
     scheduled = [
         ScheduledRequest(
             new.req_id,
@@ -178,6 +179,7 @@ def scheduled_requests(output: "SchedulerOutput") -> list[ScheduledRequest]:
             new.num_computed_tokens,
             counts.get(new.req_id, 0),
             starts=True,
+            states=states.get(new.req_id, ()),
         )
         for new in output.scheduled_new_reqs
     ]
@@ -185,10 +187,21 @@ def scheduled_requests(output: "SchedulerOutput") -> list[ScheduledRequest]:
     resumed = cached.resumed_req_ids
     for index, name in enumerate(cached.req_ids):
         blocks, computed = cached.new_block_ids[index], cached.num_computed_tokens[index]
+        own = states.get(name, ())
         scheduled.append(
-            ScheduledRequest(name, blocks, computed, counts.get(name, 0), name in resumed)
+            ScheduledRequest(name, blocks, computed, counts.get(name, 0), name in resumed, own)
         )
     return scheduled
+
+
+def _kept_states(output: "SchedulerOutput") -> dict[str, list[KeptState]]:
+    """Return the recurrent states that vLLM hands off in a step, by request.
+
+    They are those that its prefix cache keeps (see `prefix_cache_retention_interval`).
+    """
+    state = output.kv_connector_block_state
+    handed: Mapping[str, Any] = state.boundary_state_offloads if state is not None else {}
+    return {name: [KeptState(*one) for one in kept] for name, kept in handed.items()}
 
 
 def leaves_uncomputed_blocks(config: "VllmConfig", output: "SchedulerOutput") -> bool:

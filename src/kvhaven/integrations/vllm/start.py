@@ -5,7 +5,7 @@ import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -57,6 +57,11 @@ from kvhaven.integrations.vllm.namespace import Description, KvFormat, describe_
 from kvhaven.integrations.vllm.parts import kv_parts, part_fields
 from kvhaven.integrations.vllm.platforms import platform_of
 from kvhaven.integrations.vllm.portable import layers_field, portable_layout, total_heads
+from kvhaven.integrations.vllm.state import (
+    require_state_format,
+    state_shard,
+    with_chunk_size,
+)
 from kvhaven.keys import namespace_digest
 from kvhaven.layouts import (
     Layout,
@@ -71,7 +76,7 @@ from kvhaven.types import Shard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,8 @@ def start_worker(
     Raises `KVHavenError` if the engine is refused. If the service does not answer, storage fails,
     or other ranks are missing or have loaded other files, the engine serves without a cache.
     """
-    settings = resolve_settings(config).settings
+    settings = with_chunk_size(resolve_settings(config), kv_cache).settings
+    require_state_format(settings, kv_cache)
     own = own_layers(config, tensors)
     tensors = {layer: tensor for layer, tensor in tensors.items() if layer in own}
     for group in kv_cache.kv_cache_groups:
@@ -122,7 +128,7 @@ def start_worker(
                 world_size=config.parallel_config.world_size,
                 namespace=namespace_digest({}),  # replaced once the content of the files is known
                 fields={},
-                shards=_shards(config, layout, rank, blocks),
+                shards=_shards(config, part, layout, rank, blocks),
                 shared=isinstance(layout, PortableLayout),
             ),
             device,
@@ -137,6 +143,7 @@ def start_worker(
             | part_fields(
                 parts,
                 part,
+                kv_cache,
                 portable_chunk=settings.chunk_size if isinstance(layout, PortableLayout) else 0,
             )
         )
@@ -163,7 +170,7 @@ def start_worker(
 
 def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str) -> SchedulerSide:
     """Attach to the service of the ranks. Raises as `start_worker` does."""
-    resolved = resolve_settings(config)
+    resolved = with_chunk_size(resolve_settings(config), kv_cache)
     for note in resolved.notes:  # here and not in the ranks, to log it once
         logger.warning("%s", note)
     settings = resolved.settings
@@ -254,11 +261,9 @@ def _layout(
     """
     kv_format = settings.format
     groups = [kv_cache.kv_cache_groups[number] for number in part.groups]
-    specs = {}
-    for group in groups:
-        for layer in group.layer_names:
-            nested = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-            specs[layer] = nested[layer] if nested is not None else group.kv_cache_spec
+    if part.is_state:
+        return _state_layout(groups, tensors, kv_cache.num_blocks)
+    specs = _layer_specs(groups)
     backend = attention_backend(config, specs)
     if backend is not None:
         require_reuse(backend)
@@ -272,13 +277,7 @@ def _layout(
         form=kv_form(backend),
     )
     paged = describe(tensors)
-    most = max(len(tensors.keys() & set(group.layer_names)) for group in groups)
-    if len(groups) > 1 and len(paged.caches) > most:
-        raise LayoutError(
-            f"the layers of {len(groups)} KV groups lie in {len(paged.caches)} tensors (got "
-            f"{paged.description}); expected {most}, as each group's layers share the memory of "
-            "the others. Set --disable-hybrid-kv-cache-manager"
-        )
+    _require_shared_memory(paged, groups, tensors)
     if kv_format != "portable":
         return paged
     if backend is None:
@@ -306,6 +305,53 @@ def _layout(
     return portable_layout(
         paged, [geometry_of(describe(own)) if own else None for own in of_groups]
     )
+
+
+def _state_layout(
+    groups: Sequence["KVCacheGroupSpec"],
+    tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    num_blocks: int,
+) -> PagedLayout:
+    """Return the layout of a rank's recurrent states: a block of a layer is one piece of bytes.
+
+    vLLM registers a view of all states of a layer, without the padding of its pages.
+    """
+    specs = _layer_specs(groups)
+    layout = describe_kv_caches(
+        {layer: tensor for layer, tensor in tensors.items() if layer in specs},
+        layer_specs={
+            layer: (mamba.state_content_size_bytes, mamba.block_size)
+            for layer, mamba in specs.items()
+        },
+        num_blocks=num_blocks,
+        kernel_tag="",
+        form="BHNC",
+    )
+    _require_shared_memory(layout, groups, tensors)
+    return layout
+
+
+def _layer_specs(groups: Sequence["KVCacheGroupSpec"]) -> dict[str, Any]:
+    """Return the spec of each layer in these KV groups."""
+    specs = {}
+    for group in groups:
+        nested = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for layer in group.layer_names:
+            specs[layer] = nested[layer] if nested is not None else group.kv_cache_spec
+    return specs
+
+
+def _require_shared_memory(
+    paged: PagedLayout, groups: Sequence["KVCacheGroupSpec"], tensors: Mapping[str, Any]
+) -> None:
+    """Raise `LayoutError` if the layers of several KV groups do not share their memory."""
+    most = max(len(tensors.keys() & set(group.layer_names)) for group in groups)
+    if len(groups) > 1 and len(paged.caches) > most:
+        raise LayoutError(
+            f"the layers of {len(groups)} KV groups lie in {len(paged.caches)} tensors (got "
+            f"{paged.description}); expected {most}, as each group's layers share the memory of "
+            "the others. Set --disable-hybrid-kv-cache-manager"
+        )
 
 
 def _attach(
@@ -347,13 +393,17 @@ def _layout_fields(
 
 
 def _shards(
-    config: "VllmConfig", layout: PagedLayout | PortableLayout, rank: int, blocks: int
+    config: "VllmConfig",
+    part: KvPart,
+    layout: PagedLayout | PortableLayout,
+    rank: int,
+    blocks: int,
 ) -> tuple[Shard, ...]:
     """Return a rank's shards of each chunk: one, or in the portable format one for each head.
 
     Raises `LayoutError` if their number does not match the layout.
     """
-    ids = [shard_id(config, rank)]
+    ids = [state_shard(config, rank) if part.is_state else shard_id(config, rank)]
     if isinstance(layout, PortableLayout):
         model, parallel = config.model_config, config.parallel_config
         size = parallel.tensor_parallel_size

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine whose handling of recurrent states can be broken on purpose."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this is run as a program
+
+from tests.e2e import engine_process
+from tests.e2e.oracle_mutations import PATCHES
+
+
+class Commands(engine_process.Commands):
+    """What this engine can be told, too."""
+
+    @staticmethod
+    def block_size(llm: Any) -> int:
+        """Return the tokens in a block, which vLLM derives from the model."""
+        return int(llm.llm_engine.vllm_config.cache_config.block_size)
+
+    @staticmethod
+    def store_states_of_the_chunk_after(llm: Any) -> None:
+        """Save each state under the key of the chunk before its own."""
+        from kvhaven.engine.requests import KeptState
+        from kvhaven.engine.save_planner import SavePlanner
+
+        original = SavePlanner._plan_states
+
+        def plan(saves: Any, state: Any, part: Any, number: int, end: int, states: Any) -> Any:
+            kept: Sequence[KeptState] = states
+            size, state.step_begin = state.chunk_size, 0
+            early = [one._replace(tokens=one.tokens - size) for one in kept if one.tokens > size]
+            return original(saves, state, part, number, end, early)
+
+        PATCHES.setattr(SavePlanner, "_plan_states", plan)
+
+    @staticmethod
+    def load_synchronously(llm: Any) -> None:
+        """Load within the step, which copies the state before it is there."""
+        from kvhaven.engine.load_planner import LoadPlanner
+        from kvhaven.engine.scheduler import SchedulerSide
+
+        matched, original = SchedulerSide.matched_tokens, LoadPlanner.plan
+
+        def found(side: Any, *args: Any) -> Any:
+            return matched(side, *args)[0], False
+
+        def plan(planner: Any, *args: Any) -> Any:
+            planner._asynchronous = False
+            return original(planner, *args)
+
+        PATCHES.setattr(SchedulerSide, "matched_tokens", found)
+        PATCHES.setattr(LoadPlanner, "plan", plan)
+
+
+if __name__ == "__main__":
+    engine_process.main(Commands)

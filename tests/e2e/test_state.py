@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with recurrent states (Qwen3-Next) on real vLLM.
+
+Log-probabilities of every token are compared with an engine without KVHaven: a wrong state moves
+them by less than it takes to change tokens. In bfloat16 the ends of steps move them, too, so the
+other engine has a hit of as many tokens in vLLM's own prefix cache; then all bits are the same.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhaven.tiers.format.manifest import MANIFEST_NAME, unpack_manifest
+from tests.e2e.engines import Engine, engine
+from tests.e2e.test_hybrid import OUTPUT, answers
+from tests.e2e.test_restart import damage
+from tests.e2e.zoo import make_zoo_model
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",  # vLLM's CPU kernel of linear attention has no other
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 250,
+    "enable_prefix_caching": True,
+    "in_process": True,
+    "program": "state_process.py",
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def stateful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("state") / "model"
+    return make_zoo_model(folder, "qwen3-next-hybrid", weights=True)
+
+
+@pytest.fixture(scope="module")
+def plain(stateful: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine without KVHaven."""
+    log = tmp_path_factory.mktemp("control") / "log"
+    with engine(stateful, log, None, **OPTIONS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def size(plain: Engine) -> int:
+    """Tokens in a block, which vLLM derives from the model."""
+    return int(plain.ask("block_size"))
+
+
+@pytest.fixture(scope="module")
+def control(plain: Engine) -> Callable[[list[int], int], dict[str, Any]]:
+    """Answers of the engine without KVHaven, with some tokens in its own prefix cache."""
+
+    def answer(prompt: list[int], cached: int) -> dict[str, Any]:
+        """Answer a prompt whose first `cached` tokens were computed by another one."""
+        plain.ask("reset")
+        if cached:
+            plain.generate([prompt[: cached + 1]])
+        (one,) = answers(plain, [prompt])
+        assert one["cached"] == cached
+        return one
+
+    return answer
+
+
+def settings(short_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "runtime_dir": str(short_dir),
+        "max_local_cpu_size": "128MiB",
+        "local_disk": str(tmp_path / "disk"),
+        "chunk_size": None,
+    }
+
+
+def prompts(size: int) -> list[list[int]]:
+    """Prompts within a block, one behind its end, at ends, and longer; all begin differently."""
+    chance = random.Random(12)
+    tokens = [chance.randrange(2, 256) for _ in range(2000)]
+    lengths = (size // 2, size + 1, 2 * size, 8 * size + 21, 5 * size)
+    return [[2 + number, *tokens[:length]][:length] for number, length in enumerate(lengths)]
+
+
+def whole(prompt: list[int], size: int) -> int:
+    """Return the tokens of a hit that ends at the last state before the prompt's last token."""
+    return (len(prompt) - 1) // size * size
+
+
+def cached(found: list[dict[str, Any]]) -> list[int]:
+    return [one["cached"] for one in found]
+
+
+def worst(control: Any, asked: list[list[int]], found: list[dict[str, Any]]) -> float:
+    """Return the largest difference of a log-probability; infinite if a token differs.
+
+    The control continues after the same tokens: steps are then the same, and so is all rounding.
+    """
+    largest = 0.0
+    for prompt, one in zip(asked, found, strict=True):
+        right = control(prompt, one["cached"])
+        if one["tokens"] != right["tokens"]:
+            return math.inf
+        pairs = zip(one["logprobs"], right["logprobs"], strict=True)
+        largest = max(largest, *(abs(a - b) for a, b in pairs))
+    return largest
+
+
+def assert_no_errors(started: Engine) -> None:
+    metrics = started.ask("metrics")
+    assert metrics.get("vllm:kvhaven_failed_loads", 0) == 0
+    assert metrics.get("vllm:kvhaven_errors", 0) == 0
+
+
+def test_hits_give_what_vllms_own_hits_give(
+    stateful: Path, size: int, control: Any, tmp_path: Path, short_dir: Path
+) -> None:
+    ours = settings(short_dir, tmp_path)
+    with engine(stateful, tmp_path / "a.log", ours, **OPTIONS) as started:
+        asked = prompts(size)
+        hits = [whole(prompt, size) for prompt in asked]
+        cold = answers(started, asked)
+        assert cached(cold) == [0] * len(asked)
+        assert worst(control, asked, cold) == 0
+        # With vLLM's own prefix cache, there is nothing to load.
+        again = answers(started, asked)
+        assert cached(again) == hits
+        assert worst(control, asked, again) == 0
+        started.ask("reset")
+        warm = answers(started, asked)
+        assert cached(warm) == hits
+        assert worst(control, asked, warm) == 0
+        # A conversation goes on behind the output, from the last state of its prompt.
+        started.ask("reset")
+        longer = [
+            [*prompt, *one["tokens"], *range(60, 60 + size)]
+            for prompt, one in zip(asked, cold, strict=True)
+        ]
+        follow = answers(started, longer)
+        assert cached(follow) == hits
+        assert worst(control, longer, follow) == 0
+        # Prompts that part from another one: vLLM keeps the state there at the second one.
+        forks = [asked[3][: 6 * size + 5] + [77 + fork] * (2 * size) for fork in range(2)]
+        answers(started, forks[:1])
+        started.ask("reset")
+        fork = answers(started, forks[1:])
+        assert cached(fork) == [6 * size]
+        assert worst(control, forks[1:], fork) == 0
+        assert_no_errors(started)
+    with engine(stateful, tmp_path / "b.log", ours, **OPTIONS) as started:
+        again = answers(started, asked)
+        assert cached(again) == hits
+        assert worst(control, asked, again) == 0
+        # Together: asynchronous loads of several requests in a step.
+        started.ask("reset")
+        together = started.generate(asked, max_tokens=OUTPUT)
+        assert cached(together) == hits
+        assert_no_errors(started)
+    files = states_on_disk(tmp_path / "disk")
+    assert files
+    for file in files:
+        damage(file, 0)
+    with engine(stateful, tmp_path / "c.log", ours, **OPTIONS) as started:
+        missed = answers(started, asked)
+        assert cached(missed) == [0] * len(asked)
+        assert worst(control, asked, missed) == 0
+        assert_no_errors(started)
+
+
+def states_on_disk(disk: Path) -> list[Path]:
+    """Return the files of states."""
+    return [
+        file
+        for manifest in disk.rglob(MANIFEST_NAME)
+        if unpack_manifest(manifest.read_bytes(), manifest.parent.name).fields["part"] == "state"
+        for file in manifest.parent.rglob("*.kv")
+    ]
+
+
+def test_an_interval_keeps_states_for_prompts_that_begin_alike(
+    stateful: Path, size: int, control: Any, tmp_path: Path, short_dir: Path
+) -> None:
+    ours = settings(short_dir, tmp_path)
+    options = OPTIONS | {"prefix_cache_retention_interval": 2 * size}
+    with engine(stateful, tmp_path / "log", ours, **options) as started:
+        long = prompts(size)[3]
+        begins = [long[: count * size + 9] + [66 + count] * 20 for count in (3, 5)]
+        answers(started, [long])
+        for prompt, hit in zip(begins, (2 * size, 4 * size), strict=True):
+            started.ask("reset")
+            found = answers(started, [prompt])
+            assert cached(found) == [hit]
+            assert worst(control, [prompt], found) == 0
+        assert_no_errors(started)
+
+
+@pytest.mark.parametrize("mutation", ["store_states_of_the_chunk_after", "load_synchronously"])
+def test_a_breakage_is_seen_in_the_log_probabilities(
+    mutation: str, stateful: Path, size: int, control: Any, tmp_path: Path, short_dir: Path
+) -> None:
+    ours = settings(short_dir, tmp_path)
+    with engine(stateful, tmp_path / "log", ours, **OPTIONS) as started:
+        started.ask(mutation)
+        asked = prompts(size)[3:]
+        answers(started, asked)
+        started.ask("reset")
+        warm = answers(started, asked)
+        assert min(cached(warm)) > 0
+        assert worst(control, asked, warm) > 0

@@ -37,6 +37,7 @@ PARTS = {
     ],
     "hybrid": [
         *("-m", "pytest", "-q", "tests/simulation/test_hybrid_simulator.py"),
+        *("tests/simulation/test_state_simulator.py", "tests/e2e/test_state.py"),
         *("tests/e2e/test_hybrid.py", "-k", "not gpt-oss"),  # not in float32 with every version
     ],
     "e2e": [

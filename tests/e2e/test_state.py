@@ -15,12 +15,19 @@ from typing import Any
 import pytest
 
 from kvhaven.tiers.format.manifest import MANIFEST_NAME, unpack_manifest
-from tests.e2e.engines import Engine, engine
+from tests.e2e.engines import Engine, await_stored, engine, stored_chunks
 from tests.e2e.test_hybrid import OUTPUT, answers
 from tests.e2e.test_restart import damage
 from tests.e2e.zoo import make_zoo_model
 
-pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm", reason="real engines")
+
+from kvhaven.integrations.vllm.state import HANDS_STATES_OFF
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not HANDS_STATES_OFF, reason="vLLM 0.32 and newer hand states off"),
+]
 
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",  # vLLM's CPU kernel of linear attention has no other
@@ -151,7 +158,9 @@ def test_hits_give_what_vllms_own_hits_give(
         assert cached(fork) == [6 * size]
         assert worst(control, forks[1:], fork) == 0
         assert_no_errors(started)
+        stored = stored_chunks(short_dir)
     with engine(stateful, tmp_path / "b.log", ours, **OPTIONS) as started:
+        await_stored(short_dir, stored)
         again = answers(started, asked)
         assert cached(again) == hits
         assert worst(control, asked, again) == 0

@@ -60,6 +60,7 @@ def hybrid_setup(choice: random.Random, node: Node, **more: Any) -> Setup:
         "blocks": choice.choice((130, 170, 250)),  # vLLM waits for ever below 3 x 40
         "prefix_caching": choice.random() < 0.7,
         "save_decode": choice.random() < 0.5,
+        "policy": choice.choice(("fcfs", "priority")),
         "budget": choice.choice((16, 48, 100)),
         "long_prefill": choice.choice((0, 8, 16)),
         "window": choice.choice((5, 9, 16, 17, 30, 50)),

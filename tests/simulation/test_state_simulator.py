@@ -70,6 +70,7 @@ def state_setup(choice: random.Random, node: Node, **more: Any) -> Setup:
         "blocks": choice.choice((130, 170, 250)) * 2 * BLOCK // block,
         "prefix_caching": True,
         "save_decode": choice.random() < 0.5,
+        "policy": choice.choice(("fcfs", "priority")),
         "budget": choice.choice((16, 48, 100)),
         "long_prefill": choice.choice((0, 8, 16)),
         "checkpoints": choice.random() < 0.5,

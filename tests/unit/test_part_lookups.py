@@ -2,17 +2,17 @@
 """Lookups of engines whose KV has several parts, against a real service."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvhaven.client.scheduler import LeasedChunks, Outcome
+from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
 from kvhaven.config import Settings
 from kvhaven.engine.lookups import Lookups
 from kvhaven.engine.part_lookups import PartLookups
-from kvhaven.engine.parts import FULL, KvPart
-from kvhaven.engine.request_state import RequestState
+from kvhaven.engine.parts import FULL, KvPart, state_part
+from kvhaven.engine.request_state import PendingLoad, RequestState
 from kvhaven.engine.requests import EVERYTHING, KnownExtras, Request
 from kvhaven.keys import Extras
 from tests.crash.engine import CHUNK_SIZE, Engine
@@ -40,6 +40,16 @@ def settled(lookups: PartLookups, state: RequestState) -> LeasedChunks | Outcome
         time.sleep(0.005)
 
 
+def state_of(name: str, tokens: list[int], clients: Sequence[SchedulerClient]) -> RequestState:
+    """Return the state of a request whose keys are known."""
+    roots = [client.namespace for client in clients]
+    state = RequestState(Request(name, tokens, len(tokens)), roots[0], CHUNK_SIZE, roots[1:])
+    state.wanted = EVERYTHING
+    state.key(KnownExtras(Extras()))
+    state.extend_keys(len(tokens))
+    return state
+
+
 @pytest.mark.parametrize("at", [16, 5, 2])
 def test_the_last_number_of_chunks_with_a_window_is_found_though_a_tier_might_have_others(
     node: NodeThread, at: int
@@ -53,12 +63,7 @@ def test_the_last_number_of_chunks_with_a_window_is_found_though_a_tier_might_ha
         settings = Settings(promote_deadline_ms=60_000)
         first = Lookups(settings, clients[0], asynchronous=True, shared=True)
         lookups = PartLookups(settings, PARTS, clients, first)
-        request = Request("r", tokens, len(tokens))
-        roots = [client.namespace for client in clients]
-        state = RequestState(request, roots[0], CHUNK_SIZE, roots[1:])
-        state.wanted = EVERYTHING
-        state.key(KnownExtras(Extras()))
-        state.extend_keys(len(tokens))
+        state = state_of("r", tokens, clients)
         assert full.save(state.chains[0].keys) == CHUNKS
         assert window.save(state.chains[1].keys[at - 1 : at]) == 1
         lease = settled(lookups, state)
@@ -68,3 +73,36 @@ def test_the_last_number_of_chunks_with_a_window_is_found_though_a_tier_might_ha
         (other,) = state.search.others
         assert other.chunks == range(at - 1, at)
         lookups.drop(state)
+
+
+def test_with_recurrent_states_only_loads_with_the_same_end_are_waited_for(
+    node: NodeThread,
+) -> None:
+    parts = (KvPart(FULL, (0,), 5), state_part((1,), 5))
+    common, size = list(range(CHUNK_SIZE)), 4 * CHUNK_SIZE + 1
+    tokens = [*common, *range(1000, 1000 + size - CHUNK_SIZE)]
+    fork = [*common, *range(2000, 2000 + size - CHUNK_SIZE)]
+    with (
+        Engine(node.address, engine="full") as full,
+        Engine(node.address, engine="state", model="state") as states,
+    ):
+        clients = (full.scheduler.client, states.scheduler.client)
+        settings = Settings(promote_deadline_ms=600_000)
+        first = Lookups(settings, clients[0], asynchronous=True, shared=True)
+        lookups = PartLookups(settings, parts, clients, first)
+        one, same, other = (
+            state_of(name, one, clients)
+            for name, one in (("one", tokens), ("same", tokens), ("other", fork))
+        )
+        assert full.save(one.chains[0].keys) == 4
+        assert states.save(one.chains[1].keys[3:]) == 1
+        lease = settled(lookups, one)
+        assert isinstance(lease, LeasedChunks)
+        assert one.search is not None
+        found = PendingLoad(lease, 0, 0, size - 1, CHUNK_SIZE, others=one.search.others)
+        lookups.take(one, found)
+        assert lookups.lease(same) is Outcome.PENDING
+        assert settled(lookups, other) is Outcome.MISS  # it would wait for ten minutes
+        lookups.load_ended("one")
+        assert isinstance(settled(lookups, same), LeasedChunks)
+        lookups.drop(same)

@@ -155,6 +155,8 @@ def test_heads_that_several_ranks_share_must_be_those_of_all_layers() -> None:
     """A rank with one head does not show whether its layer has more heads than others."""
     assert total_heads(config_of(8, 4)) == 4
     assert total_heads(config_of(4, 4, swa_num_key_value_heads=8)) == 4
-    for entries in ({"swa_num_key_value_heads": 8}, {"other": {"num_attention_groups": 8}}):
+    per_layer = ({"kv_heads": [4, 8]}, {"block_configs": [{"attention": {"n_heads_in_group": 8}}]})
+    others = ({"swa_num_key_value_heads": 8}, {"other": {"num_attention_groups": 8}})
+    for entries in (*others, *per_layer):
         with pytest.raises(LayoutError, match=r"8 ranks share 4 KV heads .*have 8.*format: paged"):
             total_heads(config_of(8, 4, **entries))

@@ -188,9 +188,14 @@ class Lookups:
         if not state.told:
             state.told = self._client.count(self.about(state), state.chain.tenant)
 
-    def another_loads(self, state: RequestState, key: ChunkKey) -> bool:
-        """Return whether to wait for another request's load, which gives the engine the chunk."""
+    def another_loads(self, state: RequestState, key: ChunkKey, *, last: bool = False) -> bool:
+        """Return whether to wait for another request's load, which gives the engine the chunk.
+
+        With `last`, the load must end with that chunk: the engine cannot continue elsewhere.
+        """
         owner = self._loading.get(key)
+        if last and owner is not None and self._keys_loading[owner][-1] != key:
+            owner = None
         if owner is None or owner == state.request.request_id:
             state.waits_since = None
             return False

@@ -40,6 +40,7 @@ class PartLookups:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._parts = tuple(parts)
+        self._has_state = any(part.is_state for part in parts)
         self._clients = tuple(clients)
         self._first = first
         self._clock = clock
@@ -66,7 +67,8 @@ class PartLookups:
         if most * size <= state.computed:
             self._first.count(state)
             return Outcome.MISS
-        if self._first.another_loads(state, state.chain.keys[first]):
+        wanted = most - 1 if self._has_state else first
+        if self._first.another_loads(state, state.chain.keys[wanted], last=self._has_state):
             return Outcome.PENDING
         search = state.search
         if search is not None and (search.computed, search.most) != (state.computed, most):

@@ -98,34 +98,45 @@ def usable_chunks(
     `present[i][c]` says whether chunk `c` of part `i` can be loaded. All chunks that a part needs
     behind the first `computed` tokens must be. Returns 0 if no chunk can be used.
     """
-    missing = [_last_missing(chunks, most) for chunks in present]
     end = most
+    for part, chunks in zip(parts, present, strict=True):
+        if part.reach is None:
+            needed = range(computed // chunk_size, end)
+            end = next((chunk for chunk in needed if not chunks[chunk]), end)
+    limited = [
+        (part, _last_missing(chunks, end))
+        for part, chunks in zip(parts, present, strict=True)
+        if part.reach is not None
+    ]
     while end * chunk_size > computed:
         before = end
-        for part, last in zip(parts, missing, strict=True):
+        for part, missing in limited:
+            last, first = missing[end]
             needed = part.chunks(end, computed, chunk_size)
-            if part.reach is None:
-                end = _first_missing(present[parts.index(part)], needed)
-            elif needed and last[end] >= needed.start:
-                # What is needed begins no later for smaller numbers: all down to here lack it.
-                end = last[end]
+            if needed and last >= needed.start:
+                # What is needed begins no later for smaller numbers: all down to `last` lack it,
+                # and those below lack the chunk at their own end.
+                end = first
         if end == before:
             return end
     return 0
 
 
-def _first_missing(present: Sequence[bool], needed: range) -> int:
-    return next((chunk for chunk in needed if not present[chunk]), needed.stop)
+def _last_missing(present: Sequence[bool], most: int) -> list[tuple[int, int]]:
+    """Return, for each number of chunks, the last of them that is missing; -1: none is.
 
-
-def _last_missing(present: Sequence[bool], most: int) -> list[int]:
-    """Return, for each number of chunks, the last of these that is missing; -1: none is."""
+    And the first one of the missing ones that lie directly before it.
+    """
     if all(present):
-        return [-1] * (most + 1)
-    last = [-1]
+        return [(-1, -1)] * (most + 1)
+    found = [(-1, -1)]
     for chunk in range(most):
-        last.append(last[-1] if present[chunk] else chunk)
-    return last
+        last, first = found[-1]
+        if present[chunk]:
+            found.append((last, first))
+        else:
+            found.append((chunk, first if last == chunk - 1 >= 0 else chunk))
+    return found
 
 
 def block_lists(blocks: Sequence[Sequence[Sequence[int]]]) -> list[tuple[int, ...]]:

@@ -12,8 +12,8 @@ from kvhaven.layouts.geometry import require_alike
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_HEADS = re.compile(r"(key_value_heads|attention_groups)$")
-"""Entries of models' configurations that are numbers of KV heads, perhaps only of some layers."""
+_HEADS = re.compile(r"(key_value_heads|kv_heads|attention_groups|heads_in_group)")
+"""Entries of models' configurations that tell numbers of KV heads, perhaps only of some layers."""
 
 
 def portable_layout(paged: PagedLayout, groups: Sequence[HeadGeometry | None]) -> PortableLayout:
@@ -96,11 +96,15 @@ def total_heads(config: "VllmConfig") -> int:
     return heads
 
 
-def _numbers_of_heads(entries: Any) -> list[int]:
-    if not isinstance(entries, Mapping):
-        return []
-    found = [n for name, n in entries.items() if _HEADS.search(str(name)) and type(n) is int]
-    return found + [n for nested in entries.values() for n in _numbers_of_heads(nested)]
+def _numbers_of_heads(entries: Any, name: str = "") -> list[int]:
+    """Return all numbers below entries whose names tell of KV heads, also those in lists."""
+    if isinstance(entries, Mapping):
+        below = [(value, str(key)) for key, value in entries.items()]
+    elif isinstance(entries, list | tuple):
+        below = [(value, name) for value in entries]
+    else:
+        return [entries] if type(entries) is int and _HEADS.search(name) else []
+    return [number for value, key in below for number in _numbers_of_heads(value, key)]
 
 
 def _unknown_order(why: str) -> LayoutError:

@@ -20,6 +20,7 @@ import torch
 import xxhash
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from kvhaven.integrations.vllm.parts import REPORTS_FAILED_REQUESTS
 from tests.simulation.engine_device import LateDevice, Op
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class Runner:
             connector.start_load_kv(None)
         connector.wait_for_save()
         self._linger()
-        if hasattr(connector, "get_transfer_results"):
+        if REPORTS_FAILED_REQUESTS:
             results = connector.get_transfer_results(output.finished_req_ids)
             result.connector.finished_sending = results.finished_sending or None
             result.connector.finished_recving = results.finished_recving or None

@@ -27,7 +27,12 @@ from kvhaven.errors import IncompatibleEngineError, LayoutError
 from kvhaven.integrations.vllm import OLDEST_VLLM
 from kvhaven.integrations.vllm.compat import require_supported_engine, require_supported_vllm
 from kvhaven.integrations.vllm.connector import KVHavenConnector
-from kvhaven.integrations.vllm.parts import kv_parts, part_fields, require_supported_groups
+from kvhaven.integrations.vllm.parts import (
+    REPORTS_FAILED_REQUESTS,
+    kv_parts,
+    part_fields,
+    require_supported_groups,
+)
 from tests.simulation.connector_kit import make_request, wait_until
 from tests.simulation.engine_device import LateDevice
 from tests.simulation.engine_model import Model
@@ -343,6 +348,10 @@ def caches(*specs: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
+before_0_30 = pytest.mark.skipif(not REPORTS_FAILED_REQUESTS, reason="refused before vLLM 0.30")
+
+
+@before_0_30
 def test_full_attention_with_windows_is_two_parts(tmp_path: Path) -> None:
     window = spec(SlidingWindowSpec, sliding_window=9)
     groups = caches(window, window, spec())
@@ -380,6 +389,7 @@ def test_unlike_engines_have_the_same_portable_parts() -> None:
     assert fields(128, 16, 5, extra=2)[1]["kv_tokens"] == "256"
 
 
+@before_0_30
 @pytest.mark.parametrize(
     ("change", "words"),
     [

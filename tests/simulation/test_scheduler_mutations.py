@@ -86,7 +86,9 @@ def blocks_before_the_computed_tokens_are_written(patch: Patch) -> None:
 def chunks_are_saved_a_token_too_early(patch: Patch) -> None:
     due, plan = SavePlanner.due, SavePlanner.plan
     patch.setattr(SavePlanner, "due", lambda saves, state, end: due(saves, state, end + 1))
-    patch.setattr(SavePlanner, "plan", lambda saves, state, end: plan(saves, state, end + 1))
+    patch.setattr(
+        SavePlanner, "plan", lambda saves, state, end, *more: plan(saves, state, end + 1, *more)
+    )
 
 
 def resumed_requests_keep_their_old_blocks(patch: Patch) -> None:

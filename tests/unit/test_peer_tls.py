@@ -297,7 +297,7 @@ async def test_a_peer_that_falls_silent_is_given_up_in_time(
 ) -> None:
     with listening(authority.node("b")) as listener, wire_to(listener.port) as wire:
         ours = authority.node("a", encrypt_data=encrypt_data)
-        async with tier_at(wire.port, ours, deadline_s=1.0) as tier:
+        async with tier_at(wire.port, ours, deadline_s=5.0) as tier:  # a handshake takes its time
             await reached(tier)
             peer = next(iter(tier._peers.values()))
             into = memoryview(bytearray(PIECE.shard.payload_bytes))

@@ -146,11 +146,11 @@ class GatewayThread:
 
 
 @contextlib.contextmanager
-def steerable(node: NodeThread, short_dir: Path) -> Iterator[GatewayThread]:
+def steerable(node: NodeThread, short_dir: Path, **options: Any) -> Iterator[GatewayThread]:
     """Run an API that takes changes with `TOKEN`, and wait until it is well."""
     token = short_dir / "token"
     token.write_text(TOKEN)
-    with GatewayThread(node.address, api_token_file=str(token)) as api:
+    with GatewayThread(node.address, api_token_file=str(token), **options) as api:
         eventually(lambda: api.health() == (200, "ok"))
         yield api
 

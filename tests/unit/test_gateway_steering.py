@@ -536,6 +536,18 @@ def test_a_tier_is_switched_off_and_on(
     assert post(api, "/v1/tiers/disk", {"state": "half"}).status == 400
 
 
+def test_what_is_seen_after_a_change_shows_it(
+    node: NodeThread, engine: Engine, short_dir: Path
+) -> None:
+    engine.save(keys_of(engine, tokens_of(1, 4)))
+    with steerable(node, short_dir, interval_s=2.0) as api:
+        for state in ("off", "read_only", "on"):
+            post(api, "/v1/tiers/disk", {"state": state})
+            assert _tier(api, "disk", state=state)
+        send(api, "DELETE", "/v1/chunks?tier=memory")
+        assert api.get("/stats").json["memory"]["idle"] == 0
+
+
 def test_flush_and_drain(api: GatewayThread, engine: Engine, node: NodeThread) -> None:
     engine.save(keys_of(engine, tokens_of(1, 4)))
     assert done(api, post(api, "/v1/flush")) == {"outstanding_writes": 0}

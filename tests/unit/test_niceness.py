@@ -10,12 +10,18 @@ import pytest
 
 AUTOGROUP = Path("/proc/self/autogroup")
 PROGRAM = """
-import os, pathlib
+import os
 from kvhaven.niceness import lower_priority
+from tests.unit.test_niceness import group_niceness
 lower_priority({niceness})
-file = pathlib.Path("/proc/self/autogroup")
-print(os.nice(0), file.read_text().split()[-1] if file.exists() else "none")
+print(os.nice(0), group_niceness())
 """
+
+
+def group_niceness() -> str:
+    """Return the niceness of this process's autogroup; the first session has none."""
+    words = AUTOGROUP.read_text().split() if AUTOGROUP.exists() else []
+    return words[-1] if words else "none"
 
 
 def lowered(niceness: int, *, first: int = 0, leads: bool) -> list[str]:
@@ -37,8 +43,7 @@ def test_the_leader_of_a_session_also_lowers_its_group() -> None:
 
 
 def test_others_leave_their_session_as_it_is() -> None:
-    before = AUTOGROUP.read_text().split()[-1] if AUTOGROUP.exists() else "none"
-    assert lowered(10, leads=False) == ["10", before]
+    assert lowered(10, leads=False) == ["10", group_niceness()]
 
 
 def test_a_process_that_is_nicer_stays_so() -> None:

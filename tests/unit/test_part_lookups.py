@@ -106,3 +106,31 @@ def test_with_recurrent_states_only_loads_with_the_same_end_are_waited_for(
         lookups.load_ended("one")
         assert isinstance(settled(lookups, same), LeasedChunks)
         lookups.drop(same)
+
+
+def test_the_windows_of_the_largest_hit_are_no_hit_without_the_prefix(node: NodeThread) -> None:
+    tokens = list(range(CHUNKS * CHUNK_SIZE + 1))
+    with (
+        Engine(node.address, engine="full") as full,
+        Engine(node.address, engine="window", model="window") as window,
+    ):
+        clients = (full.scheduler.client, window.scheduler.client)
+        settings = Settings(promote_deadline_ms=60_000, step_budget_ms=1000)
+        first = Lookups(settings, clients[0], asynchronous=True, shared=True)
+        lookups = PartLookups(settings, PARTS, clients, first)
+        state = state_of("r", tokens, clients)
+        assert full.save(state.chains[0].keys[:9]) == 9
+        assert window.save(state.chains[1].keys[8:9]) == 1
+        assert window.save(state.chains[1].keys[CHUNKS - 1 :]) == 1
+        lease = settled(lookups, state)
+        assert isinstance(lease, LeasedChunks)
+        assert (len(lease.extents), state.junction) == (9, 9)
+        lookups.drop(state)
+        assert full.save(state.chains[0].keys[9:]) == CHUNKS - 9
+        again = state_of("s", tokens, clients)
+        assert lookups.lease(again) is not Outcome.PENDING  # two round trips, within the step
+        assert again.search is not None
+        assert (again.search.end, again.junction, again.search.located) == (CHUNKS, CHUNKS, [])
+        lookups.drop(again)
+        counts = node.call(node.service.accounts.tokens).values()
+        assert sum(count.asked for count in counts) == 2 * len(tokens), "each counts once"

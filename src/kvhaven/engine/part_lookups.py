@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvhaven.client.scheduler import NOT_COUNTED, LeasedChunks, Outcome, SchedulerClient
+from kvhaven.client.scheduler import LeasedChunks, Outcome, SchedulerClient
 from kvhaven.config import Settings
 from kvhaven.engine.lookups import ASK_AGAIN_S, Lookups
 from kvhaven.engine.parts import KvPart, usable_chunks
@@ -24,10 +24,11 @@ class PartLookups:
     """Lookups for the `parts` of an engine, of which the first one needs the whole prefix.
 
     `first` has the budget for waiting and the loads in progress; `clients` are those of the parts.
-    All parts are asked which chunks they have; of these, the largest number of chunks is leased
-    after which a request can continue. Only if every part's lease is complete, it is offered;
-    otherwise the next smaller number is tried. Loads are asynchronous, and end before the last
-    token: its window would begin before that of the token after it.
+    If the windows of the largest possible hit are in memory, that hit is leased. Otherwise all
+    parts are asked which chunks they have, and the largest number of chunks is leased after which a
+    request can continue. Only if every part's lease is complete, it is offered; otherwise the next
+    smaller number is tried. Loads are asynchronous, and end before the last token: its window would
+    begin before that of the token after it.
     """
 
     def __init__(
@@ -78,11 +79,7 @@ class PartLookups:
             if self._clock() < state.ask_after:
                 return Outcome.MISS
             search = state.search = PartSearch(state.computed, most, self._clock())
-            search.located = [
-                client.locate(chain.keys[first:most], chain.tenant)
-                for client, chain in zip(self._clients, state.chains, strict=True)
-            ]
-            search.places = [Outcome.PENDING] * len(self._parts)
+            self._lease_largest(state, search)
         answer = self._go_on(state, search)
         if answer is Outcome.MISS:
             self.drop(state)
@@ -117,31 +114,48 @@ class PartLookups:
         """Do what can be done now."""
         if search.found is not None:
             return search.found
-        if search.present is None:
-            if not self._locate(search):
-                return Outcome.PENDING
-            first = search.computed // state.chunk_size
-            search.present = [_presence(p, first, search.most) for p in search.places]
-            search.known = [_presence(p, first, search.most, _KNOWN) for p in search.places]
-            found = search.present[0]
-            state.junction = next((c for c, has in enumerate(found) if not has), search.most)
-            if not self._try(state, search):
-                return Outcome.MISS
         while True:
+            if not search.leases:
+                if search.present is None and not self._locate(state, search):
+                    return Outcome.PENDING
+                if not self._try(state, search):
+                    return Outcome.MISS
             leases = self._leased(search)
             if leases is None:
                 return Outcome.PENDING
-            lease = self._complete(search, leases)
+            lease = self._complete(state, search, leases)
             if lease is not None:
                 return lease
             self._release(search.leases)
-            search.attempts += 1
+            search.attempts += search.present is not None
             late = self._clock() - search.began > self._patience_s
-            if late or search.attempts >= _MOST_ATTEMPTS or not self._try(state, search):
+            if late or search.attempts >= _MOST_ATTEMPTS:
                 return Outcome.MISS
 
-    def _locate(self, search: PartSearch) -> bool:
-        """Take the answers about places; return whether all have arrived."""
+    def _lease_largest(self, state: RequestState, search: PartSearch) -> None:
+        """Request the largest hit if all its windows are in memory; its prefix may be in a tier."""
+        self._plan(state, search, search.most)
+        search.leases = [None]
+        search.leases += [self._ask(state, search, part) for part in range(1, len(self._parts))]
+        leases = self._leased(search, 1) or [None]
+        if any(
+            lease is None or len(lease.extents) < len(wanted)
+            for lease, wanted in zip(leases, search.ranges[1:], strict=False)
+        ):
+            self._release(search.leases)
+        else:
+            search.leases[0] = self._ask(state, search, 0)
+            state.junction = search.most
+
+    def _locate(self, state: RequestState, search: PartSearch) -> bool:
+        """Ask all parts which chunks they have; return whether all have answered."""
+        first = search.computed // state.chunk_size
+        if not search.located:
+            search.located = [
+                client.locate(chain.keys[first : search.most], chain.tenant)
+                for client, chain in zip(self._clients, state.chains, strict=True)
+            ]
+            search.places = [Outcome.PENDING] * len(self._parts)
         for index, (client, id_) in enumerate(zip(self._clients, search.located, strict=True)):
             if search.places[index] is Outcome.PENDING:
                 search.places[index] = (
@@ -149,7 +163,13 @@ class PartLookups:
                     if id_ is None
                     else self._first.within_budget(functools.partial(client.located, id_))
                 )
-        return Outcome.PENDING not in search.places
+        if Outcome.PENDING in search.places:
+            return False
+        search.present = [_presence(p, first, search.most) for p in search.places]
+        search.known = [_presence(p, first, search.most, _KNOWN) for p in search.places]
+        found = search.present[0]
+        state.junction = next((c for c, has in enumerate(found) if not has), search.most)
+        return True
 
     def _try(self, state: RequestState, search: PartSearch) -> bool:
         """Request leases for the best candidate; return False if there is none.
@@ -166,18 +186,25 @@ class PartLookups:
         if not search.end:
             self._first.count(state)
             return False
-        search.ranges = [part.chunks(search.end, search.computed, size) for part in self._parts]
-        search.leases = []
-        about = self._first.about(state)
-        for index, client in enumerate(self._clients):
-            chain, wanted = state.chains[index], search.ranges[index]
-            keys = chain.keys[wanted.start : wanted.stop]
-            lease_id = client.ask(keys, chain.tenant, about=NOT_COUNTED if index else about)
-            search.leases.append(lease_id)
-            if lease_id is None:
-                return False
-        state.told, state.lease_start = True, search.ranges[0].start
-        return True
+        self._plan(state, search, search.end)
+        search.leases = [self._ask(state, search, part) for part in range(len(self._parts))]
+        return None not in search.leases
+
+    def _plan(self, state: RequestState, search: PartSearch, end: int) -> None:
+        size = state.chunk_size
+        search.end = end
+        search.ranges = [part.chunks(end, search.computed, size) for part in self._parts]
+
+    def _ask(self, state: RequestState, search: PartSearch, part: int) -> int | None:
+        """Request a part's lease. The first part's is the one that is counted."""
+        chain, wanted, client = state.chains[part], search.ranges[part], self._clients[part]
+        keys = chain.keys[wanted.start : wanted.stop]
+        if part:
+            return client.ask(keys, chain.tenant)
+        lease_id = client.ask(keys, chain.tenant, about=self._first.about(state))
+        state.told = state.told or lease_id is not None
+        state.lease_start = wanted.start
+        return lease_id
 
     def _usable(
         self, search: PartSearch, present: Sequence[Sequence[bool]], chunk_size: int
@@ -190,32 +217,37 @@ class PartLookups:
             chunk_size=chunk_size,
         )
 
-    def _leased(self, search: PartSearch) -> list[LeasedChunks | Outcome] | None:
-        """Return the final answers of all leases; None while one is pending."""
-        answers: list[LeasedChunks | Outcome] = []
-        for client, lease_id in zip(self._clients, search.leases, strict=True):
-            assert lease_id is not None
+    def _leased(self, search: PartSearch, first: int = 0) -> list[LeasedChunks | None] | None:
+        """Return the leases of the parts from `first` on; None while one is pending.
+
+        A lease that the service refused is None.
+        """
+        leases: list[LeasedChunks | None] = []
+        for client, lease_id in zip(self._clients[first:], search.leases[first:], strict=True):
+            if lease_id is None:
+                leases.append(None)
+                continue
             answer = self._first.within_budget(functools.partial(client.wait, lease_id))
             if answer is Outcome.PENDING:
                 return None
-            answers.append(answer)
-        return answers
+            leases.append(answer if isinstance(answer, LeasedChunks) else None)
+        return leases
 
-    @staticmethod
     def _complete(
-        search: PartSearch, leases: Sequence[LeasedChunks | Outcome]
+        self, state: RequestState, search: PartSearch, leases: Sequence[LeasedChunks | None]
     ) -> LeasedChunks | None:
         """Return the first part's lease if all have all chunks; note what is missing otherwise."""
-        assert search.present is not None
         whole: list[LeasedChunks] = []
-        for present, known, wanted, lease in zip(
-            search.present, search.known, search.ranges, leases, strict=True
-        ):
-            got = len(lease.extents) if isinstance(lease, LeasedChunks) else 0
-            if isinstance(lease, LeasedChunks) and got == len(wanted):
+        for index, (wanted, lease) in enumerate(zip(search.ranges, leases, strict=True)):
+            got = len(lease.extents) if lease is not None else 0
+            if lease is not None and got == len(wanted):
                 whole.append(lease)
-            else:
-                present[wanted.start + got] = known[wanted.start + got] = False
+                continue
+            missing = wanted.start + got
+            if index == 0:
+                state.junction = missing
+            if search.present is not None:
+                search.present[index][missing] = search.known[index][missing] = False
         if len(whole) < len(leases):
             return None
         search.found = whole[0]

@@ -92,6 +92,7 @@ class Observer:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[ServiceMessage]] = {}
         self._news = asyncio.Event()
+        self._observing = asyncio.Lock()
         self._listing = asyncio.Lock()
         self._next_list = 0.0
         self._numbers = itertools.count(1)
@@ -140,14 +141,20 @@ class Observer:
 
     async def limit(self, tenant: TenantId, memory: int | None, disk: int | None) -> Limited:
         """Set quotas of a tenant in bytes; see `Control.limit`. Raises as `rows` does."""
-        return await self._ask(Limit(next(self._ids), tenant, memory, disk), Limited, SILENT_S)
+        request = Limit(next(self._ids), tenant, memory, disk)
+        limited = await self._ask(request, Limited, SILENT_S)
+        await self._refresh()
+        return limited
 
     async def clear(
         self, namespace: bytes, tier: str, tenant: TenantId, *, dry_run: bool
     ) -> Cleared:
         """Drop chunks, or count them; see `Clear`. Raises as `rows` does."""
         request = Clear(next(self._ids), namespace, tier, tenant, dry_run)
-        return await self._ask(request, Cleared, SILENT_S)
+        cleared = await self._ask(request, Cleared, SILENT_S)
+        if not dry_run:
+            await self._refresh()
+        return cleared
 
     async def steer(self, request: Request, timeout_s: float = STEER_S) -> Steered:
         """Have the service answer a request of an operator. Raises as `rows` does."""
@@ -158,6 +165,12 @@ class Observer:
             )
         message = Steer(next(self._ids), msgspec.json.encode(request))
         return await self._ask(message, Steered, timeout_s)
+
+    async def change(self, request: Request) -> Steered:
+        """Have the service make a change; what is seen from then on shows it. Raises as `rows`."""
+        answer = await self.steer(request)
+        await self._refresh()
+        return answer
 
     async def _observe(self) -> None:
         """Connect, and observe until the connection is lost. Raises `OSError`, `KVHavenError`."""
@@ -185,10 +198,19 @@ class Observer:
     async def _ask_repeatedly(self, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(KVHavenError):  # `run` connects again
             while True:
-                await self._ask(Observe(next(self._ids), self._sample), Snapshot, _ANSWER_S)
+                await self._observe_once()
                 await asyncio.sleep(self.interval_s)
         self.error = f"the service at {self.address} did not answer within {_ANSWER_S:g} s"
         writer.close()
+
+    async def _refresh(self) -> None:
+        """Observe now. What came before is done, also if this fails."""
+        with contextlib.suppress(KVHavenError):
+            await self._observe_once()
+
+    async def _observe_once(self) -> None:
+        async with self._observing:  # each sample of requests continues the last one
+            await self._ask(Observe(next(self._ids), self._sample), Snapshot, _ANSWER_S)
 
     async def _ask(
         self, request: Observe | List | Limit | Clear | Steer, wanted: type[M], timeout_s: float

@@ -71,8 +71,11 @@ class Steering:
             version = msgspec.json.decode(config.answer, type=Config).version
             if not any(tag.value.startswith(f"{version}-") for tag in request.if_match):
                 return problem(412, "If-Match: the settings have changed; read /config again")
-        answer = await self._observer.steer(Configure(values, dry_run, version))
-        if not dry_run:
+        wanted = Configure(values, dry_run, version)
+        if dry_run:
+            answer = await self._observer.steer(wanted)
+        else:
+            answer = await self._observer.change(wanted)
             audit(request, f"status {answer.status}: {', '.join(sorted(values))[:_MOST_NAMES]!r}")
         return answered(answer)
 
@@ -164,7 +167,7 @@ class Steering:
 
     async def _steered(self, request: web.Request, wanted: Request) -> web.Response:
         """Answer a change, with a line in the log."""
-        answer = await self._observer.steer(wanted)
+        answer = await self._observer.change(wanted)
         audit(request, f"status {answer.status}")
         return answered(answer)
 

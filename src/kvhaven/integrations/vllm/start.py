@@ -216,6 +216,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         drops_last_block=drops_last_block(config),
         parts=parts,
         more_clients=clients[1:],
+        layered_tokens=_layered_tokens(settings, config, kv_cache),
     )
 
 
@@ -428,6 +429,32 @@ def _loads_asynchronously(settings: Settings, config: "VllmConfig") -> bool:
     if settings.load_mode != "auto":
         return settings.load_mode == "async"
     return platform_of(config).loads_between_steps
+
+
+def _layered_tokens(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
+    """Return how many tokens a step may load while its forward computes; 0: none.
+
+    Not with several KV groups, in the portable format (whose shards are not layer by layer), with
+    speculation (the drafter's layers run elsewhere), nor if steps with a prefill run as FULL CUDA
+    graphs, which call no hooks. vLLM (0.29 to 0.33) does not recompute synchronous loads that fail
+    while a later step is in flight.
+    """
+    rate = platform_of(config).layered_rate
+    mode, transfer = config.compilation_config.cudagraph_mode, config.kv_transfer_config
+    assert transfer is not None
+    recomputes = transfer.kv_load_failure_policy == "recompute"
+    if (
+        not (settings.layered_load_ms and rate)
+        or len(kv_cache.kv_cache_groups) > 1
+        or _kv_format(settings) == "portable"
+        or config.speculative_config is not None
+        or (mode is not None and mode.mixed_mode().name == "FULL")
+        or (recomputes and config.scheduler_config.async_scheduling)
+    ):
+        return 0
+    specs = _layer_specs(kv_cache.kv_cache_groups).values()
+    token_bytes = sum(spec.page_size_bytes / spec.block_size for spec in specs)
+    return int(settings.layered_load_ms / 1000 * rate / token_bytes)
 
 
 def _publishes_events(config: "VllmConfig") -> bool:

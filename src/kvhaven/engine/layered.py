@@ -45,4 +45,4 @@ class LayerGroups:
     def _group_of(self, run: str) -> int:
         """Return the group of a run: its name is the layer's, or that and `K`, `V` or a head."""
         found = self.of_layer.get(run)
-        return self.of_layer[run.split(" ")[0]] if found is None else found
+        return self.of_layer[run.split(" ", maxsplit=1)[0]] if found is None else found

@@ -95,10 +95,12 @@ class Loader:
     def use(self, layout: Layout) -> None:
         """Copy to the KV tensors of this layout from now on."""
         self.layout = layout
-        paged = self._layered and isinstance(layout, PagedLayout)
-        self._groups = LayerGroups(layout) if paged else None
-        self._silent = set(self._groups.of_layer) if self._groups is not None else set()
+        self._groups: LayerGroups | None = None
+        self._silent: set[str] = set()
         """Layers that have not called `wait_for_layer` yet."""
+        if self._layered and isinstance(layout, PagedLayout):
+            self._groups = LayerGroups(layout)
+            self._silent = set(self._groups.of_layer)
 
     @property
     def idle(self) -> bool:

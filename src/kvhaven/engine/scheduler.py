@@ -205,10 +205,8 @@ class SchedulerSide:
             state.chunk_size,
             request.num_tokens % state.chunk_size if lease.tail else 0,
             state.search.others if state.search is not None else (),
-            layered=not lease.tail and self._is_layered(computed + tokens, tokens, request),
+            layered=not lease.tail and self._offers_layered(request, computed + tokens, tokens),
         )
-        if state.offer.layered:
-            self._offered_layered.add(request.request_id)
         return tokens, self._waits(request)
 
     def allocated(
@@ -408,15 +406,18 @@ class SchedulerSide:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _is_layered(self, end: int, tokens: int, request: EngineRequest) -> bool:
-        """Return whether a load of `tokens` tokens up to token `end` may run during the forward.
+    def _offers_layered(self, request: EngineRequest, end: int, tokens: int) -> bool:
+        """Return whether a load of `tokens` tokens up to token `end` may be layered, and note it.
 
         It must be short, with all others of the step, and no other load may be before it on the
         way to the device: the step waits for it. The engine computes the last token, and the step
         may not write into its blocks.
         """
         short = tokens <= self._layered_left and not self._loading
-        return short and end < request.num_tokens and not end % self._block_sizes[0]
+        if not short or end >= request.num_tokens or end % self._block_sizes[0]:
+            return False
+        self._offered_layered.add(request.request_id)
+        return True
 
     def _waits(self, request: EngineRequest) -> bool:
         """Return whether a request's load is asynchronous, as it was offered."""

@@ -20,8 +20,8 @@ class Platform:
     hears_workers: bool
     """Whether the scheduler side receives the workers' reports of ended saves and failed loads."""
     layered_rate: float = 0.0
-    """Bytes a second at which loads reach a device, assumed to tell short ones, which run during the
-    forward; 0: none do."""
+    """Bytes a second of loads, assumed to find short ones, which may run during the forward; 0: they
+    may not."""
 
 
 _PLATFORMS = {

@@ -432,29 +432,38 @@ def _loads_asynchronously(settings: Settings, config: "VllmConfig") -> bool:
 
 
 def _layered_tokens(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
-    """Return how many tokens a step may load while its forward computes; 0: none.
-
-    Not with several KV groups, in the portable format (whose shards are not layer by layer), with
-    speculation (the drafter's layers run elsewhere), nor if steps with a prefill run as FULL CUDA
-    graphs, which call no hooks. vLLM (0.29 to 0.33) does not recompute synchronous loads that fail
-    while a later step is in flight.
-    """
-    rate = platform_of(config).layered_rate
-    mode, transfer = config.compilation_config.cudagraph_mode, config.kv_transfer_config
-    assert transfer is not None
-    recomputes = transfer.kv_load_failure_policy == "recompute"
-    if (
-        not (settings.layered_load_ms and rate)
-        or len(kv_cache.kv_cache_groups) > 1
-        or _kv_format(settings) == "portable"
-        or config.speculative_config is not None
-        or (mode is not None and mode.mixed_mode().name == "FULL")
-        or (recomputes and config.scheduler_config.async_scheduling)
-    ):
+    """Return how many tokens a step may load while its forward computes; 0: none."""
+    if not settings.layered_load_ms:
+        return 0
+    reason = _not_layered(settings, config, kv_cache)
+    if reason:
+        logger.warning("layered_load_ms is ignored: %s", reason)
         return 0
     specs = _layer_specs(kv_cache.kv_cache_groups).values()
     token_bytes = sum(spec.page_size_bytes / spec.block_size for spec in specs)
+    rate = platform_of(config).layered_rate
     return int(settings.layered_load_ms / 1000 * rate / token_bytes)
+
+
+def _not_layered(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheConfig") -> str:
+    """Return why loads cannot run during the forward, or an empty string if they can."""
+    mode, transfer = config.compilation_config.cudagraph_mode, config.kv_transfer_config
+    assert transfer is not None
+    recomputes = transfer.kv_load_failure_policy == "recompute"
+    reasons = {
+        "the device is neither CUDA nor ROCm": not platform_of(config).layered_rate,
+        "the model has several KV groups": len(kv_cache.kv_cache_groups) > 1,
+        "the portable format does not keep layers together": _kv_format(settings) == "portable",
+        "the drafter's layers run after the forward": config.speculative_config is not None,
+        "a prefill may run as a FULL CUDA graph, which does not wait for layers": (
+            mode is not None and mode.mixed_mode().name == "FULL"
+        ),
+        # vLLM 0.29 to 0.33 would go on with the output of the next step, which is in flight.
+        "with asynchronous scheduling, vLLM cannot recompute failed synchronous loads": (
+            recomputes and bool(config.scheduler_config.async_scheduling)
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def _publishes_events(config: "VllmConfig") -> bool:

@@ -212,7 +212,7 @@ class Runner:
         """Put a step's compute on the device."""
         result.op = self.device.compute(lambda: self._forward(scheduled, result.sampled))
 
-    def _context(self, scheduled: Sequence[Scheduled]) -> Any:  # noqa: ARG002 - for accelerators
+    def _context(self, scheduled: Sequence[Scheduled]) -> Any:
         """Return the context of a step's forward, as far as the connector asks for it."""
         return None
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layered loads in vLLM's real schedulers, on simulated GPUs whose layers call the hooks or not."""
 
+import dataclasses
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,22 +88,185 @@ def counted(patch: Patch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["forward", "backward"])
 @pytest.mark.parametrize("world", list(WORLDS))
-def test_no_schedule_shows_wrong_kv_or_leaks(
-    world: str, order: int, short_dir: Path, node: Node
-) -> None:
+def test_no_schedule_shows_wrong_kv_or_leaks(world: str, short_dir: Path, node: Node) -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEED, SEED + RUNS):
-        setup = setup_of(random.Random(seed), node)
+        choice = random.Random(seed)
+        setup = setup_of(choice, node)
         try:
-            with simulated(seed=seed, devices=2, **WORLDS[world]) as device, Patch.context() as patch:
-                found = counted(patch)
-                run = Simulation(seed, short_dir, [node], setup, patch, simulated=device)
-                for one in run.engine.devices:
-                    one.order = order
-                counts += Counter(run.run(STEPS)) + found
+            counts += run_of(seed, short_dir, node, setup, world, order=choice.choice((1, -1)))
         except BaseException:
             print(f"replay with KVHAVEN_SEED={seed} KVHAVEN_EVENTS={STEPS}: {setup}")  # noqa: T201
             raise
     assert RUNS < 3 or (counts["layered"] and counts["whole"]), f"seed {SEED}: {counts}"
+
+
+def run_of(
+    seed: int,
+    folder: Path,
+    node: Node,
+    setup: Setup,
+    world: str = "cuda-13.0",
+    *,
+    breakage: Callable[[Patch], None] = lambda _: None,
+    order: int = 1,
+    silent: bool = False,
+    faults: bool = False,
+) -> Counter[str]:
+    """Run random steps; `silent`: after the first third of them, the first layer has no hook."""
+    with simulated(seed=seed, devices=2, **WORLDS[world]) as device, Patch.context() as patch:
+        breakage(patch)
+        counts = counted(patch)
+        run = Simulation(seed, folder, [node], setup, patch, simulated=device, faults=faults)
+        for one in run.engine.devices:
+            one.order = order
+        if silent:
+            step, left = run._step, [STEPS // 3]
+
+            def silencing_step() -> None:
+                step()
+                left[0] -= 1
+                if not left[0]:
+                    run.engine.devices[0].silent = {0}
+
+            patch.setattr(run, "_step", silencing_step)
+        return Counter(run.run(STEPS)) + counts
+
+
+# --- breakages ------------------------------------------------------------------------------------
+
+
+def no_waits(patch: Patch) -> None:
+    def wait(loads: Loader, layer: str) -> None:
+        loads._silent.discard(layer)
+        for load in loads._running:
+            load.unread.discard(layer)
+
+    patch.setattr(Loader, "wait_for_layer", wait)
+
+
+def waits_for_another_group(patch: Patch) -> None:
+    original = LayerGroups.__init__
+
+    def init(groups: LayerGroups, layout: Any) -> None:
+        original(groups, layout)
+        groups.of_layer = {name: 1 - group for name, group in groups.of_layer.items()}
+
+    patch.setattr(LayerGroups, "__init__", init)
+
+
+def events_before_the_copies(patch: Patch) -> None:
+    """Each job's event is recorded before its copies are put on the stream."""
+    original = StreamDevice._submit_part
+
+    def submit(device: StreamDevice, lane: Any, job: Any, *more: Any) -> None:
+        early = device._record(lane, job)
+        original(device, lane, job, *more)
+        job.event = early
+
+    patch.setattr(StreamDevice, "_submit_part", submit)
+
+
+def groups_in_another_order(patch: Patch) -> None:
+    """The bytes of another group are taken for a group's."""
+    original = LayerGroups.__init__
+
+    def init(groups: LayerGroups, layout: Any) -> None:
+        original(groups, layout)
+        first, second = groups.groups
+        groups.groups = [LayerGroup(first.layout, second.before), second._replace(before=0)]
+
+    patch.setattr(LayerGroups, "__init__", init)
+
+
+def layers_without_hooks_are_not_noticed(patch: Patch) -> None:
+    original = Loader._end
+
+    def end(loads: Loader, load: Any) -> None:
+        load.unread.clear()
+        original(loads, load)
+
+    patch.setattr(Loader, "_end", end)
+
+
+def copies_do_not_wait_for_the_last_use(patch: Patch) -> None:
+    original = StreamDevice._wait_for
+
+    def wait(device: StreamDevice, lane: Any, event: Any) -> None:
+        if lane.to_host:
+            original(device, lane, event)
+
+    patch.setattr(StreamDevice, "_wait_for", wait)
+
+
+def full_graphs_are_layered(patch: Patch) -> None:
+    """A FULL graph is taken for one that calls hooks, and its layers for known ones."""
+    patch.setattr("kvhaven.integrations.vllm.connector.calls_layer_hooks", lambda _: True)
+    layers_without_hooks_are_not_noticed(patch)
+
+
+def partly_loaded_blocks_are_layered(patch: Patch) -> None:
+    """A step may then write tokens into a block before the load does."""
+    original = LoadPlanner.plan
+
+    def plan(planner: LoadPlanner, *args: Any) -> Any:
+        return [dataclasses.replace(job, layered=True) for job in original(planner, *args)]
+
+    patch.setattr(LoadPlanner, "plan", plan)
+
+
+BREAKAGES: dict[Callable[[Patch], None], dict[str, Any]] = {
+    no_waits: {},
+    waits_for_another_group: {},
+    events_before_the_copies: {},
+    groups_in_another_order: {},
+    layers_without_hooks_are_not_noticed: {"silent": True},
+    copies_do_not_wait_for_the_last_use: {},
+    full_graphs_are_layered: {},
+}
+SEEDS = 40
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.__name__)
+def test_a_breakage_is_seen(breakage: Callable[[Patch], None], short_dir: Path, node: Node) -> None:
+    for seed in range(SEEDS):
+        setup = setup_of(
+            random.Random(seed),
+            node,
+            asynchronous_scheduling=False,
+            prefix_caching=False,
+            world=1,
+            tails=False,
+            settings=(*PATIENT, ("layered_load_ms", ALL_MS)),
+        )
+        try:
+            run_of(seed, short_dir, node, setup, breakage=breakage, **BREAKAGES[breakage])
+        except AssertionError:
+            return
+    pytest.fail(f"{SEEDS} runs did not show it")
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_layer_without_a_hook_fails_the_load_and_the_engine_computes(
+    short_dir: Path, node: Node, *, prefix_caching: bool
+) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(SEED, SEED + 3):
+        setup = setup_of(
+            random.Random(seed),
+            node,
+            asynchronous_scheduling=False,
+            on_failed_load="recompute",
+            world=1,
+            prefix_caching=prefix_caching,
+            settings=(*PATIENT, ("layered_load_ms", ALL_MS)),
+        )
+        counts += run_of(seed, short_dir, node, setup, silent=True)
+    assert counts["failed_loads"], counts
+    assert counts["failed_loads"] <= counts["layered"]
+
+
+def test_a_service_that_is_killed_stopped_and_started_again(short_dir: Path, node: Node) -> None:
+    for seed in range(SEED, SEED + 2):
+        run_of(seed, short_dir, node, setup_of(random.Random(seed), node), faults=True)

@@ -20,8 +20,7 @@ class Platform:
     hears_workers: bool
     """Whether the scheduler side receives the workers' reports of ended saves and failed loads."""
     layered_rate: float = 0.0
-    """Bytes a second of loads, assumed to find short ones, which may run during the forward; 0: they
-    may not."""
+    """Assumed bytes a second of loads: short ones may run during the forward. 0: none may."""
 
 
 _PLATFORMS = {

@@ -200,6 +200,9 @@ class WorkerSide:
         With speculation, vLLM's V1 runner asks before it has drafted and saves the step's chunks
         after drafting: a failure that is found only by the save comes too late.
         """
+        for job in [job for job in self._loads_due if not job.asynchronous]:
+            self._loads_due.remove(job)
+            self._never_started(job, "the forward ran before it was started")
         self.start_loads()
         first_steps, self._first_steps = self._first_steps, []
         for part, loads in enumerate(self._loads):
@@ -276,8 +279,12 @@ class WorkerSide:
         for job in due:
             loads = self._loads[job.part]
             if not loads.runs(job):
-                self._clients[job.part].loaded([job.lease_id], job.service)
-                loads.fail(job, "an error occurred before it was started")
+                self._never_started(job, "an error occurred before it was started")
+
+    def _never_started(self, job: LoadJob, reason: str) -> None:
+        """End the lease of a load and report the load as failed."""
+        self._clients[job.part].loaded([job.lease_id], job.service)
+        self._loads[job.part].fail(job, reason)
 
     def move(self, *layouts: Layout) -> None:
         """Continue with KV tensors at other addresses; each part's layout is otherwise the same.

@@ -365,7 +365,8 @@ def test_a_layer_that_shares_the_kv_of_another_waits_for_all(node: Node) -> None
 def test_a_copy_that_fails_midway_fails_the_load(world: str, nth: int, node: Node) -> None:
     with forwards(node, world) as one:
         make = one.found.device._make
-        copy, calls = make.copy, []
+        copy = make.copy
+        calls: list[None] = []
 
         def failing_copy(*args: Any, **options: Any) -> None:
             calls.append(None)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layered loads in vLLM's real schedulers, on simulated GPUs whose layers call the hooks or not."""
 
-import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,10 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
-from kvhaven.devices.streams import StreamDevice
 from kvhaven.engine import layered
-from kvhaven.engine.layered import LayerGroup, LayerGroups
-from kvhaven.engine.load_planner import LoadPlanner
 from kvhaven.engine.loader import Loader
 from tests.simulation.engine_simulation import Simulation
 from tests.simulation.engine_world import PATIENT, Setup
@@ -27,9 +23,8 @@ pytestmark = pytest.mark.slow
 
 Patch = pytest.MonkeyPatch
 
-STEPS = 100
+STEPS = 60
 WORLDS: dict[str, dict[str, Any]] = {
-    "cuda-12.4": {"kind": "cuda", "driver": 12040},
     "cuda-13.0": {"kind": "cuda", "driver": 13000},
     "cuda-unregistered": {"kind": "cuda", "registered_bytes": 0},
     "rocm": {"kind": "rocm"},
@@ -146,40 +141,6 @@ def no_waits(patch: Patch) -> None:
     patch.setattr(Loader, "wait_for_layer", wait)
 
 
-def waits_for_another_group(patch: Patch) -> None:
-    original = LayerGroups.__init__
-
-    def init(groups: LayerGroups, layout: Any) -> None:
-        original(groups, layout)
-        groups.of_layer = {name: 1 - group for name, group in groups.of_layer.items()}
-
-    patch.setattr(LayerGroups, "__init__", init)
-
-
-def events_before_the_copies(patch: Patch) -> None:
-    """Each job's event is recorded before its copies are put on the stream."""
-    original = StreamDevice._submit_part
-
-    def submit(device: StreamDevice, lane: Any, job: Any, *more: Any) -> None:
-        early = device._record(lane, job)
-        original(device, lane, job, *more)
-        job.event = early
-
-    patch.setattr(StreamDevice, "_submit_part", submit)
-
-
-def groups_in_another_order(patch: Patch) -> None:
-    """The bytes of another group are taken for a group's."""
-    original = LayerGroups.__init__
-
-    def init(groups: LayerGroups, layout: Any) -> None:
-        original(groups, layout)
-        first, second = groups.groups
-        groups.groups = [LayerGroup(first.layout, second.before), second._replace(before=0)]
-
-    patch.setattr(LayerGroups, "__init__", init)
-
-
 def layers_without_hooks_are_not_noticed(patch: Patch) -> None:
     original = Loader._end
 
@@ -190,39 +151,15 @@ def layers_without_hooks_are_not_noticed(patch: Patch) -> None:
     patch.setattr(Loader, "_end", end)
 
 
-def copies_do_not_wait_for_the_last_use(patch: Patch) -> None:
-    original = StreamDevice._wait_for
-
-    def wait(device: StreamDevice, lane: Any, event: Any) -> None:
-        if lane.to_host:
-            original(device, lane, event)
-
-    patch.setattr(StreamDevice, "_wait_for", wait)
-
-
 def full_graphs_are_layered(patch: Patch) -> None:
     """A FULL graph is taken for one that calls hooks, and its layers for known ones."""
     patch.setattr("kvhaven.integrations.vllm.connector.calls_layer_hooks", lambda _: True)
     layers_without_hooks_are_not_noticed(patch)
 
 
-def partly_loaded_blocks_are_layered(patch: Patch) -> None:
-    """A step may then write tokens into a block before the load does."""
-    original = LoadPlanner.plan
-
-    def plan(planner: LoadPlanner, *args: Any) -> Any:
-        return [dataclasses.replace(job, layered=True) for job in original(planner, *args)]
-
-    patch.setattr(LoadPlanner, "plan", plan)
-
-
 BREAKAGES: dict[Callable[[Patch], None], dict[str, Any]] = {
     no_waits: {},
-    waits_for_another_group: {},
-    events_before_the_copies: {},
-    groups_in_another_order: {},
     layers_without_hooks_are_not_noticed: {"silent": True},
-    copies_do_not_wait_for_the_last_use: {},
     full_graphs_are_layered: {},
 }
 SEEDS = 40
@@ -252,7 +189,7 @@ def test_a_layer_without_a_hook_fails_the_load_and_the_engine_computes(
     short_dir: Path, node: Node, *, prefix_caching: bool
 ) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(SEED, SEED + 3):
+    for seed in range(SEED, SEED + 2):
         setup = setup_of(
             random.Random(seed),
             node,
@@ -268,5 +205,5 @@ def test_a_layer_without_a_hook_fails_the_load_and_the_engine_computes(
 
 
 def test_a_service_that_is_killed_stopped_and_started_again(short_dir: Path, node: Node) -> None:
-    for seed in range(SEED, SEED + 2):
+    for seed in range(SEED, SEED + max(1, RUNS // 5)):
         run_of(seed, short_dir, node, setup_of(random.Random(seed), node), faults=True)

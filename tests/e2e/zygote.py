@@ -3,7 +3,7 @@
 
 Importing torch and vLLM is most of the start of an engine. Each pytest worker keeps one zygote. It
 imports and does nothing else, so a fork of it is like a new process. The processes that vLLM starts
-for itself (engine core, workers) are spawned as always and import everything again.
+for itself (engine core, workers) are forked from that.
 """
 
 import atexit

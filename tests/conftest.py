@@ -35,13 +35,15 @@ hypothesis.settings.load_profile("kvhaven")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the settings of the shell that runs the tests out of them."""
+    """Keep the settings of the shell that runs the tests out of them; set the engines' waits."""
     del config
     for name in list(os.environ):
         keep = name in NOT_SETTINGS or name.startswith(NOT_SETTINGS_PREFIXES)
         ours = name.startswith(("KVHAVEN_", "LMCACHE_"))
         if name == "KVHAVEN_CONFIG_FILE" or (ours and not keep):
             del os.environ[name]
+    # Engines share the cores with each other: their threads sleep while they wait for each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,9 +6,11 @@ the descriptor named by the first argument, since vLLM writes to standard output
 """
 
 import json
+import multiprocessing
 import os
 import random
 import sys
+import time
 from typing import Any
 
 
@@ -19,6 +21,7 @@ def main(commands: type["Commands"]) -> None:
     from vllm import LLM
 
     inspect_models_here()
+    fork_workers()
     llm = LLM(**arguments)
     print(json.dumps({"ready": True, "pid": os.getpid()}), file=answers)
     for line in sys.stdin:
@@ -35,6 +38,19 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def fork_workers() -> None:
+    """Have vLLM fork its own processes, as it does on GPUs; on a CPU it starts new Pythons.
+
+    This process has computed nothing yet, so no thread of torch is lost in a fork. Ranks wait for
+    their next step by yielding the core in a loop. If all cores are taken by that, Linux 6.18 lets
+    other processes wait for 10 s and longer: the node service answered a lookup too late. So they
+    sleep where they would yield.
+    """
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda _method=None: get_context("fork")  # type: ignore[assignment]
+    os.sched_yield = lambda: time.sleep(0.0002)
 
 
 class Commands:

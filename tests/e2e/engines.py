@@ -24,7 +24,6 @@ from kvhaven.service.status import ServiceStatus
 from tests.crash.node import eventually
 from tests.e2e.zygote import Forked, Zygote
 
-ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 64
 """Small chunks and blocks of 32 tokens, so that short prompts have many."""
 
@@ -121,7 +120,6 @@ def engine(
     A setting that is None keeps KVHaven's own default.
 
     With `in_process` vLLM's engine core and worker are one process, as on CUDA with one rank.
-    That starts in a tenth of the time: each of vLLM's own processes imports everything again.
     `program` is a file beside this one that answers commands. `threads` is how many compute
     (None: one for each core).
     """
@@ -158,8 +156,6 @@ def engine(
     }
     if options.get("tensor_parallel_size", 1) > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-        paths = [str(ROOT / "tests/e2e/ranks_sleep"), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if threads is not None:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     read, write = os.pipe()

@@ -314,22 +314,26 @@ def test_the_openai_package_gets_tool_calls(
 
 
 def test_a_stream_that_the_openai_package_leaves_ends_in_vllm(fleet: Fleet, route: str) -> None:
-    before, most = _metric(fleet.decode, "generation_tokens_total"), 900
-    with _client(route) as client:
-        stream = client.completions.create(
-            model="tiny",
-            prompt=_tale()[:100],
-            max_tokens=most,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        for _ in range(3):
-            assert next(stream).choices
-        stream.close()
-    for url in (fleet.prefill, fleet.decode):
-        _until(functools.partial(_is_idle, url))
-    generated = _metric(fleet.decode, "generation_tokens_total")
+    most = 900
+    for _ in range(5):  # on a busy machine all tokens may be there before the client has left
+        before = _metric(fleet.decode, "generation_tokens_total")
+        with _client(route) as client:
+            stream = client.completions.create(
+                model="tiny",
+                prompt=_tale()[:100],
+                max_tokens=most,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            for _ in range(3):
+                assert next(stream).choices
+            stream.close()
+        for url in (fleet.prefill, fleet.decode):
+            _until(functools.partial(_is_idle, url))
+        generated = _metric(fleet.decode, "generation_tokens_total")
+        if generated - before < most:
+            break
     assert 3 <= generated - before < most
     time.sleep(0.5)  # for 50 tokens or more, if it went on
     assert _metric(fleet.decode, "generation_tokens_total") == generated

@@ -29,7 +29,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "cuda-unregistered": {"kind": "cuda", "registered_bytes": 0},
     "rocm": {"kind": "rocm"},
 }
-RUNS = max(1, EVENTS // STEPS // 4 // len(WORLDS))
+RUNS = max(1, EVENTS // STEPS // 30 // len(WORLDS))
 ALL_MS, SOME_MS = 4.0, 0.0001  # of hits: 25 GB/s are 1.5 million tokens, or 39
 
 

@@ -277,14 +277,14 @@ class WorkerSide:
             saves.spoil()
         due, self._loads_due = self._loads_due, []
         for job in due:
-            loads = self._loads[job.part]
-            if not loads.runs(job):
-                self._never_started(job, "an error occurred before it was started")
+            self._never_started(job, "an error occurred before it was started")
 
     def _never_started(self, job: LoadJob, reason: str) -> None:
-        """End the lease of a load and report the load as failed."""
-        self._clients[job.part].loaded([job.lease_id], job.service)
-        self._loads[job.part].fail(job, reason)
+        """End the lease of a load and report the load as failed, unless its copy runs after all."""
+        loads = self._loads[job.part]
+        if not loads.runs(job):
+            self._clients[job.part].loaded([job.lease_id], job.service)
+            loads.fail(job, reason)
 
     def move(self, *layouts: Layout) -> None:
         """Continue with KV tensors at other addresses; each part's layout is otherwise the same.

@@ -458,7 +458,7 @@ def _not_layered(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheCon
         "a prefill may run as a FULL CUDA graph, which does not wait for layers": (
             mode is not None and mode.mixed_mode().name == "FULL"
         ),
-        # vLLM 0.32 (others were not looked at) would go on with the output of the next step, which is in flight.
+        # vLLM (0.32, by its sources) would continue with the output of a step in flight.
         "with asynchronous scheduling, vLLM cannot recompute failed synchronous loads": (
             recomputes and bool(config.scheduler_config.async_scheduling)
         ),

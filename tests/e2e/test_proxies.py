@@ -32,8 +32,16 @@ pytest.importorskip("openai", reason="it is installed with vLLM")
 
 import openai
 
-from examples.demo.processes import Server, kvhaven, server, vllm_server
-from tests.e2e.engines import CHUNK, PATIENT, SMALL_SERVER, NodeService, peered_services
+from examples.demo.processes import kvhaven, server
+from tests.e2e.engines import (
+    CHUNK,
+    PATIENT,
+    SMALL_SERVER,
+    ForkedServer,
+    NodeService,
+    forked_server,
+    peered_services,
+)
 from tests.e2e.test_peers import PATIENT_PEERS
 from tests.servers import free_port
 
@@ -391,13 +399,13 @@ def _bench(url: str, model: Path, folder: Path) -> float:
 
 def _vllm(
     model: Path, log: Path, options: dict[str, Any], service: NodeService, number: int
-) -> contextlib.AbstractContextManager[Server]:
+) -> contextlib.AbstractContextManager[ForkedServer]:
     settings = {"chunk_size": CHUNK, "service_address": str(service.socket), **PATIENT}
     settings["pd_wait_ms"] = PD_WAIT_S * 1000
     config = {"kv_transfer_config": kvhaven(**settings)}
     cores = sorted(os.sched_getaffinity(0))
     own = str(cores[number % len(cores)])  # both nodes compute at the same time
-    return vllm_server(model, free_port(), log, options | config, own)
+    return forked_server(model, log, options | config, own)
 
 
 def _tale() -> str:

@@ -185,7 +185,7 @@ async def routing(
         yield Running(url, chooser, client)
 
 
-async def until(what: Any, seconds: float = 30.0) -> None:
+async def until(what: Any, seconds: float = 120.0) -> None:
     """Wait until `what()` is true."""
     async with asyncio.timeout(seconds):
         while not what():  # noqa: ASYNC110 - the tests look at objects that signal nothing

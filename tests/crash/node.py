@@ -32,7 +32,7 @@ T = TypeVar("T")
 MIB = 1 << 20
 
 
-def eventually(what: Callable[[], T | None], seconds: float = 30.0) -> T:
+def eventually(what: Callable[[], T | None], seconds: float = 120.0) -> T:
     """Wait until `what` returns something true, and return that."""
     end = time.monotonic() + seconds
     while True:

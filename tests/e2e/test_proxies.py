@@ -466,7 +466,7 @@ def _client(url: str) -> Any:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
 
 
-def _until(what: Callable[[], bool], seconds: float = 30.0) -> None:
+def _until(what: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ def engine(
     in_process: bool = False,
     program: str = "engine_process.py",
     threads: int | None = None,
+    environment: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Iterator[Engine]:
     """Start an engine; `settings` are KVHaven's (None: off), `arguments` vLLM's.
@@ -121,7 +122,7 @@ def engine(
 
     With `in_process` vLLM's engine core and worker are one process, as on CUDA with one rank.
     `program` is a file beside this one that answers commands. `threads` is how many compute
-    (None: one for each core).
+    (None: one for each core). `environment` has further variables.
     """
     options: dict[str, Any] = {
         "model": str(model),
@@ -150,20 +151,21 @@ def engine(
         for name in [name for name, value in extra.items() if value is None]:
             del extra[name]
     options |= arguments
-    environment = _environment() | {
+    variables = _environment() | {
         "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(log.parent / "cache")),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
     }
     if options.get("tensor_parallel_size", 1) > 1:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     if threads is not None:
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    variables |= environment or {}
     read, write = os.pipe()
     with log.open("w") as output:
         process = _zygote().fork(
             Path(__file__).with_name(program),
             json.dumps(options),
-            environment,
+            variables,
             answers=write,
             output=output.fileno(),
         )

@@ -47,8 +47,7 @@ def rows() -> Iterator[dict[str, list[str]]]:
     yield found
     for name, (said, *cells) in found.items():
         if said:
-            line = " | ".join([f"`{name}`", SERVED[name].what, said, *cells])
-            print(f"| {line} |")  # noqa: T201
+            print("|", " | ".join([f"`{name}`", SERVED[name].what, said, *cells]), "|")  # noqa: T201
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +249,8 @@ def test_is_refused_with_advice(
     error = refusing.ask("start", options=options, **asked)["error"]
     assert ("IncompatibleEngineError" in error) == one.ours, error
     assert one.says in error, error
+    message = error.strip().splitlines()[-1].replace(options["model"], "...")
+    print(f"| `{name}` | {one.what} | {message.split(': ', 1)[1]} |")  # noqa: T201
     if not one.ours:
         del options["kv_transfer_config"]
         assert one.says in refusing.ask("start", options=options, **asked)["error"]

@@ -170,11 +170,11 @@ _ONE_AND_TWO = (1, 2)
 SERVED = {
     "llama": Served("Llama: full attention", "llama", ranks=_ONE_AND_TWO),
     "mistral full": Served("Mistral without a window", "mistral-full"),
-    "gemma3": Served("Gemma 3: every other layer has a window", "gemma3", ranks=_ONE_AND_TWO),
+    "gemma3": Served("Gemma 3: every other layer has a window", "gemma3"),
     "gemma3n": Served("Gemma 3n: windows, and layers that share KV", "gemma3n"),
-    "llama4": Served("Llama 4: chunked local attention", "llama4", ranks=_ONE_AND_TWO),
+    "llama4": Served("Llama 4: chunked local attention", "llama4"),
     "llama4 flat": Served("the same in one KV group", "llama4", options=_FLAT),
-    "gpt-oss": Served("gpt-oss: windows and attention sinks", "gpt-oss", ranks=_ONE_AND_TWO),
+    "gpt-oss": Served("gpt-oss: windows and attention sinks", "gpt-oss"),
     "gpt-oss flat": Served(
         "the same in one KV group, VLLM_CPU_ATTN_SPLIT_KV=0", "gpt-oss",
         options=_FLAT, environment=_WHOLE_KV,

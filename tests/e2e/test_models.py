@@ -79,8 +79,8 @@ class Trial:
         chance = random.Random(9)
         base = [chance.randrange(2, 250) for _ in range(500)]
         other = [chance.randrange(2, 250) for _ in range(500)]
-        self.prompts = [base[:150], base[:150] + other[:261], other[:330], base[100:310]]
-        """None ends with a chunk."""
+        self.prompts = [base[:150], base[50:461], other[:330], base[100:310]]
+        """None ends with a chunk, and none begins like another: KV would be that of the first."""
         if one.feature == "pictures":
             self.prompts = [[IMAGE_TOKEN, *prompt] for prompt in self.prompts]
 
@@ -101,8 +101,12 @@ class Trial:
 
     def serve(self, at: Engine, do: str = "serve", **more: Any) -> Answers:
         """Ask all prompts, one after the other."""
-        more = {"feature": self.one.feature, "adapter": str(self.folder / "adapter"), **more}
-        result: Answers = at.ask(do, prompts=self.prompts, **more)
+        asked = {
+            "prompts": self.prompts,
+            "feature": self.one.feature,
+            "adapter": str(self.folder / "adapter"),
+        }
+        result: Answers = at.ask(do, **asked | more)
         return result
 
     def settings(self) -> dict[str, Any]:
@@ -170,6 +174,9 @@ def test_hits_give_what_a_cold_engine_gives(
     assert stored
     with trial.engine("second", trial.settings()) as started:
         await_stored(short_dir, stored)
+        if one.feature == "lora":
+            # The first request with an adapter is always a miss: nobody has loaded it yet.
+            trial.serve(started, prompts=[[7, 8, 9]])
         restarted = trial.serve(started)
         no_errors(started)
     hits = [answer["length"] // chunk * chunk for answer in cold]
@@ -182,11 +189,7 @@ def test_hits_give_what_a_cold_engine_gives(
     if one.exact or (LONG and ranks == 1):
         with trial.engine("control", None) as started:
             control = trial.serve(started, cold=True)
-            counts = [
-                max(hit - answer["length"] + len(prompt), 0)  # pictures lengthen a prompt
-                for hit, answer, prompt in zip(hits, cold, trial.prompts, strict=True)
-            ]
-            own = trial.serve(started, "serve_from_own", cached=counts)
+            own = trial.serve(started, "serve_from_own")
         assert tokens(cold) == tokens(control)
         assert worst(cold, control) == 0
         assert cached(own) == hits

@@ -37,17 +37,16 @@ class Commands(engine_process.Commands):
 
     @staticmethod
     def serve_from_own(
-        llm: Any, prompts: list[list[int]], cached: list[int], feature: str, adapter: str
+        llm: Any, prompts: list[list[int]], feature: str, adapter: str
     ) -> list[dict[str, Any]]:
-        """Answer each prompt with so many of its tokens in vLLM's own prefix cache.
+        """Answer each prompt with its begin in vLLM's own prefix cache, from the same prompt.
 
-        `cached` counts from the prompt's begin as it is given.
+        Kernels round by the number of tokens in a step, so a shorter prompt has other KV.
         """
         result = []
-        for prompt, count in zip(prompts, cached, strict=True):
+        for prompt in prompts:
             llm.reset_prefix_cache()
-            if count:
-                _answer(llm, prompt[: count + 1], feature, adapter, cold=False)
+            _answer(llm, prompt, feature, adapter, cold=True)
             result.append(_answer(llm, prompt, feature, adapter, cold=False))
         return result
 

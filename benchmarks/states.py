@@ -10,7 +10,7 @@ The values are medians over the prompts.
 - `state.memory`, `state.disk`: the same prompts, with KV and the last state from the node
   service's memory, and from its disk tier (memory is emptied before each prompt). The limit is 1/5
   of `state.cold`.
-- `state.cold.small`, `state.memory.small`: the same with the prompts' first 1,500 tokens.
+- `state.cold.small`, `state.memory.small`, `state.disk.small`: the same with 1,500 tokens.
 """
 
 import random

@@ -16,7 +16,7 @@ def kvhaven(*arguments: str, status: int = 0, whole: bool = False, **environment
         timeout=60,
         env=os.environ | {"COLUMNS": "200"} | environment,
     )
-    assert done.returncode == status, done.stdout + done.stderr
+    assert done.returncode == status, f"{done.returncode}: {done.stdout}{done.stderr}"
     if whole:
         return done.stdout + done.stderr
     return done.stdout if status == 0 else done.stderr

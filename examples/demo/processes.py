@@ -283,27 +283,40 @@ def vllm_server(
     It computes on these `cores` (`engine_cores()`, unless given): of engines that compute at the
     same time on the same cores, each waits for threads of the other.
     """
+    # Not `vllm serve`, which asks for the version of a package that CPU builds name otherwise.
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [*program, *server_arguments(model, port, options, host)]
+    return server(command, port, log, server_environment(options, cores, host), host)
+
+
+def server_arguments(
+    model: Path, port: int, options: Mapping[str, object], host: str = "127.0.0.1"
+) -> list[str]:
+    """Return the command line of vLLM's HTTP server, without the program."""
     arguments = [
         f"--{name.replace('_', '-')}={value if isinstance(value, str) else json.dumps(value)}"
         for name, value in options.items()
         if value is not True
     ]
     flags = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is True]
-    environment = {
+    return [f"--model={model}", f"--port={port}", f"--host={host}", *arguments, *flags]
+
+
+def server_environment(
+    options: Mapping[str, object], cores: str = "", host: str = "127.0.0.1"
+) -> dict[str, str]:
+    """Return the variables of vLLM's HTTP server, see `vllm_server`."""
+    ranks = options.get("tensor_parallel_size", 1)
+    cores = cores or engine_cores()
+    return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         "HF_HUB_OFFLINE": "1",
         "VLLM_HOST_IP": host,
+        "VLLM_CPU_OMP_THREADS_BIND": cores if ranks == 1 else cores.replace(",", "|"),
     }
-    ranks = options.get("tensor_parallel_size", 1)
-    cores = cores or engine_cores()
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = cores if ranks == 1 else cores.replace(",", "|")
-    # Not `vllm serve`, which asks for the version of a package that CPU builds name otherwise.
-    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
-    command = [*program, f"--port={port}", f"--host={host}", *arguments, *flags]
-    return server(command, port, log, environment, host)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

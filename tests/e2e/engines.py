@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,13 @@ from typing import Any
 
 import msgspec
 
+from examples.demo.processes import clean_environment, server_arguments, server_environment
 from kvhaven.client.control import connect
 from kvhaven.errors import KVHavenError
 from kvhaven.service.status import ServiceStatus
 from tests.crash.node import eventually
 from tests.e2e.zygote import Forked, Zygote
+from tests.servers import free_port
 
 CHUNK = 64
 """Small chunks and blocks of 32 tokens, so that short prompts have many."""
@@ -181,6 +184,55 @@ def engine(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=120)
             started.kill()
+
+
+class ForkedServer:
+    """vLLM's HTTP server at `url`."""
+
+    def __init__(self, process: Forked, url: str, log: Path) -> None:
+        self.url = url
+        self._process = process
+        self._log = log
+
+    def wait(self) -> None:
+        """Wait until it is healthy."""
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health"):
+                return
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=0.1)
+                raise AssertionError(self._log.read_text()[-4000:])
+
+    def kill(self) -> None:
+        """Kill -9 it with all its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def forked_server(
+    model: Path, log: Path, options: Mapping[str, object], cores: str = ""
+) -> Iterator[ForkedServer]:
+    """Start what `vllm_server` starts, sooner: in a fork of a process that imported vLLM."""
+    port = free_port()
+    read, write = os.pipe()
+    with log.open("w") as output:
+        process = _zygote().fork(
+            Path(__file__).with_name("server_process.py"),
+            json.dumps(server_arguments(model, port, options)),
+            clean_environment() | server_environment(options, cores),
+            answers=write,
+            output=output.fileno(),
+        )
+    os.close(write)
+    os.close(read)
+    server = ForkedServer(process, f"http://127.0.0.1:{port}", log)
+    try:
+        yield server
+    finally:
+        server.kill()
+        process.stdin.close()
 
 
 @contextlib.contextmanager

@@ -32,8 +32,16 @@ pytest.importorskip("openai", reason="it is installed with vLLM")
 
 import openai
 
-from examples.demo.processes import Server, kvhaven, server, vllm_server
-from tests.e2e.engines import CHUNK, PATIENT, SMALL_SERVER, NodeService, peered_services
+from examples.demo.processes import kvhaven, server
+from tests.e2e.engines import (
+    CHUNK,
+    PATIENT,
+    SMALL_SERVER,
+    ForkedServer,
+    NodeService,
+    forked_server,
+    peered_services,
+)
 from tests.e2e.test_peers import PATIENT_PEERS
 from tests.servers import free_port
 
@@ -314,22 +322,26 @@ def test_the_openai_package_gets_tool_calls(
 
 
 def test_a_stream_that_the_openai_package_leaves_ends_in_vllm(fleet: Fleet, route: str) -> None:
-    before, most = _metric(fleet.decode, "generation_tokens_total"), 900
-    with _client(route) as client:
-        stream = client.completions.create(
-            model="tiny",
-            prompt=_tale()[:100],
-            max_tokens=most,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        for _ in range(3):
-            assert next(stream).choices
-        stream.close()
-    for url in (fleet.prefill, fleet.decode):
-        _until(functools.partial(_is_idle, url))
-    generated = _metric(fleet.decode, "generation_tokens_total")
+    most = 900
+    for _ in range(5):  # on a busy machine all tokens may be there before the client has left
+        before = _metric(fleet.decode, "generation_tokens_total")
+        with _client(route) as client:
+            stream = client.completions.create(
+                model="tiny",
+                prompt=_tale()[:100],
+                max_tokens=most,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            for _ in range(3):
+                assert next(stream).choices
+            stream.close()
+        for url in (fleet.prefill, fleet.decode):
+            _until(functools.partial(_is_idle, url))
+        generated = _metric(fleet.decode, "generation_tokens_total")
+        if generated - before < most:
+            break
     assert 3 <= generated - before < most
     time.sleep(0.5)  # for 50 tokens or more, if it went on
     assert _metric(fleet.decode, "generation_tokens_total") == generated
@@ -387,13 +399,13 @@ def _bench(url: str, model: Path, folder: Path) -> float:
 
 def _vllm(
     model: Path, log: Path, options: dict[str, Any], service: NodeService, number: int
-) -> contextlib.AbstractContextManager[Server]:
+) -> contextlib.AbstractContextManager[ForkedServer]:
     settings = {"chunk_size": CHUNK, "service_address": str(service.socket), **PATIENT}
     settings["pd_wait_ms"] = PD_WAIT_S * 1000
     config = {"kv_transfer_config": kvhaven(**settings)}
     cores = sorted(os.sched_getaffinity(0))
     own = str(cores[number % len(cores)])  # both nodes compute at the same time
-    return vllm_server(model, free_port(), log, options | config, own)
+    return forked_server(model, log, options | config, own)
 
 
 def _tale() -> str:

@@ -16,12 +16,20 @@ pytest.importorskip("aiohttp", reason="kvhaven[router] is not installed")
 
 import aiohttp
 
-from examples.demo.processes import Server, kvhaven, vllm_server
+from examples.demo.processes import kvhaven
 from kvhaven.router.app import Router
 from kvhaven.router.body import RequestBody
 from kvhaven.router.choice import Chooser
 from kvhaven.router.nodes import parse_node
-from tests.e2e.engines import CHUNK, PATIENT, SMALL_SERVER, NodeService, peered_services
+from tests.e2e.engines import (
+    CHUNK,
+    PATIENT,
+    SMALL_SERVER,
+    ForkedServer,
+    NodeService,
+    forked_server,
+    peered_services,
+)
 from tests.e2e.test_peers import PATIENT_PEERS
 from tests.e2e.test_two_nodes import wait_until_attached
 from tests.router_kit import serving, until
@@ -41,8 +49,8 @@ ATTACHED = "attached to the node service"
 class Nodes(NamedTuple):
     """Servers of a prefill and a decode node, and where their services listen."""
 
-    prefill: Server
-    decode: Server
+    prefill: ForkedServer
+    decode: ForkedServer
     sockets: Sequence[Path]
     folder: Path
 
@@ -58,7 +66,7 @@ def nodes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nod
             settings: dict[str, Any] = {"chunk_size": CHUNK, "service_address": str(socket)}
             options = SMALL_SERVER | {"kv_transfer_config": kvhaven(**settings, **PATIENT)}
             log = folder / f"vllm-{number}.log"
-            servers.append(stack.enter_context(vllm_server(model, free_port(), log, options)))
+            servers.append(stack.enter_context(forked_server(model, log, options)))
         for server in servers:
             server.wait()
         yield Nodes(servers[0], servers[1], sockets, folder)

@@ -94,6 +94,8 @@ def _serve(orders: socket.socket) -> None:
     """Fork for every order until the other end is closed."""
     for name in _IMPORTED:
         importlib.import_module(name)
+    # vLLM names its processes. This finds where names go, as long as the environment is there.
+    importlib.import_module("setproctitle").getproctitle()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a fork that has ended is not waited for
     while True:
         text, fds, _, _ = socket.recv_fds(orders, _LONGEST, 3)

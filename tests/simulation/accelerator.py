@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvhaven.devices.detect import open_device
 from kvhaven.devices.streams import StreamDevice
 from tests.simulation.engine_model import (
     TOKEN_WORDS,
+    VOCABULARY,
     Model,
     Runner,
     RunningRequest,
@@ -50,6 +52,12 @@ class Accelerator:
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.simulation = simulation
         self.rank = rank
+        self.full_graphs = 0.2
+        """How likely a step runs as a FULL CUDA graph, without hooks for layers."""
+        self.silent: set[int] = set()
+        """Layers without hooks, although the graph has them."""
+        self.order = 1
+        """-1: the last layer comes first."""
         self.fences = 0
         self.fail_loads = 0
         simulation.module.set_device(rank)
@@ -115,6 +123,7 @@ class AcceleratorRunner(Runner):
         self._block_size = block_size
         self.use(pages)
         self._computations = 0
+        self._hooks = False
         self._pending: dict[int, tuple[Any, Pending, list[torch.Tensor]]] = {}
         self.salts = {}
 
@@ -136,6 +145,7 @@ class AcceleratorRunner(Runner):
         """Launch a step."""
         self.device.select()
         if self.device.simulation.kind != "hpu":
+            self._hooks = self._choice.random() >= self.device.full_graphs
             return super().execute(output)
         connector = self.connector
         scheduled = self._update_states(output)
@@ -155,17 +165,29 @@ class AcceleratorRunner(Runner):
         return result
 
     def launch(self, scheduled: Sequence[Scheduled], result: StepResult) -> None:
-        """Put a step's writes and reads on the current stream."""
+        """Put a step's writes and reads on the current stream, layer by layer.
+
+        As in vLLM, a layer writes its KV before the hook, and attends to all KV behind it.
+        """
         keep: list[torch.Tensor] = []
         for name, request, begin, count in scheduled:
             request.extend_states()
             assert begin + count <= len(request.tokens), f"{name}: tokens that nobody sampled"
-            self._put(request, begin, begin + count, keep)
+        noise = [self._noise(count) for *_, count in scheduled]
         pending: Pending = []
+        for layer in range(len(self._words_l))[:: self.device.order]:
+            for (_, request, begin, count), noise_t in zip(scheduled, noise, strict=True):
+                self._put(request, begin, begin + count, layer, noise_t, keep)
+            if self._hooks and layer not in self.device.silent:
+                self.connector.wait_for_layer_load(f"layer.{layer}")
+            for name, request, begin, count in scheduled:
+                end = begin + count
+                pending.append((name, request, end, layer, self._get(request, end, layer, keep)))
+            # Sometimes the device is as far as the host.
+            if self.device.simulation.kind != "hpu" and self._choice.random() < 0.3:
+                self.device.simulation.module.current_stream().synchronize()
         for name, request, begin, count in scheduled:
             end = begin + count
-            for layer in range(len(self._words_l)):
-                pending.append((name, request, end, layer, self._get(request, end, layer, keep)))
             done = end == len(request.tokens)
             result.sampled[name] = [Model.sample(request.states[-1])] if done else []
             request.tokens.extend(result.sampled[name])
@@ -179,21 +201,63 @@ class AcceleratorRunner(Runner):
         event, pending, _ = self._pending.pop(id(result), (None, [], []))
         if event is not None:
             event.synchronize()
+        failed = self._undo_failed(pending, result)
         for name, request, end, layer, arrived in pending:
-            self._compare(name, request, end, layer, arrived.numpy().view(np.uint64))
+            if name not in failed:
+                self._compare(name, request, end, layer, arrived.numpy().view(np.uint64))
         return super().finish(result)
 
-    def _put(self, request: RunningRequest, begin: int, end: int, keep: list[torch.Tensor]) -> None:
-        noise_t = self._noise(end - begin)
+    def _undo_failed(self, pending: Pending, result: StepResult) -> set[str]:
+        """Return the requests that have computed from blocks of failed loads.
+
+        vLLM must drop what they computed, so that shows: a token that is none, and wrong KV. (It
+        does not with asynchronous scheduling.)
+        """
+        blocks = result.connector.invalid_block_ids
+        failed = {}
+        for name, request, end, *_ in pending:
+            computed = request.blocks[: -(-end // self._block_size)]
+            first = next((at for at, block in enumerate(computed) if block in blocks), None)
+            if first is not None and name not in failed:
+                failed[name] = request, first * self._block_size, end
+        if not failed:
+            return set()
+        keep: list[torch.Tensor] = []
+        for name, (request, begin, end) in failed.items():
+            index = self._to_device(self._slots(request, begin, end), keep)
+            for part in (part for parts in self._words_l for part in parts):
+                wrong = np.full((end - begin, part.shape[1]), -1, np.int64)
+                part.index_copy_(0, index, self._to_device(wrong, keep))
+            del request.tokens[len(request.tokens) - len(result.sampled[name]) :]
+            del request.states[len(request.tokens) :]
+            request.seen.clear()
+            result.sampled[name] = [VOCABULARY] * len(result.sampled[name])
+        self.device.synchronize()
+        return set(failed)
+
+    def _context(self, scheduled: Sequence[Scheduled]) -> Any:
+        mode = CUDAGraphMode.PIECEWISE if self._hooks else CUDAGraphMode.FULL
+        names = [f"layer.{layer}" for layer in range(len(self._words_l))]
+        metadata = dict.fromkeys(names) if scheduled else None
+        return SimpleNamespace(attn_metadata=metadata, cudagraph_runtime_mode=mode)
+
+    def _put(
+        self,
+        request: RunningRequest,
+        begin: int,
+        end: int,
+        layer: int,
+        noise_t: npt.NDArray[np.uint64],
+        keep: list[torch.Tensor],
+    ) -> None:
         index = self._to_device(self._slots(request, begin, end), keep)
-        for layer, parts in enumerate(self._words_l):
-            words_tw = self._words(request, begin, end, layer, noise_t).view(np.int64)
-            start = 0
-            for part in parts:
-                width = part.shape[1]
-                values = np.ascontiguousarray(words_tw[:, start : start + width])
-                part.index_copy_(0, index, self._to_device(values, keep))
-                start += width
+        words_tw = self._words(request, begin, end, layer, noise_t).view(np.int64)
+        start = 0
+        for part in self._words_l[layer]:
+            width = part.shape[1]
+            values = np.ascontiguousarray(words_tw[:, start : start + width])
+            part.index_copy_(0, index, self._to_device(values, keep))
+            start += width
 
     def _get(
         self, request: RunningRequest, end: int, layer: int, keep: list[torch.Tensor]

@@ -117,6 +117,7 @@ class Bench:
         role: Permissions = EVERYTHING,
         hears_workers: bool = True,
         drops_last_block: bool = False,
+        layered_tokens: int = 0,
         **settings: Any,
     ) -> VllmSide:
         """Return an attached scheduler's side; `settings` are the settings that differ."""
@@ -142,6 +143,7 @@ class Bench:
             role=role,
             hears_workers=hears_workers,
             drops_last_block=drops_last_block,
+            layered_tokens=layered_tokens,
         )
         return VllmSide(side)
 

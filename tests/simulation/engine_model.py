@@ -169,7 +169,7 @@ class Runner:
         connector.bind_connector_metadata(metadata)
         self._linger()
         if output.has_sync_kv_loads:
-            connector.start_load_kv(None)
+            connector.start_load_kv(self._context(scheduled))
             self._linger()
         result = StepResult([name for name, *_ in scheduled], {}, None, KVConnectorOutput())
         if scheduled:
@@ -211,6 +211,10 @@ class Runner:
     def launch(self, scheduled: Sequence[Scheduled], result: StepResult) -> None:
         """Put a step's compute on the device."""
         result.op = self.device.compute(lambda: self._forward(scheduled, result.sampled))
+
+    def _context(self, scheduled: Sequence[Scheduled]) -> Any:
+        """Return the context of a step's forward, as far as the connector asks for it."""
+        return None
 
     def _linger(self) -> None:
         for _ in range(self._choice.choice((0, 0, 0, 1, 2, 8))):

@@ -92,6 +92,7 @@ class Setup:
     budget: int = 48
     sequences: int = 8
     policy: str = "fcfs"
+    on_failed_load: str = "recompute"
     long_prefill: int = 0
     """Tokens of a prompt that a step computes at most, if other requests are there; 0: no limit."""
     stores: tuple[float, ...] = (1.0, 0.2, 0.03)
@@ -200,7 +201,7 @@ def _transfer_config(setup: Setup) -> KVTransferConfig:
             | dict(setup.settings),
         }
 
-    general = {"engine_id": uuid.uuid4().hex, "kv_load_failure_policy": "recompute"}
+    general = {"engine_id": uuid.uuid4().hex, "kv_load_failure_policy": setup.on_failed_load}
     if not setup.second_address:
         return KVTransferConfig(**ours(setup.service_address), **general)
     children = [ours(setup.service_address), ours(setup.second_address)]

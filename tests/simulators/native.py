@@ -81,6 +81,10 @@ class Native:
         """Run everything, with what is only recorded."""
         self._check(self._library.simulator_drain(self._number))
 
+    def clock(self, kernel_s: float, byte_s: float) -> float:
+        """Start the virtual clock anew; return the time that it showed."""
+        return float(self._library.simulator_clock(self._number, kernel_s, byte_s))
+
     def background(self, *, on: bool) -> None:
         """Let a thread run work, or stop it."""
         self._library.simulator_background(self._number, int(on))
@@ -241,6 +245,7 @@ def _load() -> ctypes.CDLL:
         "pending": (size, [number]),
         "recorded": (size, [number]),
         "drain": (text, [number]),
+        "clock": (ctypes.c_double, [number, ctypes.c_double, ctypes.c_double]),
         "mark_step": (text, [number]),
         "device": (number, [number]),
         "set_device": (text, [number, number]),

@@ -48,6 +48,18 @@ class Simulation:
         """Run all work, with what is only recorded. Raises what it failed with."""
         self._native.drain()
 
+    def time(self, act: Callable[[], None], *, kernel_s: float, bytes_s: float) -> float:
+        """Return how long the device would take for what `act` submits, by a virtual clock.
+
+        A kernel takes `kernel_s` seconds and a driver's copies their share of `bytes_s` bytes a
+        second; streams run at the same time, as far as events let them. The host takes no time.
+        """
+        self.drain()
+        self._native.clock(kernel_s, 1 / bytes_s)
+        act()
+        self.drain()
+        return self._native.clock(0.0, 0.0)
+
     def run_background(self) -> None:
         """Let a thread run work from now on, until `stop_background` or the end."""
         self._native.background(on=True)

@@ -10,7 +10,18 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 
 _LEVELS = (
-    {"errors", "types", "keys", "maps", "tenants", "plugins", "niceness", "protocol", "config"},
+    {
+        "errors",
+        "types",
+        "keys",
+        "maps",
+        "tenants",
+        "plugins",
+        "niceness",
+        "ending",
+        "protocol",
+        "config",
+    },
     {"arena", "catalog", "devices", "layouts", "peers", "tiers"},
     {"client", "gateway", "router", "service"},
     {"engine", "identity"},

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from kvhaven import __version__
+from kvhaven.ending import ended_at_once
 from kvhaven.errors import ConfigError, KVHavenError
 
 __all__ = ["app", "main"]
@@ -47,14 +48,15 @@ def main() -> None:
     A `KVHavenError` is one line on stderr. The exit status is 2 for invalid settings and options,
     and 1 for all other errors.
     """
-    try:
-        app()
-    except KVHavenError as error:
-        sys.stderr.write(f"kvhaven: {error}\n")
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    with ended_at_once():
+        try:
+            app()
+        except KVHavenError as error:
+            sys.stderr.write(f"kvhaven: {error}\n")
+            sys.exit(2 if isinstance(error, ConfigError) else 1)
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
 
 
 def _show_version(wanted: bool) -> None:

@@ -115,7 +115,7 @@ NOT_TAKEN = (
         ("enable_blending", "blend_*"),
         "only prefixes are reused; blending of chunks is not supported yet",
     ),
-    Left(("use_layerwise",), "layers are not loaded one by one; load_mode sets when loads run"),
+    Left(("use_layerwise",), "load_mode sets when loads run; layered_load_ms is experimental"),
     Left(
         ("gds_*", "use_gds", "weka_path", "maru_*"),
         "this tier is not supported; local_disk uses direct I/O if available (disk_direct_io)",

@@ -85,6 +85,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "auto, sync or async",
         ),
     ] = "auto"
+    layered_load_ms: Annotated[
+        float,
+        duration(
+            "Experimental, untested on a GPU: loads of up to this duration run during the forward "
+            "pass, layer by layer. 0: off.",
+            "milliseconds",
+            most=100,
+        ),
+    ] = 0.0
     format: Annotated[
         Literal["auto", "paged", "portable"],
         setting(

@@ -19,7 +19,8 @@ class LoadJob:
     not be planned: its blocks are reported as failed, so that the engine does not use them.
 
     With `tail`, the last chunk is a tail of so many tokens, with as many blocks as these need.
-    `part` is the number of the part of the engine's KV whose groups these are.
+    `part` is the number of the part of the engine's KV whose groups these are. A `layered` load is
+    synchronous, and the step writes into none of its blocks: the forward may run meanwhile.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class LoadJob:
     adapter: AdapterUse | None = None
     tail: int = 0
     part: int = 0
+    layered: bool = False
 
     @property
     def written(self) -> set[int]:

@@ -63,9 +63,11 @@ class LoadPlanner:
             places=tuple(offer.lease.extents[skipped : skipped + last - first]),
             shard_offsets=offer.lease.offsets,
             blocks=tuple(groups),
-            asynchronous=self._asynchronous,
+            asynchronous=self._asynchronous and not offer.layered,
             adapter=state.adapter,
             tail=tail,
+            # Of a block that is loaded in part, the step computes the rest.
+            layered=offer.layered and not end % self._block_sizes[0],
         )
 
     def _further(

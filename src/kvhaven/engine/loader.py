@@ -4,7 +4,7 @@
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvhaven.client.rank import RankClient
 from kvhaven.devices.base import CopyJob, Device, FinishedCopy
@@ -17,11 +17,12 @@ from kvhaven.engine.copies import (
     parts_of,
 )
 from kvhaven.engine.jobs import LoadJob
+from kvhaven.engine.layered import LayerGroups
 from kvhaven.engine.loaded_model import LoadedModel
 from kvhaven.engine.parts import block_lists
 from kvhaven.engine.stats import Stats
 from kvhaven.errors import ArenaError, KVHavenError, UnreportedLoadError
-from kvhaven.layouts import Layout
+from kvhaven.layouts import Layout, PagedLayout
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class _Load:
     job: LoadJob
     copy: CopyJob
     begun: float
+    unread: set[str] = field(default_factory=set)
+    """Layers of a layered load whose part of the copy the forward does not wait for yet."""
 
 
 class Loader:
@@ -44,6 +47,11 @@ class Loader:
     The error is raised if the engine does not receive failures (not `heard`), if a copy can neither
     be ordered nor waited for, and if the engine receives failures only of requests that wait for
     their load (`by_request`) and this one does not.
+
+    If they may be `layered`, short loads are copied in groups of layers, and the forward waits for
+    each group where it reads the first of its layers. It tells so by `wait_for_layer`, a hook that
+    not all forwards and layers call. A load is layered only after all layers have called it once,
+    and fails if one did not after all; then none is layered any more.
 
     Called from the worker's thread. Acknowledgements are sent when a copy has ended, also while
     the engine is idle. `failed` counts the loads that failed.
@@ -62,10 +70,12 @@ class Loader:
         *,
         heard: bool = True,
         by_request: bool = False,
+        layered: bool = False,
     ) -> None:
         self._client = client
         self._device = device
-        self.layout = layout
+        self._layered = layered and not device.synchronous
+        self.use(layout)
         self._watch = watch
         self._rank = rank
         self._stats = stats
@@ -82,6 +92,16 @@ class Loader:
         self.weights_known = True
         """Whether the scheduler side planned for the model's current weights."""
 
+    def use(self, layout: Layout) -> None:
+        """Copy to the KV tensors of this layout from now on."""
+        self.layout = layout
+        self._groups: LayerGroups | None = None
+        self._silent: set[str] = set()
+        """Layers that have not called `wait_for_layer` yet."""
+        if self._layered and isinstance(layout, PagedLayout):
+            self._groups = LayerGroups(layout)
+            self._silent = set(self._groups.of_layer)
+
     @property
     def idle(self) -> bool:
         """Whether no load is running. A lost copy may run forever."""
@@ -96,22 +116,41 @@ class Loader:
         """Return whether a load's copy is running."""
         return any(load.job is job for load in self._running)
 
-    def start(self, job: LoadJob) -> None:
-        """Start a load, or fail it. The forward waits for synchronous loads."""
+    def start(self, job: LoadJob, *, layer_hooks: bool = False) -> None:
+        """Start a load, or fail it. The forward waits for synchronous loads.
+
+        `layer_hooks` says that it will call `wait_for_layer` for each layer.
+        """
         begun = time.perf_counter()
+        groups = self._groups if layer_hooks and job.layered and not self._silent else None
         try:
-            copy = self._copy(job, self._sources(job))
+            copy = self._copy(job, self._sources(job), groups)
         except Exception as error:  # noqa: BLE001 - a promised load is done, or reported
             self._client.loaded([job.lease_id], job.service)  # no copy was started
             self.fail(job, repr(error))
             return
-        load = _Load(job, copy, begun)
+        load = _Load(job, copy, begun, set(groups.of_layer) if groups is not None else set())
         self._running.append(load)
         self._watch.watch(copy, lambda: self._client.loaded([job.lease_id], job.service))
-        if not job.asynchronous:
-            self._order(load)
+        if not job.asynchronous and not load.unread:
+            self._order(load, parts_of(copy))
         if self._device.synchronous:
             self.poll()
+
+    def wait_for_layer(self, layer: str) -> None:
+        """Make the forward wait for the KV of a layer, before it reads that.
+
+        Raises `UnreportedLoadError` if it can neither be ordered nor waited for.
+        """
+        if self._groups is None:
+            return
+        self._silent.discard(layer)
+        group = self._groups.of_layer.get(layer)
+        for load in self._running:
+            if load.unread:
+                parts = parts_of(load.copy)  # a layer that is unknown may read any other's KV
+                self._order(load, parts if group is None else parts[group : group + 1])
+                load.unread.discard(layer)
 
     def fail(self, job: LoadJob, reason: str) -> None:
         """Report a load as failed: its blocks are undefined, and no copy into them is running.
@@ -186,13 +225,30 @@ class Loader:
         self.poll()
         return ended and all(copy.done() for copy in self._lost)
 
-    def _copy(self, job: LoadJob, sources: Sequence[int]) -> CopyJob:
-        """Submit a load's copies: of its full chunks, and of its tail. Raises if none was begun."""
+    def _copy(self, job: LoadJob, sources: Sequence[int], groups: LayerGroups | None) -> CopyJob:
+        """Submit a load's copies: of its full chunks, and of its tail, or of groups of layers.
+
+        Raises if none was begun.
+        """
         blocks = block_lists(job.blocks)
-        if not job.tail:
+        parts: list[tuple[Layout, Sequence[Sequence[int]], Sequence[int]]]
+        if groups is not None:
+            parts = [
+                (
+                    group.layout,
+                    blocks,
+                    [
+                        source + group.before * len(ids)
+                        for source, ids in zip(sources, blocks, strict=True)
+                    ],
+                )
+                for group in groups.groups
+            ]
+        elif job.tail:
+            of_tail = self.layout.of_tail(job.tail, self._chunk_size)
+            parts = [(self.layout, blocks[:-1], sources[:-1]), (of_tail, blocks[-1:], sources[-1:])]
+        else:
             return self._device.load(self.layout, blocks, sources)
-        of_tail = self.layout.of_tail(job.tail, self._chunk_size)
-        parts = [(self.layout, blocks[:-1], sources[:-1]), (of_tail, blocks[-1:], sources[-1:])]
         copies: list[CopyJob] = []
         for layout, chunks, places in parts:
             if not places:
@@ -205,10 +261,10 @@ class Loader:
                 copies.append(FinishedCopy(error=repr(error)))
         return JoinedCopy(copies)
 
-    def _order(self, load: _Load) -> None:
-        """Make the forward wait for a load's copy; if the device cannot, wait here."""
+    def _order(self, load: _Load, parts: Iterable[CopyJob]) -> None:
+        """Make the forward wait for parts of a load's copy; if the device cannot, wait here."""
         try:
-            for part in parts_of(load.copy):
+            for part in parts:
                 self._device.forward_waits(part)
         except Exception:  # a driver may raise anything; the forward must not start first
             logger.exception(
@@ -254,6 +310,14 @@ class Loader:
     def _end(self, load: _Load) -> None:
         if load.copy.error:
             self.fail(load.job, load.copy.error)
+            return
+        if load.unread:
+            self._groups = None
+            self.fail(
+                load.job,
+                f"the forward did not wait for {len(load.unread)} layers, such as "
+                f"{min(load.unread)}; loads are not layered any more",
+            )
             return
         if load.job.asynchronous:
             self._finished.add(load.job.request_id)

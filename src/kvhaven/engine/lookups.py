@@ -152,7 +152,7 @@ class Lookups:
         """Note that the engine loads an offer, so that the ranks will end the lease."""
         self._client.dispatched(offer.lease.lease_id)
         state.loaded, state.offer, state.lease_id = offer, None, None
-        if self._shared:
+        if self._shared and not offer.layered:
             name, size = state.request.request_id, offer.chunk_size
             keys = state.chain.keys[offer.start // size : -(-offer.end // size)]
             if offer.tail and state.tail is not None:

@@ -40,7 +40,7 @@ class PendingLoad:
 
     `first_chunk` is the index, in the request's key chain, of the lease's first chunk. `tail` is
     the number of tokens of the tail behind the chain, if it is leased; else 0. `others` are the
-    leases of further parts.
+    leases of further parts. `layered`: it was offered as a synchronous load, as `LoadJob` says.
     """
 
     lease: LeasedChunks
@@ -50,6 +50,7 @@ class PendingLoad:
     chunk_size: int
     tail: int = 0
     others: tuple[PartLoad, ...] = ()
+    layered: bool = False
 
     @property
     def end_chunk(self) -> int:

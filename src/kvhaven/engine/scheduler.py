@@ -56,6 +56,9 @@ class SchedulerSide:
     others. By default there is one part with all groups. With several, loads are asynchronous, and
     tails are neither loaded nor saved.
 
+    Loads of at most `layered_tokens` tokens in a step are offered as synchronous, and run while the
+    forward computes. Engines with several KV groups must not ask for that.
+
     All methods run in the engine's loop. After a method raised, the engine must call `doubt`.
     """
 
@@ -75,6 +78,7 @@ class SchedulerSide:
         drops_last_block: bool = False,
         parts: Sequence[KvPart] = (),
         more_clients: Sequence[SchedulerClient] = (),
+        layered_tokens: int = 0,
     ) -> None:
         self._settings = self._own_settings = settings
         self._changed: EngineSettings | None = None
@@ -120,6 +124,12 @@ class SchedulerSide:
         self._states: dict[str, RequestState] = {}
         self._loads: list[LoadJob] = []
         self._first_steps: list[LoadJob] = []
+        self._layered_tokens = layered_tokens
+        self._layered_left = layered_tokens
+        self._offered_layered: set[str] = set()
+        """Requests whose last offer was layered, whatever became of it."""
+        self._loading: set[str] = set()
+        """Requests whose asynchronous load has not ended."""
         self._failed_loads: dict[int, int] = {}
         self._weights: dict[int, int] = {}
         self._models: Mapping[int, ModelState] = {}
@@ -152,6 +162,7 @@ class SchedulerSide:
         verified and leased count.
         """
         self._follow_weights()
+        self._offered_layered.discard(request.request_id)
         state = self._states.get(request.request_id) or self._track(request)
         if state is None:
             return 0, False
@@ -194,8 +205,9 @@ class SchedulerSide:
             state.chunk_size,
             request.num_tokens % state.chunk_size if lease.tail else 0,
             state.search.others if state.search is not None else (),
+            layered=not lease.tail and self._offers_layered(request, computed + tokens, tokens),
         )
-        return tokens, self._asynchronous
+        return tokens, self._waits(request)
 
     def allocated(
         self, request: EngineRequest, blocks: Sequence[Sequence[int]], tokens: int
@@ -226,12 +238,17 @@ class SchedulerSide:
         self._saves.note_new(blocks, offer.start)
         self._epoch.extended(request.request_id, self._ids_of(blocks, offer.start))
         jobs = self._planner.plan(state, offer, end)
-        self._epoch.load_planned(request.request_id, reported=self._asynchronous)
+        asynchronous = self._waits(request)
+        self._epoch.load_planned(request.request_id, reported=asynchronous)
         state.ask_after = 0.0
         # These come last and together: from here on the ranks end the lease.
         self._lookups.take(state, offer)
         self._loads += jobs
-        if self._asynchronous and state.adapter is not None:
+        if asynchronous:
+            self._loading.add(request.request_id)
+        elif offer.layered:
+            self._layered_left -= tokens
+        if asynchronous and state.adapter is not None:
             state.unproven = jobs[0]
 
     def never_loaded(
@@ -252,8 +269,9 @@ class SchedulerSide:
             (tuple(ids[computed // size : -(-(computed + tokens) // size)]),)
             for ids, size in zip(blocks, self._block_sizes, strict=True)
         )
-        self._epoch.load_planned(request.request_id, reported=self._asynchronous)
-        self._loads.append(LoadJob(request.request_id, 0, "", (), (), groups, self._asynchronous))
+        asynchronous = self._waits(request)
+        self._epoch.load_planned(request.request_id, reported=asynchronous)
+        self._loads.append(LoadJob(request.request_id, 0, "", (), (), groups, asynchronous))
 
     def plan_step(
         self, scheduled: Sequence[ScheduledRequest], *, cache_in_doubt: bool = False
@@ -283,6 +301,11 @@ class SchedulerSide:
                 (tails if job.tail else saves).append(job)
         if self._in_doubt:
             return self.plan_in_doubt()
+        runs = {one.request_id for one in scheduled}
+        self._loads = [  # the blocks of other requests may be written by this step
+            replace(job, layered=False) if job.layered and job.request_id not in runs else job
+            for job in self._loads
+        ]
         # Tails come first, because the next step of their requests waits for their copies.
         saves = tails + saves
         return self._plan(saves, self._saves.take_fence(saves))
@@ -291,6 +314,7 @@ class SchedulerSide:
         """Return a plan after an error: promised loads, no saves, all running saves fenced."""
         self.doubt()
         self._in_doubt = False
+        self._loads = [replace(job, layered=False) for job in self._loads]
         return self._plan([], self._saves.fence_all())
 
     def doubt(self) -> None:
@@ -311,6 +335,7 @@ class SchedulerSide:
         self._saves.reported(report)
         for request_id in finished_loads:
             self._lookups.load_ended(request_id)
+            self._loading.discard(request_id)
         news = {
             rank: count
             for rank, count in report.failed_loads.items()
@@ -343,6 +368,7 @@ class SchedulerSide:
         self._extras.finished(request.request_id)
         self._requests.pop(request.request_id, None)
         self._left_alone.discard(request.request_id)
+        self._offered_layered.discard(request.request_id)
         if not self._requests:
             self._steps.idle()
 
@@ -379,6 +405,23 @@ class SchedulerSide:
             client.close()
 
     # --- helpers ----------------------------------------------------------------------------
+
+    def _offers_layered(self, request: EngineRequest, end: int, tokens: int) -> bool:
+        """Return whether a load of `tokens` tokens up to token `end` may be layered, and note it.
+
+        It must be short, with all others of the step, and no other load may be before it on the
+        way to the device: the step waits for it. The engine computes the last token, and the step
+        may not write into its blocks.
+        """
+        short = tokens <= self._layered_left and not self._loading
+        if not short or end >= request.num_tokens or end % self._block_sizes[0]:
+            return False
+        self._offered_layered.add(request.request_id)
+        return True
+
+    def _waits(self, request: EngineRequest) -> bool:
+        """Return whether a request's load is asynchronous, as it was offered."""
+        return self._asynchronous and request.request_id not in self._offered_layered
 
     def _track(self, request: EngineRequest) -> RequestState | None:
         """Start to track a request; return None while no service is connected.
@@ -632,6 +675,7 @@ class SchedulerSide:
 
     def _plan(self, saves: list[SaveJob], fence: list[int]) -> StepPlan:
         loads, self._loads = self._loads, []
+        self._layered_left = self._layered_tokens
         first_steps, self._first_steps = self._first_steps, []
         # The ranks own the leases of these loads now, so their service is still in use.
         services = self._client.services_in_use | {job.service for job in loads}

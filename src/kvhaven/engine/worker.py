@@ -87,6 +87,7 @@ class WorkerSide:
                 settings.chunk_size,
                 heard=heard,
                 by_request=len(parts) > 1,
+                layered=settings.layered_load_ms > 0 and len(parts) == 1,
             )
             for part in parts
         ]
@@ -131,7 +132,8 @@ class WorkerSide:
     def begin(self, plan: StepPlan) -> None:
         """Accept the step's plan before the forward, and reserve space for its saves."""
         self._plan = plan
-        self._loads_due += plan.loads
+        # The forward waits for synchronous ones, and copies run in the order of their calls.
+        self._loads_due += sorted(plan.loads, key=lambda job: job.asynchronous)
         self._first_steps = plan.first_steps
         for loads in self._loads:
             loads.weights_known = self._weights_known
@@ -143,11 +145,22 @@ class WorkerSide:
             jobs = [job for job in plan.saves if job.part == part]
             saves.reserve(jobs, trusted=self._trusted)
 
-    def start_loads(self) -> None:
-        """Start this step's loads; the forward waits for synchronous ones."""
+    def start_loads(self, *, layer_hooks: bool = False) -> None:
+        """Start this step's loads; the forward waits for synchronous ones.
+
+        `layer_hooks` says that it will call `wait_for_layer` before it reads each layer's KV.
+        """
         while self._loads_due:
-            self._loads[self._loads_due[0].part].start(self._loads_due[0])
+            job = self._loads_due[0]
+            self._loads[job.part].start(job, layer_hooks=layer_hooks)
             del self._loads_due[0]
+
+    def wait_for_layer(self, layer: str) -> None:
+        """Make the forward wait for the loads of a layer's KV; runs in the worker's thread.
+
+        Raises as `Loader.wait_for_layer` does.
+        """
+        self._loads[0].wait_for_layer(layer)
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
@@ -187,6 +200,9 @@ class WorkerSide:
         With speculation, vLLM's V1 runner asks before it has drafted and saves the step's chunks
         after drafting: a failure that is found only by the save comes too late.
         """
+        for job in [job for job in self._loads_due if not job.asynchronous]:
+            self._loads_due.remove(job)
+            self._never_started(job, "the forward ran before it was started")
         self.start_loads()
         first_steps, self._first_steps = self._first_steps, []
         for part, loads in enumerate(self._loads):
@@ -261,10 +277,14 @@ class WorkerSide:
             saves.spoil()
         due, self._loads_due = self._loads_due, []
         for job in due:
-            loads = self._loads[job.part]
-            if not loads.runs(job):
-                self._clients[job.part].loaded([job.lease_id], job.service)
-                loads.fail(job, "an error occurred before it was started")
+            self._never_started(job, "an error occurred before it was started")
+
+    def _never_started(self, job: LoadJob, reason: str) -> None:
+        """End the lease of a load and report the load as failed, unless its copy runs after all."""
+        loads = self._loads[job.part]
+        if not loads.runs(job):
+            self._clients[job.part].loaded([job.lease_id], job.service)
+            loads.fail(job, reason)
 
     def move(self, *layouts: Layout) -> None:
         """Continue with KV tensors at other addresses; each part's layout is otherwise the same.
@@ -275,7 +295,8 @@ class WorkerSide:
         self.end_copies()
         self.layouts = list(layouts)
         for loads, saves, layout in zip(self._loads, self._saves, layouts, strict=True):
-            loads.layout = saves.layout = layout
+            loads.use(layout)
+            saves.layout = layout
 
     def end_copies(self) -> None:
         """Wait until no copy touches the KV tensors, before their memory is unmapped.

@@ -3,6 +3,8 @@
 
 import sys
 
+from kvhaven.ending import ended_at_once
 from kvhaven.service.main import embedded_main
 
-sys.exit(embedded_main())
+with ended_at_once():
+    sys.exit(embedded_main())

@@ -170,6 +170,10 @@ void simulator_background(int kind, int on) { world_number(kind).background(on);
 uint64_t simulator_pending(int kind) { return world_number(kind).pending(); }
 uint64_t simulator_recorded(int kind) { return world_number(kind).recorded(); }
 
+double simulator_clock(int kind, double kernel, double byte) {
+  return world_number(kind).clock({kernel, byte});
+}
+
 const char* simulator_drain(int kind) {
   return message([&] {
     flush(world_number(kind));

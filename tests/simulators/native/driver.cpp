@@ -89,13 +89,16 @@ bool overlap(const std::vector<Piece>& pieces) {
 void submit(Place place, std::vector<Piece> pieces) {
   for (const Piece& piece : pieces)
     if (piece.to_host) std::memset(piece.host, kPoison, piece.size);
-  world().submit(place, [pieces = std::move(pieces)] {
+  size_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.size;
+  const auto run = [pieces = std::move(pieces)] {
     for (const Piece& piece : pieces)
       if (piece.to_host)
         std::memcpy(piece.host, piece.device(), piece.size);
       else
         std::memcpy(piece.device(), piece.host, piece.size);
-  });
+  };
+  world().submit(place, run, {}, bytes);
 }
 
 // Pageable memory: the host waits for the stream, then for a copy to it; a copy from it is taken

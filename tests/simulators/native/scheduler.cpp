@@ -55,6 +55,7 @@ void World::open(const Settings& settings) {
     peak_[device] = 0;
   }
   contexts_ = 0;
+  clock_ = {};
   error_.clear();
   session_++;
   open_ = true;
@@ -162,8 +163,10 @@ Stream& World::at(Place place) {
 
 // --- submitting -----------------------------------------------------------------------------
 
-void World::submit(Place place, std::function<void()> run, std::vector<Place> after_them) {
+void World::submit(Place place, std::function<void()> run, std::vector<Place> after_them,
+                   size_t copied) {
   auto work = std::make_shared<Work>();
+  work->copied = copied;
   work->run = std::move(run);
   work->after_them = std::move(after_them);
   Lock lock(mutex_);
@@ -207,13 +210,13 @@ void World::mark_step() {
 MarkPtr World::tail(Place place) {
   Lock lock(mutex_);
   const MarkPtr& mark = at(place).tail;
-  return mark && !mark->reached ? mark : nullptr;
+  return mark && (!mark->reached || mark->time > 0) ? mark : nullptr;
 }
 
 void World::wait(Place place, const MarkPtr& mark) {
   Lock lock(mutex_);
   at(place);
-  if (!mark || mark->reached) return;
+  if (!mark || (mark->reached && mark->time <= at(place).time)) return;
   auto work = std::make_shared<Work>();
   work->after.push_back(mark);
   put(place, std::move(work));
@@ -274,6 +277,10 @@ void World::run(Lock& lock, Stream& stream) {
   }
   if (error_.empty()) error_ = error;
   stream.queue.pop_front();
+  for (const MarkPtr& mark : work->after) stream.time = std::max(stream.time, mark->time);
+  if (work->run)
+    stream.time += work->copied ? clock_.byte * work->copied : clock_.kernel;
+  work->mark->time = stream.time;
   work->mark->reached = true;
   busy_ = false;
   changed_.notify_all();
@@ -345,6 +352,19 @@ void World::drain() {
     run(lock, *stream);
   }
   throw_error(lock);
+}
+
+// The latest time of all streams. No work may be left, and no event of before may be used after.
+double World::clock(const Clock& clock) {
+  Lock lock(mutex_);
+  double latest = 0;
+  for (auto& streams : streams_)
+    for (auto& [id, stream] : streams) {
+      latest = std::max(latest, std::exchange(stream->time, 0));
+      if (stream->tail) stream->tail->time = 0;
+    }
+  clock_ = clock;
+  return latest;
 }
 
 void World::background(bool on) {

@@ -27,6 +27,7 @@ struct Mark {
   explicit Mark(Stream* at) : stream(at) {}
   Stream* const stream;
   bool reached = false;  // guarded by the world's mutex
+  double time = 0;       // of the virtual clock, when it was reached
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
@@ -40,12 +41,20 @@ struct Work {
   std::vector<Place> after_them;  // streams: runs after all that they had when it was started
   std::vector<MarkPtr> after;     // runs when all of these are reached
   MarkPtr mark;                   // reached when it has run; set when it is started
+  size_t copied = 0;              // bytes that it copies to or from the host, in a driver's call
 };
 
 struct Stream {
   std::deque<std::shared_ptr<Work>> queue;
   MarkPtr tail;         // of the last work that was put on it
   double weight = 1.0;  // how likely it goes on where others could, too
+  double time = 0;      // of the virtual clock: when it has done what has run
+};
+
+// How long work takes by a virtual clock, in seconds. The host takes no time.
+struct Clock {
+  double kernel = 0;  // whatever is no copy by the driver
+  double byte = 0;    // of those copies; each stream copies at this rate
 };
 
 struct Settings {
@@ -95,7 +104,8 @@ class World {
   int64_t new_stream(int device);
   Place current() { return {device(), stream(device())}; }
 
-  void submit(Place place, std::function<void()> run, std::vector<Place> after_them = {});
+  void submit(Place place, std::function<void()> run, std::vector<Place> after_them = {},
+              size_t copied = 0);
   std::vector<size_t> shuffled(size_t count);  // 0 to count - 1 in an order that the seed chooses
   void mark_step();
 
@@ -109,6 +119,7 @@ class World {
 
   bool tick();                 // run one piece of work; false: there is none that may run
   void drain();                // flush what is recorded and run everything
+  double clock(const Clock& clock);  // start the virtual clock anew; the time that it showed
   void background(bool on);
   size_t pending();            // pieces of work that have not run, with those only recorded
   size_t recorded();
@@ -153,6 +164,7 @@ class World {
   std::vector<Recorded> recorded_;
   int64_t next_stream_ = 1;
   bool busy_ = false;  // a piece of work runs
+  Clock clock_;
   std::string error_;  // the first that work failed with and nobody has been told of
   std::thread background_;
   bool stop_background_ = false;

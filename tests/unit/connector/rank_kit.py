@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from kvhaven.client.arena import HostMemory
 from kvhaven.client.rank import RankClient
 from kvhaven.client.scheduler import LeasedChunks, SchedulerClient
 from kvhaven.config import Settings
@@ -32,7 +33,7 @@ class Rank:
     """A rank with a device (a late one), and the arena's service to talk to.
 
     It holds one shard of `parts`, or the same as the other ranks if they are `twins`. `place`
-    brings its KV tensor to where the device has its memory.
+    brings its KV tensors to where the device has its memory, and `registers` the arena to it.
     """
 
     def __init__(
@@ -44,17 +45,25 @@ class Rank:
         *,
         parts: int = 1,
         twins: bool = False,
+        layers: int = 1,
+        registers: bool = False,
         place: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        **more: Any,
     ) -> None:
         self.node = node
         self.device = device
-        self.session = session = f"{node.address} {world_size}"
+        self.session = session = f"{node.address} {world_size} {layers}"
         self.world_size = world_size
-        self.tensor = torch.randint(-9, 9, (BLOCKS, 1, BLOCK, 64), dtype=torch.int16)
-        self.tensor = place(self.tensor.view(torch.bfloat16))
+        self.tensors = {
+            f"layer{index or ''}": place(
+                torch.randint(-9, 9, (BLOCKS, 1, BLOCK, 64), dtype=torch.int16).view(torch.bfloat16)
+            )
+            for index in range(layers)
+        }
+        self.tensor = self.tensors["layer"]
         layout = describe_kv_caches(
-            {"layer": self.tensor},
-            layer_specs={"layer": (BYTES, BLOCK)},
+            self.tensors,
+            layer_specs=dict.fromkeys(self.tensors, (BYTES, BLOCK)),
             num_blocks=BLOCKS,
             kernel_tag="" if isinstance(device, LateDevice) else device.kernel_tag,
         )
@@ -76,10 +85,13 @@ class Rank:
                 ),
                 shared=twins,
             ),
+            memory=HostMemory(device.register_host, device.unregister_host)
+            if registers
+            else HostMemory(),
         )
         self.client.start(10)
         assert self.client.wait_ready(10)
-        settings = Settings(chunk_size=CHUNK, save_deadline_ms=2000)
+        settings = Settings(chunk_size=CHUNK, save_deadline_ms=2000, **more)
         self.layout = layout
         self.model = LoadedModel()
         self.worker = WorkerSide(settings, self.client, device, layout, rank, model=self.model)
@@ -117,6 +129,10 @@ class Rank:
 
     def place_of(self, job: SaveJob) -> tuple[int, int]:
         """Return where the arena holds the first chunk of a save."""
+        return self.places_of(job)[0]
+
+    def places_of(self, job: SaveJob) -> tuple[tuple[int, int], ...]:
+        """Return where the arena holds the chunks of a save."""
         attach = AttachScheduler(1, self.session, uuid.uuid4().hex, self.world_size, 5000)
         client = SchedulerClient(
             self.node.address, attach, lookup_deadline_s=10, promote_deadline_s=1
@@ -127,7 +143,7 @@ class Rank:
         lease = client.wait(lease_id, 10)
         assert isinstance(lease, LeasedChunks)
         client.close()
-        return lease.extents[0]
+        return tuple(lease.extents)
 
     @property
     def reserved(self) -> int:

@@ -26,6 +26,7 @@ from kvhaven.types import ShardId
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ _NEEDED = (
 
 _NO_INVARIANT_REUSE = frozenset({"FLASHINFER", "TRITON_MLA"})
 """Backends for which vLLM turns prefix caching off with VLLM_BATCH_INVARIANT."""
+
+_HOOKED = ("NONE", "PIECEWISE")
+"""Modes of CUDA graphs in which attention layers run in Python."""
 
 
 def require_supported_vllm() -> None:
@@ -240,6 +244,17 @@ def is_last_stage(config: "VllmConfig") -> bool:
     parallel = config.parallel_config
     stage = int(parallel.rank) // int(parallel.tensor_parallel_size)
     return stage == int(parallel.pipeline_parallel_size) - 1
+
+
+def calls_layer_hooks(context: "ForwardContext | None") -> bool:
+    """Return whether a forward calls `wait_for_layer_load` in each attention layer, in one thread.
+
+    It does not if it replays a FULL CUDA graph, and if there is nothing to attend to. Of a batch in
+    two microbatches, which have a list of metadata, two threads call it.
+    """
+    metadata = getattr(context, "attn_metadata", None)
+    mode = getattr(context, "cudagraph_runtime_mode", None)
+    return isinstance(metadata, dict) and bool(metadata) and getattr(mode, "name", "") in _HOOKED
 
 
 def attention_backend(config: "VllmConfig", layers: Iterable[str]) -> type[Any] | None:

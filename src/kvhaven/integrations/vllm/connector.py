@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvhaven.engine.jobs import StepPlan, StepReport
 from kvhaven.integrations.vllm.compat import (
+    calls_layer_hooks,
     is_last_stage,
     never_raises,
     report_error,
@@ -153,10 +154,13 @@ class KVHavenFlatConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
         """Start the step's loads; the forward waits for synchronous ones."""
         if self._worker is not None:
-            self._worker.start_loads()
+            self._worker.start_loads(layer_hooks=calls_layer_hooks(forward_context))
 
+    @never_raises(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: `start_load_kv` ordered the whole forward after its loads."""
+        """Order the layer after its part of layered loads; the whole forward waits for others."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self,

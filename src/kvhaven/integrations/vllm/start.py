@@ -216,6 +216,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         drops_last_block=drops_last_block(config),
         parts=parts,
         more_clients=clients[1:],
+        layered_tokens=_layered_tokens(settings, config, kv_cache),
     )
 
 
@@ -428,6 +429,41 @@ def _loads_asynchronously(settings: Settings, config: "VllmConfig") -> bool:
     if settings.load_mode != "auto":
         return settings.load_mode == "async"
     return platform_of(config).loads_between_steps
+
+
+def _layered_tokens(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
+    """Return how many tokens a step may load while its forward computes; 0: none."""
+    if not settings.layered_load_ms:
+        return 0
+    reason = _not_layered(settings, config, kv_cache)
+    if reason:
+        logger.warning("layered_load_ms is ignored: %s", reason)
+        return 0
+    specs = _layer_specs(kv_cache.kv_cache_groups).values()
+    token_bytes = sum(spec.page_size_bytes / spec.block_size for spec in specs)
+    rate = platform_of(config).layered_rate
+    return int(settings.layered_load_ms / 1000 * rate / token_bytes)
+
+
+def _not_layered(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheConfig") -> str:
+    """Return why loads cannot run during the forward, or an empty string if they can."""
+    mode, transfer = config.compilation_config.cudagraph_mode, config.kv_transfer_config
+    assert transfer is not None
+    recomputes = transfer.kv_load_failure_policy == "recompute"
+    reasons = {
+        "the device is neither CUDA nor ROCm": not platform_of(config).layered_rate,
+        "the model has several KV groups": len(kv_cache.kv_cache_groups) > 1,
+        "the portable format does not keep layers together": _kv_format(settings) == "portable",
+        "the drafter's layers run after the forward": config.speculative_config is not None,
+        "a prefill may run as a FULL CUDA graph, which does not wait for layers": (
+            mode is not None and mode.mixed_mode().name == "FULL"
+        ),
+        # vLLM (0.32, by its sources) would continue with the output of a step in flight.
+        "with asynchronous scheduling, vLLM cannot recompute failed synchronous loads": (
+            recomputes and bool(config.scheduler_config.async_scheduling)
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def _publishes_events(config: "VllmConfig") -> bool:

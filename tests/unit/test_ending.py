@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes with threads of obstore end without taking Python down."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import atexit, sys
+from kvhaven.ending import ended_at_once
+{imported}
+atexit.register(print, "taken down", flush=True)
+with ended_at_once():
+    print("done")
+    {end}
+"""
+
+
+def run(imported: str, end: str) -> tuple[int, str, str]:
+    """Return the exit status of a program, its output and its errors."""
+    program = PROGRAM.format(imported=imported, end=end)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("sys.exit()", 0), ("sys.exit(3)", 3)])
+def test_python_is_taken_down_unless_obstore_was_loaded(end: str, status: int) -> None:
+    pytest.importorskip("obstore", reason="kvhaven[s3] is not installed")
+    assert run("import obstore", end) == (status, "done\n", "")
+    assert run("", end) == (status, "done\ntaken down\n", "")
+
+
+def test_errors_are_shown_as_ever() -> None:
+    pytest.importorskip("obstore", reason="kvhaven[s3] is not installed")
+    status, output, errors = run("import obstore", "raise ValueError('wrong')")
+    assert (status, output) == (1, "done\ntaken down\n")
+    assert errors.endswith("ValueError: wrong\n")
+    status, _, errors = run("import obstore", "sys.exit('refused')")
+    assert (status, errors) == (1, "refused\n")

@@ -209,7 +209,8 @@ SERVED = {
 
 REFUSED = {
     "granite4": Refused(
-        "Granite 4: Mamba 2", "granite4", "is out of bounds for dimension 0 with size 1", ours=False,
+        "Granite 4: Mamba 2", "granite4", "is out of bounds for dimension 0 with size 1",
+        ours=False,
     ),
     "granite4 flat": Refused(
         "the same in one KV group", "granite4", "needs vLLM's hybrid KV manager", _FLAT

@@ -2,9 +2,9 @@
 """Benchmarks by subject: `make bench`, or `python -m benchmarks [SUBJECT...]`.
 
 Without a subject, all are measured except `tiers` (`make bench-tiers`), `fleet`, `nixl`, `route`,
-`affinity`, `tails`, `announce` and `apart` (`make bench-fleet`), `identity`, `operate` and
-`recompute`. Each subject measures its limit in the same run, alternating with the measured
-operation, and takes medians. Other load on the machine changes the results.
+`affinity`, `tails`, `announce` and `apart` (`make bench-fleet`), `identity`, `operate`,
+`recompute` and `state`. Each subject measures its limit in the same run, alternating with the
+measured operation, and takes medians. Other load on the machine changes the results.
 """
 
 import argparse
@@ -42,6 +42,7 @@ _SUBJECTS = {
     "announce": "announces",
     "operate": "operate",
     "recompute": "recompute",
+    "state": "states",
 }
 """Module of each subject, whose `measure(say)` returns its results; quick ones first."""
 
@@ -57,6 +58,7 @@ _OF_THEIR_OWN = {
     "announce": "bench-fleet.json",
     "operate": "bench-operate.json",
     "recompute": "bench.json",
+    "state": "bench.json",
 }
 """Subjects that are measured only if they are named, and the files of their results."""
 

@@ -116,6 +116,7 @@ def engine(
     in_process: bool = False,
     program: str = "engine_process.py",
     threads: int | None = None,
+    environment: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Iterator[Engine]:
     """Start an engine; `settings` are KVHaven's (None: off), `arguments` vLLM's.
@@ -124,7 +125,7 @@ def engine(
 
     With `in_process` vLLM's engine core and worker are one process, as on CUDA with one rank.
     `program` is a file beside this one that answers commands. `threads` is how many compute
-    (None: one for each core).
+    (None: one for each core). `environment` has further variables.
     """
     options: dict[str, Any] = {
         "model": str(model),
@@ -153,20 +154,21 @@ def engine(
         for name in [name for name, value in extra.items() if value is None]:
             del extra[name]
     options |= arguments
-    environment = _environment() | {
+    variables = _environment() | {
         "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(log.parent / "cache")),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
     }
     if options.get("tensor_parallel_size", 1) > 1:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     if threads is not None:
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    variables |= environment or {}
     read, write = os.pipe()
     with log.open("w") as output:
         process = _zygote().fork(
             Path(__file__).with_name(program),
             json.dumps(options),
-            environment,
+            variables,
             answers=write,
             output=output.fileno(),
         )

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of many architectures: configuration, and random weights where they are served."""
+"""The zoo: tiny models of many architectures and features, and how each one is to fare.
 
+`SERVED` and `REFUSED` are the tables of `test_models.py`; docs/support.md has a row for each name.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -73,9 +77,23 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
         "num_key_value_heads": 4, "head_dim": 64,
     }),
+    "qwen3-next-long": ("Qwen3Next", _COMMON | {
+        "num_hidden_layers": 7, "layer_types": _MOSTLY_LINEAR, "max_position_embeddings": 16384,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 257,
+    }),
     "deepseek-v2": ("DeepseekV2", _COMMON | {
         "num_hidden_layers": 2, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None,
         "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    }),
+    "deepseek-v2-amx": ("DeepseekV2", _COMMON | {
+        # The heads of the real models: vLLM's kernels for AMX take no smaller ones.
+        "num_hidden_layers": 2, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
     }),
@@ -84,6 +102,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 4, "max_position_embeddings": 512,
     }),
     "mistral": ("Mistral", _COMMON | {"num_hidden_layers": 2, "sliding_window": 64}),
+    "mistral-full": ("Mistral", _COMMON | {"num_hidden_layers": 2, "sliding_window": None}),
 }  # fmt: skip
 """By name: the prefix of transformers' configuration class, and its arguments."""
 
@@ -91,6 +110,132 @@ _ARCHITECTURES = {"gemma3": "Gemma3ForCausalLM", "llama4": "Llama4ForCausalLM", 
 _ARCHITECTURES["gemma3n"] = "Gemma3nForCausalLM"
 _ARCHITECTURES["gemma3-hybrid"] = "Gemma3ForCausalLM"
 _ARCHITECTURES["llama4-hybrid"] = "Llama4ForCausalLM"
+
+
+class Served(NamedTuple):
+    """A model or a feature that is served, and how it is tried."""
+
+    what: str
+    """For the documentation."""
+    model: str
+    """A key of `CONFIGURATIONS`, or `llama` or `vision`."""
+    dtype: str = "float32"
+    options: Mapping[str, Any] = {}
+    """Of vLLM's `LLM`."""
+    environment: Mapping[str, str] = {}
+    feature: str = ""
+    """Of requests; see `zoo_engine.py`."""
+    chunk: int | None = 64
+    """None: vLLM's block."""
+    ranks: tuple[int, ...] = (1,)
+    """Tensor-parallel degrees that are tried."""
+    needs: str = ""
+    """A flag of the CPU."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether rounding depends on the ends of steps, so that only equal hits compare."""
+        return self.dtype != "float32" or "kv_cache_dtype" in self.options
+
+
+class Refused(NamedTuple):
+    """A model that is not served."""
+
+    what: str
+    """For the documentation."""
+    model: str
+    says: str
+    """Words of the error. Each tells the user what to do, if the error is KVHaven's."""
+    options: Mapping[str, Any] = {}
+    ours: bool = True
+    """Whether KVHaven refuses it. Else vLLM's CPU build does, with and without KVHaven."""
+
+
+_FLAT = {"disable_hybrid_kv_cache_manager": True}
+_WHOLE_KV = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
+_TOKENIZER = {"skip_tokenizer_init": False}
+_LORA = _TOKENIZER | {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+_NGRAMS = _TOKENIZER | {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 2,
+    },
+}
+_STATES = {"enable_prefix_caching": True, "num_gpu_blocks_override": 250}
+_MLA = {"enable_prefix_caching": True}
+_ONE_AND_TWO = (1, 2)
+
+SERVED = {
+    "llama": Served("Llama: full attention", "llama", ranks=_ONE_AND_TWO),
+    "mistral full": Served("Mistral without a window", "mistral-full"),
+    "gemma3": Served("Gemma 3: every other layer has a window", "gemma3"),
+    "gemma3n": Served("Gemma 3n: windows, and layers that share KV", "gemma3n"),
+    "llama4": Served("Llama 4: chunked local attention", "llama4"),
+    "llama4 flat": Served("the same in one KV group", "llama4", options=_FLAT),
+    "gpt-oss": Served("gpt-oss: windows and attention sinks", "gpt-oss"),
+    "gpt-oss flat": Served(
+        "the same in one KV group, VLLM_CPU_ATTN_SPLIT_KV=0", "gpt-oss",
+        options=_FLAT, environment=_WHOLE_KV,
+    ),
+    "qwen3-next": Served(
+        "Qwen3-Next: recurrent states", "qwen3-next-hybrid", "bfloat16", _STATES, chunk=None,
+        ranks=_ONE_AND_TWO,
+    ),
+    "deepseek-v2": Served(
+        "DeepSeek V2: multi-head latent attention, on a CPU with AMX", "deepseek-v2-amx",
+        "bfloat16", _MLA, needs="amx_tile", ranks=_ONE_AND_TWO,
+    ),
+    "fp8": Served("KV in fp8 (e4m3)", "llama", options={"kv_cache_dtype": "fp8"}),
+    "fp8_e5m2": Served("KV in fp8 (e5m2)", "llama", options={"kv_cache_dtype": "fp8_e5m2"}),
+    "gemma3 fp8": Served(
+        "windows, with KV in fp8", "gemma3", options={"kv_cache_dtype": "fp8"}
+    ),
+    "lora": Served("a LoRA adapter", "llama", options=_LORA, feature="lora"),
+    "n-gram": Served("n-gram speculation", "llama", options=_NGRAMS),
+    "salts": Served("cache salts", "llama", feature="salts"),
+    "prompt_logprobs": Served(
+        "log-probabilities of the prompt: every token is computed", "llama",
+        feature="prompt_logprobs",
+    ),
+    "pictures": Served("pictures (Idefics 3)", "vision", options=_TOKENIZER, feature="pictures"),
+    "pooling": Served(
+        "embeddings (Llama)", "llama", options=_TOKENIZER | {"runner": "pooling"},
+        feature="pooling",
+    ),
+}  # fmt: skip
+"""By name. `flat` is without vLLM's hybrid KV manager."""
+
+REFUSED = {
+    "granite4": Refused(
+        "Granite 4: Mamba 2", "granite4", "is out of bounds for dimension 0 with size 1",
+        ours=False,
+    ),
+    "granite4 flat": Refused(
+        "the same in one KV group", "granite4", "needs vLLM's hybrid KV manager", _FLAT
+    ),
+    "mistral": Refused(
+        "Mistral with a window in all layers", "mistral",
+        "For contexts of at most 64 tokens set --disable-sliding-window",
+    ),
+    "deepseek-v2 reference": Refused(
+        "DeepSeek V2 on a CPU without AMX", "deepseek-v2",
+        "uses multi-head latent attention on a CPU with prefix caching off",
+        {"attention_config": {"backend": "CPU_MLA"}},
+    ),
+    "bert": Refused(
+        "BERT: an encoder", "bert",
+        "Serve this model without KVHaven: leave --kv-transfer-config out",
+    ),
+    "gpt-oss split": Refused(
+        "gpt-oss in one KV group", "gpt-oss",
+        "Set VLLM_CPU_ATTN_SPLIT_KV=0, or serve it without KVHaven", _FLAT,
+    ),
+}  # fmt: skip
+
+SHORT = {"gemma3", "llama4", "granite4 flat", "mistral"}
+"""The names that the short form tries."""
 
 
 def make_zoo_model(folder: Path, name: str, *, weights: bool) -> Path:

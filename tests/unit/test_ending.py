@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes with threads of obstore end without taking Python down."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +42,19 @@ def test_errors_are_shown_as_ever() -> None:
     assert errors.endswith("ValueError: wrong\n")
     status, _, errors = run("import obstore", "sys.exit('refused')")
     assert (status, errors) == (1, "refused\n")
+
+
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    pytest.importorskip("obstore", reason="kvhaven[s3] is not installed")
+    program = PROGRAM.format(imported="import obstore", end="")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 120
+    assert "not complete" in done.stderr

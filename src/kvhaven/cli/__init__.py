@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `app` holds the commands, `main` is the entry point of `kvhaven`.
+"""Command line: `app` holds the commands, `run` is the entry point of `kvhaven`.
 
 Each command is a module of this package with `register(app)`, listed in `_COMMANDS` in the order
 of `kvhaven --help`. Its function imports slow or large modules (the service, rich, torch) itself,
@@ -17,7 +17,7 @@ from kvhaven import __version__
 from kvhaven.ending import ended_at_once
 from kvhaven.errors import ConfigError, KVHavenError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "run"]
 
 _COMMANDS = (
     "serve",
@@ -42,21 +42,26 @@ app = typer.Typer(
 )
 
 
+def run() -> None:
+    """Run the command line as a process of its own: see `main`, and `ended_at_once`."""
+    with ended_at_once():
+        main()
+
+
 def main() -> None:
     """Run the command line.
 
     A `KVHavenError` is one line on stderr. The exit status is 2 for invalid settings and options,
     and 1 for all other errors.
     """
-    with ended_at_once():
-        try:
-            app()
-        except KVHavenError as error:
-            sys.stderr.write(f"kvhaven: {error}\n")
-            sys.exit(2 if isinstance(error, ConfigError) else 1)
-        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
+    try:
+        app()
+    except KVHavenError as error:
+        sys.stderr.write(f"kvhaven: {error}\n")
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def _show_version(wanted: bool) -> None:

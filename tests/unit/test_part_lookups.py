@@ -12,7 +12,7 @@ from kvhaven.config import Settings
 from kvhaven.engine.lookups import Lookups
 from kvhaven.engine.part_lookups import PartLookups
 from kvhaven.engine.parts import FULL, KvPart, state_part
-from kvhaven.engine.request_state import PendingLoad, RequestState
+from kvhaven.engine.request_state import PartSearch, PendingLoad, RequestState
 from kvhaven.engine.requests import EVERYTHING, KnownExtras, Request
 from kvhaven.keys import Extras
 from tests.crash.engine import CHUNK_SIZE, Engine
@@ -134,3 +134,51 @@ def test_the_windows_of_the_largest_hit_are_no_hit_without_the_prefix(node: Node
         lookups.drop(again)
         counts = node.call(node.service.accounts.tokens).values()
         assert sum(count.asked for count in counts) == 2 * len(tokens), "each counts once"
+
+
+def test_without_time_to_wait_the_largest_hit_is_not_asked_for_first(node: NodeThread) -> None:
+    """Its answer would not be there, and its leases would be released at once."""
+    tokens = list(range(CHUNKS * CHUNK_SIZE + 1))
+    with (
+        Engine(node.address, engine="full") as full,
+        Engine(node.address, engine="window", model="window") as window,
+    ):
+        clients = (full.scheduler.client, window.scheduler.client)
+        settings = Settings(promote_deadline_ms=60_000, step_budget_ms=0)
+        first = Lookups(settings, clients[0], asynchronous=True, shared=True)
+        lookups = PartLookups(settings, PARTS, clients, first)
+        state = state_of("r", tokens, clients)
+        assert full.save(state.chains[0].keys) == CHUNKS
+        assert window.save(state.chains[1].keys[CHUNKS - 1 :]) == 1
+        assert lookups.lease(state) is Outcome.PENDING
+        assert state.search is not None
+        assert state.search.leases == []
+        lease = settled(lookups, state)
+        assert isinstance(lease, LeasedChunks)
+        assert len(lease.extents) == CHUNKS
+        lookups.drop(state)
+
+
+def test_a_lease_that_is_refused_does_not_say_where_the_prefix_ends(node: NodeThread) -> None:
+    tokens = list(range(CHUNKS * CHUNK_SIZE + 1))
+    with (
+        Engine(node.address, engine="full") as full,
+        Engine(node.address, engine="window", model="window") as window,
+    ):
+        clients = (full.scheduler.client, window.scheduler.client)
+        settings = Settings(promote_deadline_ms=60_000, step_budget_ms=1000)
+        first = Lookups(settings, clients[0], asynchronous=True, shared=True)
+        lookups = PartLookups(settings, PARTS, clients, first)
+        state = state_of("r", tokens, clients)
+        assert full.save(state.chains[0].keys) == CHUNKS
+        assert window.save(state.chains[1].keys[CHUNKS - 1 :]) == 1
+        search = state.search = PartSearch(0, CHUNKS, time.monotonic())
+        lookups._lease_largest(state, search)
+        assert state.junction == CHUNKS
+        asked = search.leases[0]
+        assert asked is not None
+        clients[0].release([asked])
+        search.leases[0], search.began = None, 0.0  # refused, after all patience
+        assert settled(lookups, state) is Outcome.MISS
+        assert state.junction == CHUNKS
+        lookups.drop(state)

@@ -4,6 +4,7 @@
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from kvhaven.errors import LayoutError
 from kvhaven.layouts import PagedLayout
 
 LAYERS: Final = 4
@@ -21,7 +22,8 @@ class LayerGroup(NamedTuple):
 class LayerGroups:
     """All layers of a paged layout, in groups in the order of the payload, `[run][block][page]`.
 
-    The payload of a chunk of `n` blocks holds that of a group from byte `n * before` on.
+    The payload of a chunk of `n` blocks holds that of a group from byte `n * before` on. Raises
+    `LayoutError` if a group's runs are not consecutive.
     """
 
     def __init__(self, layout: PagedLayout) -> None:
@@ -29,6 +31,11 @@ class LayerGroups:
         self.of_layer = {layer: index // LAYERS for index, layer in enumerate(layers)}
         """The number of each layer's group. Layers that alias others have none."""
         of_run = [self._group_of(run.layer) for run in layout.layers]
+        if of_run != sorted(of_run):
+            raise LayoutError(
+                f"layers: not in the order of their tensors (got "
+                f"{[run.layer for run in layout.layers]}); set layered_load_ms to 0"
+            )
         self.groups: list[LayerGroup] = []
         before = 0
         for group in range(-(-len(layers) // LAYERS)):

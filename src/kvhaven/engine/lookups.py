@@ -204,6 +204,11 @@ class Lookups:
             state.waits_since = now
         return now - state.waits_since < self._patience_s
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether time for waiting is left in this step."""
+        return self._waited_s < self._budget_s
+
     def within_budget(self, wait: Callable[[float], T]) -> T:
         """Call `wait` with the seconds that are left for waiting in this step."""
         left = self._budget_s - self._waited_s

@@ -134,18 +134,16 @@ class PartLookups:
 
     def _lease_largest(self, state: RequestState, search: PartSearch) -> None:
         """Request the largest hit if all its windows are in memory; its prefix may be in a tier."""
+        if not self._first.may_wait:
+            return
         self._plan(state, search, search.most)
-        search.leases = [None]
-        search.leases += [self._ask(state, search, part) for part in range(1, len(self._parts))]
-        leases = self._leased(search, 1) or [None]
-        if any(
-            lease is None or len(lease.extents) < len(wanted)
-            for lease, wanted in zip(leases, search.ranges[1:], strict=False)
-        ):
-            self._release(search.leases)
-        else:
+        search.leases.append(None)
+        self._ask_from(state, search, 1)
+        if self._all_whole(search, 1):
             search.leases[0] = self._ask(state, search, 0)
             state.junction = search.most
+        else:
+            self._release(search.leases)
 
     def _locate(self, state: RequestState, search: PartSearch) -> bool:
         """Ask all parts which chunks they have; return whether all have answered."""
@@ -187,13 +185,18 @@ class PartLookups:
             self._first.count(state)
             return False
         self._plan(state, search, search.end)
-        search.leases = [self._ask(state, search, part) for part in range(len(self._parts))]
+        self._ask_from(state, search, 0)
         return None not in search.leases
 
     def _plan(self, state: RequestState, search: PartSearch, end: int) -> None:
         size = state.chunk_size
         search.end = end
         search.ranges = [part.chunks(end, search.computed, size) for part in self._parts]
+
+    def _ask_from(self, state: RequestState, search: PartSearch, first: int) -> None:
+        """Request the leases of the parts from `first` on."""
+        for part in range(first, len(self._parts)):
+            search.leases.append(self._ask(state, search, part))
 
     def _ask(self, state: RequestState, search: PartSearch, part: int) -> int | None:
         """Request a part's lease. The first part's is the one that is counted."""
@@ -217,21 +220,35 @@ class PartLookups:
             chunk_size=chunk_size,
         )
 
-    def _leased(self, search: PartSearch, first: int = 0) -> list[LeasedChunks | None] | None:
-        """Return the leases of the parts from `first` on; None while one is pending.
+    def _leased(self, search: PartSearch) -> list[LeasedChunks | None] | None:
+        """Return the leases of all parts; None while one is pending.
 
         A lease that the service refused is None.
         """
         leases: list[LeasedChunks | None] = []
-        for client, lease_id in zip(self._clients[first:], search.leases[first:], strict=True):
-            if lease_id is None:
-                leases.append(None)
-                continue
-            answer = self._first.within_budget(functools.partial(client.wait, lease_id))
+        for part in range(len(self._parts)):
+            answer = self._lease_of(search, part)
             if answer is Outcome.PENDING:
                 return None
             leases.append(answer if isinstance(answer, LeasedChunks) else None)
         return leases
+
+    def _all_whole(self, search: PartSearch, first: int) -> bool:
+        """Return whether the parts from `first` on have all their chunks, now."""
+        for part in range(first, len(self._parts)):
+            answer = self._lease_of(search, part)
+            if not isinstance(answer, LeasedChunks):
+                return False
+            if len(answer.extents) < len(search.ranges[part]):
+                return False
+        return True
+
+    def _lease_of(self, search: PartSearch, part: int) -> LeasedChunks | Outcome:
+        lease_id = search.leases[part]
+        if lease_id is None:
+            return Outcome.MISS
+        wait = functools.partial(self._clients[part].wait, lease_id)
+        return self._first.within_budget(wait)
 
     def _complete(
         self, state: RequestState, search: PartSearch, leases: Sequence[LeasedChunks | None]
@@ -244,7 +261,7 @@ class PartLookups:
                 whole.append(lease)
                 continue
             missing = wanted.start + got
-            if index == 0:
+            if index == 0 and lease is not None:  # a refused lease says nothing about the prefix
                 state.junction = missing
             if search.present is not None:
                 search.present[index][missing] = search.known[index][missing] = False

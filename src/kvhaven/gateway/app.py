@@ -241,6 +241,7 @@ class Gateway:
         wanted = await body_of(request, models.NewQuota)
         limited = await self._observer.limit(tenant, _quota(wanted.memory), _quota(wanted.disk))
         audit(request, f"quotas of memory {limited.memory}, disk {limited.disk} bytes")
+        await self._observer.refresh()
         return json_of(
             models.TenantQuota(
                 tenant.hex(),
@@ -276,6 +277,7 @@ class Gateway:
         cleared = await self._observer.clear(namespace, tier, tenant, dry_run=dry_run)
         if not dry_run:
             audit(request, f"dropped {cleared.chunks} chunks, {cleared.bytes} bytes")
+            await self._observer.refresh()
         return json_of(models.Dropped(cleared.chunks, cleared.bytes, dry_run))
 
     # --- streams ----------------------------------------------------------------------------

@@ -48,6 +48,8 @@ STEER_S: Final = 10.0
 _CONNECT_PAUSE_S: Final = 0.25
 _ANSWER_S: Final = 10.0
 """After this long without an answer, the observer connects again."""
+_REFRESH_S: Final = 1.0
+"""Longest time that the answer to a change waits until the change can be seen."""
 _LIST_PAUSE_S: Final = 0.02
 """Pause between two lists. A page takes a millisecond of the service, so all clients of the API
 together take at most a twentieth of its time."""
@@ -92,7 +94,10 @@ class Observer:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[ServiceMessage]] = {}
         self._news = asyncio.Event()
-        self._observing = asyncio.Lock()
+        self._wanted = asyncio.Event()
+        """Set to have the next snapshot requested at once."""
+        self._next_seen = asyncio.Event()
+        """Set when the snapshot that is requested next is here; each snapshot has its own."""
         self._listing = asyncio.Lock()
         self._next_list = 0.0
         self._numbers = itertools.count(1)
@@ -142,19 +147,14 @@ class Observer:
     async def limit(self, tenant: TenantId, memory: int | None, disk: int | None) -> Limited:
         """Set quotas of a tenant in bytes; see `Control.limit`. Raises as `rows` does."""
         request = Limit(next(self._ids), tenant, memory, disk)
-        limited = await self._ask(request, Limited, SILENT_S)
-        await self._refresh()
-        return limited
+        return await self._ask(request, Limited, SILENT_S)
 
     async def clear(
         self, namespace: bytes, tier: str, tenant: TenantId, *, dry_run: bool
     ) -> Cleared:
         """Drop chunks, or count them; see `Clear`. Raises as `rows` does."""
         request = Clear(next(self._ids), namespace, tier, tenant, dry_run)
-        cleared = await self._ask(request, Cleared, SILENT_S)
-        if not dry_run:
-            await self._refresh()
-        return cleared
+        return await self._ask(request, Cleared, SILENT_S)
 
     async def steer(self, request: Request, timeout_s: float = STEER_S) -> Steered:
         """Have the service answer a request of an operator. Raises as `rows` does."""
@@ -166,11 +166,13 @@ class Observer:
         message = Steer(next(self._ids), msgspec.json.encode(request))
         return await self._ask(message, Steered, timeout_s)
 
-    async def change(self, request: Request) -> Steered:
-        """Have the service make a change; what is seen from then on shows it. Raises as `rows`."""
-        answer = await self.steer(request)
-        await self._refresh()
-        return answer
+    async def refresh(self) -> None:
+        """Wait until `seen` shows all that the service has answered so far, at most 1 s."""
+        seen = self._next_seen
+        self._wanted.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REFRESH_S):
+                await seen.wait()
 
     async def _observe(self) -> None:
         """Connect, and observe until the connection is lost. Raises `OSError`, `KVHavenError`."""
@@ -196,21 +198,18 @@ class Observer:
             writer.close()
 
     async def _ask_repeatedly(self, writer: asyncio.StreamWriter) -> None:
+        """Request snapshots, one after another: each sample of requests continues the last one."""
         with contextlib.suppress(KVHavenError):  # `run` connects again
             while True:
-                await self._observe_once()
-                await asyncio.sleep(self.interval_s)
+                self._wanted.clear()
+                seen, self._next_seen = self._next_seen, asyncio.Event()
+                await self._ask(Observe(next(self._ids), self._sample), Snapshot, _ANSWER_S)
+                seen.set()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.interval_s):
+                        await self._wanted.wait()
         self.error = f"the service at {self.address} did not answer within {_ANSWER_S:g} s"
         writer.close()
-
-    async def _refresh(self) -> None:
-        """Observe now. What came before is done, also if this fails."""
-        with contextlib.suppress(KVHavenError):
-            await self._observe_once()
-
-    async def _observe_once(self) -> None:
-        async with self._observing:  # each sample of requests continues the last one
-            await self._ask(Observe(next(self._ids), self._sample), Snapshot, _ANSWER_S)
 
     async def _ask(
         self, request: Observe | List | Limit | Clear | Steer, wanted: type[M], timeout_s: float

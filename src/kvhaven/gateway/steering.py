@@ -73,11 +73,9 @@ class Steering:
                 return problem(412, "If-Match: the settings have changed; read /config again")
         wanted = Configure(values, dry_run, version)
         if dry_run:
-            answer = await self._observer.steer(wanted)
-        else:
-            answer = await self._observer.change(wanted)
-            audit(request, f"status {answer.status}: {', '.join(sorted(values))[:_MOST_NAMES]!r}")
-        return answered(answer)
+            return answered(await self._observer.steer(wanted))
+        names = ", ".join(sorted(values))[:_MOST_NAMES]
+        return await self._steered(request, wanted, f": {names!r}")
 
     async def lookup(self, request: web.Request) -> web.Response:
         """Say where a prompt's chunks are."""
@@ -165,10 +163,14 @@ class Steering:
         """Return a job."""
         return answered(await self._observer.steer(GetJob(request.match_info["id"])))
 
-    async def _steered(self, request: web.Request, wanted: Request) -> web.Response:
+    async def _steered(
+        self, request: web.Request, wanted: Request, detail: str = ""
+    ) -> web.Response:
         """Answer a change, with a line in the log."""
-        answer = await self._observer.change(wanted)
-        audit(request, f"status {answer.status}")
+        answer = await self._observer.steer(wanted)
+        audit(request, f"status {answer.status}{detail}")
+        if answer.status < 400:  # noqa: PLR2004  Bad Request: nothing has changed
+            await self._observer.refresh()
         return answered(answer)
 
     async def keys_of(self, chain: models.Chain) -> tuple[tuple[bytes, bytes, bytes], int]:

@@ -19,6 +19,7 @@ from kvhaven.engine.copies import parts_of
 from kvhaven.engine.jobs import LoadJob, StepPlan
 from kvhaven.engine.layered import LAYERS, LayerGroups
 from kvhaven.engine.loader import Loader
+from kvhaven.errors import LayoutError
 from kvhaven.layouts import describe_kv_caches
 from tests.devices import opened
 from tests.simulation.connector_kit import BYTES, wait_until
@@ -475,3 +476,18 @@ def test_the_groups_are_the_whole(layers: int, form: str, monkeypatch: Patch) ->
     for group in groups.groups:
         total |= moves(group.layout, [host + 3 * group.before for host in hosts])
     assert total == moves(layout, hosts)
+
+
+def test_layers_that_are_not_in_order_are_refused() -> None:
+    """Their groups' places in the payload would not be consecutive."""
+    tensors = {f"layers.{i}": torch.zeros((6, 2, 4, 16)) for i in range(2 * LAYERS)}
+    layout = describe_kv_caches(
+        tensors,
+        layer_specs=dict.fromkeys(tensors, (2 * 4 * 16 * 4, 4)),
+        num_blocks=6,
+        kernel_tag="",
+        form="BHNC",
+    )
+    mixed = replace(layout, layers=layout.layers[::-1], tensors=layout.tensors[::-1])
+    with pytest.raises(LayoutError, match="layered_load_ms"):
+        LayerGroups(mixed)

@@ -189,6 +189,15 @@ def test_without_asynchronous_scheduling_failed_loads_may_be_recomputed(tmp_path
     assert tokens_of(tmp_path, setup) > 0
 
 
+def test_with_pipeline_parallelism_failed_loads_may_not_be_recomputed(tmp_path: Path) -> None:
+    setup = replace(FIT, on_failed_load="recompute", asynchronous_scheduling=False)
+    config = make_config(tmp_path, setup)
+    config.device_config.device_type = "cuda"
+    config.parallel_config.pipeline_parallel_size = 2
+    chosen = Settings(layered_load_ms=4.0)
+    assert _layered_tokens(chosen, config, make_kv_cache_config(setup)) == 0
+
+
 @pytest.mark.parametrize("change", ["device", "graphs", "drafter"])
 def test_other_devices_graphs_and_drafters(tmp_path: Path, change: str) -> None:
     config: Any = make_config(tmp_path, FIT)

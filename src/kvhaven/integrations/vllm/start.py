@@ -462,6 +462,9 @@ def _not_layered(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheCon
         "with asynchronous scheduling, vLLM cannot recompute failed synchronous loads": (
             recomputes and bool(config.scheduler_config.async_scheduling)
         ),
+        "with pipeline parallelism, vLLM cannot recompute failed synchronous loads": (
+            recomputes and config.parallel_config.pipeline_parallel_size > 1
+        ),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The observer of a service: what a change waits for, and what a client that leaves spoils."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvhaven.gateway import observer as observer_module
+from kvhaven.gateway.observer import Observer
+from kvhaven.service.reuse import decoded
+from tests.crash.engine import Engine, prompt
+from tests.crash.node import NodeThread
+
+NEVER = 3600.0
+
+
+@pytest.fixture
+def node(short_dir: Path) -> Iterator[NodeThread]:
+    with NodeThread(short_dir / "s.sock", local_disk=None, remote_url=None) as node:
+        yield node
+
+
+@contextlib.asynccontextmanager
+async def observing(node: NodeThread) -> AsyncIterator[Observer]:
+    """Yield an observer that has seen the service, and looks again only when it is told to."""
+    observer = Observer(node.address, NEVER, sample=True)
+    task = asyncio.create_task(observer.run())
+    await observer.newer("")
+    yield observer
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@contextlib.asynccontextmanager
+async def stalled(node: NodeThread) -> AsyncIterator[None]:
+    """Hold the service's event loop."""
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go.wait(60)
+
+    stall = asyncio.create_task(asyncio.to_thread(node.call, hold))
+    await asyncio.to_thread(held.wait)
+    try:
+        yield
+    finally:
+        go.set()
+        await stall
+
+
+def test_a_refresh_shows_what_was_answered_before_it(node: NodeThread) -> None:
+    async def run() -> None:
+        async with observing(node) as observer:
+            for _ in range(3):
+                before = observer.seen
+                await observer.refresh()
+                assert before is not None
+                assert observer.seen is not None
+                assert observer.seen.id != before.id
+
+    asyncio.run(run())
+
+
+def test_a_refresh_does_not_wait_for_a_service_that_has_stopped(
+    node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observer_module, "_ANSWER_S", NEVER)
+    monkeypatch.setattr(observer_module, "_REFRESH_S", 0.05)
+
+    async def run() -> None:
+        async with observing(node) as observer, stalled(node):
+            before = observer.seen
+            await asyncio.gather(*(observer.refresh() for _ in range(5)))
+            assert observer.seen is before
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_does_not_have_requests_counted_twice(node: NodeThread) -> None:
+    chunks = prompt(1, 3)
+
+    async def run() -> list[int]:
+        samples: list[bytes] = []
+        async with observing(node) as observer:
+            observer.listeners.append(lambda seen: samples.append(seen.sample))
+            with Engine(node.address) as engine:
+                await asyncio.to_thread(engine.save, chunks)
+                await asyncio.to_thread(engine.load, chunks)
+            async with stalled(node):
+                leaving = asyncio.create_task(observer.refresh())
+                await asyncio.sleep(0)  # it has begun to wait
+                staying = asyncio.create_task(observer.refresh())
+                await asyncio.sleep(0.01)  # the service has the first question, on most machines
+                leaving.cancel()
+                await asyncio.sleep(0.01)
+            await staying
+            await observer.refresh()
+        return [len(list(decoded(sample))) for sample in samples]
+
+    assert sum(asyncio.run(run())) == 1

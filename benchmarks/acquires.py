@@ -12,17 +12,16 @@ lookups of an engine whose KV has three parts (full attention, and windows of 12
 import hashlib
 import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from benchmarks.results import BENCH, Result, at_most, plain
-from examples.demo.processes import ProcessError, node_service
+from benchmarks.nodes import fresh_node
+from benchmarks.results import Result, at_most, plain
+from examples.demo.processes import ProcessError
 from kvhaven.client.rank import RankClient
 from kvhaven.client.scheduler import NOT_COUNTED, Asking, LeasedChunks, Outcome, SchedulerClient
 from kvhaven.config import Settings
@@ -51,31 +50,28 @@ _START_S = 30.0
 
 def measure(say: Callable[[str], None]) -> list[Result]:
     """Lease the same 512 chunks repeatedly, alone and beside another engine."""
-    with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
-        address = Path(runtime) / "service.sock"
-        log = BENCH / "acquire-service.log"
-        with (
-            node_service(address, log, max_local_cpu_size="256MiB", runtime_dir=runtime) as service,
-            engine(str(service.socket), "measured") as (rank, scheduler),
-        ):
-            keys = save_chunks(rank, "measured", _CHUNKS)
-            await_resident(scheduler, keys)
-            in_parts = _acquire_parts(str(service.socket))
-            say(f"three parts: {_spread(in_parts)}")
-            alone = acquire_all(scheduler, keys)
-            say(f"alone: {_spread(alone)}")
-            context = multiprocessing.get_context("spawn")
-            begun, stop = context.Event(), context.Event()
-            arguments = (str(service.socket), begun, stop)
-            load = context.Process(target=_load, args=arguments, daemon=True)
-            load.start()
-            if not begun.wait(_START_S):
-                raise ProcessError("the other engine did not start")
-            # Repeated leases keep the chunks in use: else the other engine would soon evict them.
-            loaded = acquire_all(scheduler, keys)
-            stop.set()
-            load.join(10)
-            say(f"beside another engine: {_spread(loaded)}")
+    with (
+        fresh_node("acquire", max_local_cpu_size="256MiB") as service,
+        engine(str(service.socket), "measured") as (rank, scheduler),
+    ):
+        keys = save_chunks(rank, "measured", _CHUNKS)
+        await_resident(scheduler, keys)
+        in_parts = _acquire_parts(str(service.socket))
+        say(f"three parts: {_spread(in_parts)}")
+        alone = acquire_all(scheduler, keys)
+        say(f"alone: {_spread(alone)}")
+        context = multiprocessing.get_context("spawn")
+        begun, stop = context.Event(), context.Event()
+        arguments = (str(service.socket), begun, stop)
+        load = context.Process(target=_load, args=arguments, daemon=True)
+        load.start()
+        if not begun.wait(_START_S):
+            raise ProcessError("the other engine did not start")
+        # Repeated leases keep the chunks in use: else the other engine would soon evict them.
+        loaded = acquire_all(scheduler, keys)
+        stop.set()
+        load.join(10)
+        say(f"beside another engine: {_spread(loaded)}")
     what = "set by the design"
     return [
         at_most("acquire.p50", percentile(alone, 50), "ms", 1.0, len(alone), what),

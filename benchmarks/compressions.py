@@ -17,16 +17,16 @@ of several speeds.
 import asyncio
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.nodes import fresh_folder, fresh_node
 from benchmarks.results import BENCH, Result
 from examples.demo.demo import CHUNK, PATIENT
 from examples.demo.model import make_model
-from examples.demo.processes import engine, kvhaven, node_service
+from examples.demo.processes import engine, kvhaven
 from examples.demo.text import make_document
 from kvhaven.arena.segment import Segment
 from kvhaven.tiers.base import Namespace, StoredShard
@@ -83,23 +83,14 @@ def _random_model(like: Path) -> Path:
 
 def _real_kv(model: Path, dtype: str) -> list[_Piece]:
     """Prefill a document with vLLM; return the shards that it stored in a disk tier."""
-    disk = BENCH / "compression-disk"
-    shutil.rmtree(disk, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
-        address = Path(runtime) / "service.sock"
-        settings = {"local_disk": disk, "max_local_cpu_size": "1GiB", "runtime_dir": runtime}
-        connector = kvhaven(service_address=str(address), chunk_size=CHUNK, **PATIENT)
-        with (
-            node_service(address, BENCH / "compression-service.log", **settings) as service,
-            engine(
-                model, BENCH / "compression.log", kv_transfer_config=connector, dtype=dtype
-            ) as vllm,
-        ):
-            vllm.ask(make_document(_TOKENS), 1)
-            service.flush()
-    pieces = [_piece(file) for file in sorted(disk.glob("*/*/*.kv"))]
-    shutil.rmtree(disk, ignore_errors=True)
-    return pieces
+    with fresh_folder("compression-disk") as disk:
+        with fresh_node("compression", local_disk=disk) as service:
+            config = kvhaven(service_address=str(service.socket), chunk_size=CHUNK, **PATIENT)
+            log = BENCH / "compression.log"
+            with engine(model, log, kv_transfer_config=config, dtype=dtype) as vllm:
+                vllm.ask(make_document(_TOKENS), 1)
+                service.flush()
+        return [_piece(file) for file in sorted(disk.glob("*/*/*.kv"))]
 
 
 def _piece(file: Path) -> _Piece:

@@ -16,12 +16,10 @@ Both engines prefill in one step (`max_num_batched_tokens` 16384), because Examp
 wrong KV if a prefill is chunked. They alternate, prompt by prompt (see `turns`).
 """
 
-import shutil
 import statistics
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
+from benchmarks.nodes import fresh_folder, fresh_node
 from benchmarks.results import BENCH, Result, at_least, at_most
 from benchmarks.turns import ask, warm_up
 from examples.demo.demo import CHUNK, DOCUMENT_TOKENS, PATIENT, QUESTIONS
@@ -33,7 +31,6 @@ from examples.demo.processes import (
     ProcessError,
     engine,
     kvhaven,
-    node_service,
 )
 from examples.demo.text import make_document, make_questions
 
@@ -44,38 +41,30 @@ _ONE_STEP = 16384
 def measure(say: Callable[[str], None]) -> list[Result]:
     """Send all prompts to two engines, alternating."""
     model = make_model(BENCH / "model")
-    example = BENCH / "example"
-    disk = BENCH / "ttft-disk"
-    for folder in (example, disk):
-        shutil.rmtree(folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
-        address = Path(runtime) / "service.sock"
-        settings = {"local_disk": disk, "max_local_cpu_size": "1GiB", "runtime_dir": runtime}
-        say("starting two vLLM engines")
-        with (
-            node_service(address, BENCH / "ttft-service.log", **settings) as service,
-            engine(
-                model,
-                BENCH / "ttft-kvhaven.log",
-                kv_transfer_config=kvhaven(service_address=str(address), **PATIENT),
-                max_num_batched_tokens=_ONE_STEP,
-            ) as ours,
-            engine(
-                model,
-                BENCH / "ttft-example.log",
-                kv_transfer_config={
-                    "kv_connector": "ExampleConnector",
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": {"shared_storage_path": str(example)},
-                },
-                max_num_batched_tokens=_ONE_STEP,
-            ) as theirs,
-        ):
-            warm_up(ours, theirs)
-            results = _Measurement(ours, theirs, service, say).run()
-    for folder in (example, disk):
-        shutil.rmtree(folder, ignore_errors=True)
-    return results
+    say("starting two vLLM engines")
+    with (
+        fresh_folder("example") as example,
+        fresh_folder("ttft-disk") as disk,
+        fresh_node("ttft", local_disk=disk) as service,
+        engine(
+            model,
+            BENCH / "ttft-kvhaven.log",
+            kv_transfer_config=kvhaven(service_address=str(service.socket), **PATIENT),
+            max_num_batched_tokens=_ONE_STEP,
+        ) as ours,
+        engine(
+            model,
+            BENCH / "ttft-example.log",
+            kv_transfer_config={
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": str(example)},
+            },
+            max_num_batched_tokens=_ONE_STEP,
+        ) as theirs,
+    ):
+        warm_up(ours, theirs)
+        return _Measurement(ours, theirs, service, say).run()
 
 
 class _Measurement:

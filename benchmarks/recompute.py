@@ -18,15 +18,15 @@ import random
 import shutil
 import statistics
 import string
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.nodes import fresh_node
 from benchmarks.results import BENCH, Result, at_most, plain
 from benchmarks.turns import ask, warm_up
 from examples.demo.demo import CHUNK, DOCUMENT_TOKENS, PATIENT, QUESTIONS
 from examples.demo.model import make_model
-from examples.demo.processes import Engine, NodeService, ProcessError, engine, kvhaven, node_service
+from examples.demo.processes import Engine, NodeService, ProcessError, engine, kvhaven
 from examples.demo.text import make_document, make_questions
 from kvhaven.testing.throttled_tier import install, set_rate
 
@@ -48,17 +48,10 @@ def measure(say: Callable[[str], None]) -> list[Result]:
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugin), before]))
     try:
-        with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
-            address = Path(runtime) / "service.sock"
-            settings = {
-                "remote_url": f"throttled://{store}",
-                "max_local_cpu_size": "1GiB",
-                "runtime_dir": runtime,
-            }
-            common = {"service_address": str(address), **PATIENT}
-            say("starting two vLLM engines")
+        say("starting two vLLM engines")
+        with fresh_node("recompute", remote_url=f"throttled://{store}") as service:
+            common = {"service_address": str(service.socket), **PATIENT}
             with (
-                node_service(address, BENCH / "recompute-service.log", **settings) as service,
                 engine(
                     model,
                     BENCH / "recompute-auto.log",

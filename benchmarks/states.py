@@ -17,10 +17,9 @@ import random
 import shutil
 import statistics
 import string
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
+from benchmarks.nodes import fresh_folder, fresh_node
 from benchmarks.results import BENCH, Result, at_most, plain
 from benchmarks.turns import ask, warm_up
 from examples.demo.demo import PATIENT
@@ -32,7 +31,6 @@ from examples.demo.processes import (
     ProcessError,
     engine,
     kvhaven,
-    node_service,
 )
 from tests.e2e.zoo import make_zoo_model
 
@@ -51,28 +49,22 @@ def measure(say: Callable[[str], None]) -> list[Result]:
     make_zoo_model(folder, _MODEL, weights=True)
     for file in make_model(BENCH / "model").glob("*token*"):
         shutil.copy(file, folder)
-    disk = BENCH / "state-disk"
-    shutil.rmtree(disk, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
-        address = Path(runtime) / "service.sock"
-        settings = {"local_disk": disk, "max_local_cpu_size": "1GiB", "runtime_dir": runtime}
-        say("starting a vLLM engine")
-        with (
-            node_service(address, BENCH / "state-service.log", **settings) as service,
-            engine(
-                folder,
-                BENCH / "state-engine.log",
-                kv_transfer_config=kvhaven(service_address=str(address), **PATIENT),
-            ) as started,
-        ):
-            warm_up(started)
-            results = [
-                result
-                for suffix, length in _LENGTHS.items()
-                for result in _measure(started, service, suffix, length, say)
-            ]
-    shutil.rmtree(disk, ignore_errors=True)
-    return results
+    say("starting a vLLM engine")
+    with (
+        fresh_folder("state-disk") as disk,
+        fresh_node("state", local_disk=disk) as service,
+        engine(
+            folder,
+            BENCH / "state-engine.log",
+            kv_transfer_config=kvhaven(service_address=str(service.socket), **PATIENT),
+        ) as started,
+    ):
+        warm_up(started)
+        return [
+            result
+            for suffix, length in _LENGTHS.items()
+            for result in _measure(started, service, suffix, length, say)
+        ]
 
 
 def _measure(

@@ -8,16 +8,15 @@ chunk; vLLM's own prefix cache is emptied before each. The limit is half of the 
 """
 
 import statistics
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
+from benchmarks.nodes import fresh_node
 from benchmarks.results import BENCH, Result, at_most, plain
 from benchmarks.turns import ask, warm_up
 from examples.demo.demo import CHUNK, DOCUMENT_TOKENS, PATIENT, QUESTIONS
 from examples.demo.model import make_model
-from examples.demo.processes import Engine, ProcessError, engine, kvhaven, node_service
+from examples.demo.processes import Engine, ProcessError, engine, kvhaven
 from examples.demo.text import make_document, make_questions
 
 _PASSES: Final = 7
@@ -27,14 +26,10 @@ _PART: Final = 0.5
 def measure(say: Callable[[str], None]) -> list[Result]:
     """Compute the prompts once, then repeat them on both engines, alternating."""
     model = make_model(BENCH / "model")
-    with tempfile.TemporaryDirectory(prefix="kvhaven-bench-") as runtime:
-        address = Path(runtime) / "service.sock"
-        common = {"service_address": str(address), **PATIENT}
-        say("starting two vLLM engines")
+    say("starting two vLLM engines")
+    with fresh_node("tails") as service:
+        common = {"service_address": str(service.socket), **PATIENT}
         with (
-            node_service(
-                address, BENCH / "tails.service.log", max_local_cpu_size="1GiB", runtime_dir=runtime
-            ),
             engine(
                 model, BENCH / "tails.log", kv_transfer_config=kvhaven(pd_tail=True, **common)
             ) as tails,

@@ -15,6 +15,7 @@ from kvhaven.engine import layered
 from kvhaven.engine.loader import Loader
 from tests.simulation.engine_simulation import Simulation
 from tests.simulation.engine_world import PATIENT, Setup
+from tests.simulation.layer_breakages import layers_without_hooks_are_not_noticed, no_waits
 from tests.simulation.node import Node, running_node
 from tests.simulation.test_scheduler_simulator import EVENTS, SEED
 from tests.simulators import simulated
@@ -132,25 +133,6 @@ def run_of(
 
 
 # --- breakages ------------------------------------------------------------------------------------
-
-
-def no_waits(patch: Patch) -> None:
-    def wait(loads: Loader, layer: str) -> None:
-        loads._silent.discard(layer)
-        for load in loads._running:
-            load.unread.discard(layer)
-
-    patch.setattr(Loader, "wait_for_layer", wait)
-
-
-def layers_without_hooks_are_not_noticed(patch: Patch) -> None:
-    original = Loader._end
-
-    def end(loads: Loader, load: Any) -> None:
-        load.unread.clear()
-        original(loads, load)
-
-    patch.setattr(Loader, "_end", end)
 
 
 def full_graphs_are_layered(patch: Patch) -> None:

@@ -23,6 +23,7 @@ from kvhaven.errors import LayoutError
 from kvhaven.layouts import describe_kv_caches
 from tests.devices import opened
 from tests.simulation.connector_kit import BYTES, wait_until
+from tests.simulation.layer_breakages import layers_without_hooks_are_not_noticed, no_waits
 from tests.simulation.node import Node
 from tests.unit.connector.rank_kit import Rank, save_job
 
@@ -208,15 +209,6 @@ def test_each_layer_reads_what_was_saved(world: str, order: int, node: Node) -> 
         assert copies == [3, 3]
 
 
-def no_waits(patch: Patch) -> None:
-    def wait(loads: Loader, layer: str) -> None:
-        loads._silent.discard(layer)
-        for load in loads._running:
-            load.unread.discard(layer)
-
-    patch.setattr(Loader, "wait_for_layer", wait)
-
-
 def waits_for_the_group_before(patch: Patch) -> None:
     original = LayerGroups.__init__
 
@@ -305,13 +297,7 @@ def test_a_layer_without_a_hook_fails_the_load_and_the_next_is_whole(
 
 def test_it_would_not_show_otherwise(node: Node, monkeypatch: Patch) -> None:
     """Without that failure the engine would go on with what it has read."""
-    end = Loader._end
-
-    def trusting_end(loads: Loader, load: Any) -> None:
-        load.unread.clear()
-        end(loads, load)
-
-    monkeypatch.setattr(Loader, "_end", trusting_end)
+    layers_without_hooks_are_not_noticed(monkeypatch)
     for seed in range(6):
         with forwards(node, seed=seed) as one:
             one.run([one.job()], eager=True, silent=one.names)

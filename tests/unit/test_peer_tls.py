@@ -312,12 +312,13 @@ async def test_a_peer_that_falls_silent_is_given_up_in_time(
 def test_who_says_nothing_or_nonsense_is_disconnected(
     authority: Authority, said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvhaven.peers.listener._HANDSHAKE_S", 0.2)
     with listening(authority.node("b")) as listener:
-        with socket.create_connection(("127.0.0.1", listener.port), timeout=60) as sock:
-            sock.sendall(said)
-            while sock.recv(1 << 16):
-                pass
+        with monkeypatch.context() as patch:
+            patch.setattr("kvhaven.peers.listener._HANDSHAKE_S", 0.2)
+            with socket.create_connection(("127.0.0.1", listener.port), timeout=60) as sock:
+                sock.sendall(said)
+                while sock.recv(1 << 16):
+                    pass
         dial(local(listener.port), "me", b"", authority.node("a"), 60)[0].close()
 
 

@@ -131,6 +131,8 @@ class SchedulerSide:
         self._loading: set[str] = set()
         """Requests whose asynchronous load has not ended."""
         self._failed_loads: dict[int, int] = {}
+        self._to_ask_again: set[str] = set()
+        """Requests whose load may have failed, until the engine asks for them."""
         self._weights: dict[int, int] = {}
         self._models: Mapping[int, ModelState] = {}
         self._left_alone: set[str] = set()
@@ -163,9 +165,10 @@ class SchedulerSide:
         """
         self._follow_weights()
         self._offered_layered.discard(request.request_id)
+        failed = self._may_have_failed(request.request_id)
         state = self._states.get(request.request_id) or self._track(request)
-        if state is None:
-            return 0, False
+        if failed or state is None:
+            return (None if failed else 0), False
         state.computed = computed
         with self._keying(state):
             self._follow(state)
@@ -271,6 +274,8 @@ class SchedulerSide:
         )
         asynchronous = self._waits(request)
         self._epoch.load_planned(request.request_id, reported=asynchronous)
+        if asynchronous:
+            self._loading.add(request.request_id)
         self._loads.append(LoadJob(request.request_id, 0, "", (), (), groups, asynchronous))
 
     def plan_step(
@@ -329,7 +334,7 @@ class SchedulerSide:
     def reported(self, report: StepReport | None, finished_loads: Iterable[str]) -> None:
         """Process the aggregated reports of a step, and the loads that ended on all ranks."""
         report = report or StepReport()
-        finished_loads = list(finished_loads)
+        finished_loads, loading = list(finished_loads), self._loading.copy()
         empty = not finished_loads and report == StepReport()
         self._steps.reported(time.perf_counter(), empty=empty)
         self._saves.reported(report)
@@ -348,6 +353,7 @@ class SchedulerSide:
             # failed before those whose loads have ended, and its new load could wait forever for
             # their blocks.
             self._failed_loads |= news
+            self._to_ask_again |= loading & self._requests.keys()
             self._leave_alone(self._epoch.distrust_loads(self._states, self.held_blocks))
         for request_id in finished_loads:
             self._epoch.load_ended(request_id)
@@ -369,6 +375,7 @@ class SchedulerSide:
         self._requests.pop(request.request_id, None)
         self._left_alone.discard(request.request_id)
         self._offered_layered.discard(request.request_id)
+        self._to_ask_again.discard(request.request_id)
         if not self._requests:
             self._steps.idle()
 
@@ -405,6 +412,17 @@ class SchedulerSide:
             client.close()
 
     # --- helpers ----------------------------------------------------------------------------
+
+    def _may_have_failed(self, request_id: str) -> bool:
+        """Return whether a load of the request may have failed since the last call.
+
+        vLLM schedules requests that hold blocks before all others. One whose load failed gave its
+        blocks back, and is still the first of them: if its prompt does not fit beside those behind
+        it, none of them would ever run. Without an answer for it, vLLM puts it with the others.
+        """
+        asked = request_id in self._to_ask_again
+        self._to_ask_again.discard(request_id)
+        return asked
 
     def _offers_layered(self, request: EngineRequest, end: int, tokens: int) -> bool:
         """Return whether a load of `tokens` tokens up to token `end` may be layered, and note it.

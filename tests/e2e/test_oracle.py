@@ -13,7 +13,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,18 @@ def module_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def play_until_proven(oracle: Oracle, features: Sequence[str]) -> None:
+    """Play on until an answer with hits was compared for each feature.
+
+    Which requests hit also depends on the time that the engines take.
+    """
+    for _ in range(8):
+        if all(oracle.proven[feature] for feature in features):
+            break
+        oracle.play(50)
+    assert not [feature for feature in features if not oracle.proven[feature]], oracle.report()
+
+
 def test_text_with_adapters_and_salts(
     text: Oracle, model: Path, other_model: Path, folder: Path, short_dir: Path
 ) -> None:
@@ -182,9 +194,9 @@ def test_text_with_adapters_and_salts(
             assert not more.hits["int salt"]
             text.counts += more.counts
             text.proven += more.proven
-    must_hit = {"text alone", "salt", "empty salt", "adapter", "adapter, loaded back"}
-    must_hit |= {"continued", "aborted", "resumed after an abort", "streaming session"}
-    assert not [feature for feature in must_hit if not text.proven[feature]], text.report()
+    must_hit = ["text alone", "salt", "empty salt", "adapter", "adapter, loaded back"]
+    must_hit += ["continued", "aborted", "resumed after an abort", "streaming session"]
+    play_until_proven(text, must_hit)
     assert not text.hits["int salt"], text.report()
     happened = {"int salt", "reloads", "reloads that failed", "sleeps"}
     happened |= {"changes of weights", "resets of the connector", "resets in flight"}
@@ -214,8 +226,8 @@ def test_pictures(pictures: Oracle, vision_model: Path, folder: Path, short_dir:
         with picture_oracle(seed, folder, short_dir, [vision_model]) as more:
             more.play(EPISODE)
             pictures.proven += more.proven
-    must_hit = ("pictures", "pictures with names", "pictures, processed otherwise")
-    assert not [feature for feature in must_hit if not pictures.proven[feature]], pictures.report()
+    must_hit = ["pictures", "pictures with names", "pictures, processed otherwise"]
+    play_until_proven(pictures, must_hit)
 
 
 @long_form

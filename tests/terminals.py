@@ -2,6 +2,7 @@
 """A real terminal for tests: tmux, whose screen can be read, resized and typed into."""
 
 import os
+import select
 import shlex
 import shutil
 import signal
@@ -14,6 +15,9 @@ from typing import Final, Self
 import pytest
 
 from tests.crash.node import eventually
+
+_TAKES_MS: Final = 300
+"""Time in which a terminal that is not stopped takes what it was given; no limit for a test."""
 
 TMUX_MISSING: Final = "there is no tmux: apt-get install tmux, or make servers"
 
@@ -85,6 +89,17 @@ class Terminal:
     def kill(self, number: signal.Signals) -> None:
         """Send a signal to the command."""
         os.kill(int(self._pid.read_text()), number)
+
+    def stopped(self) -> None:
+        """Wait until the terminal takes no output, because a Ctrl-S has reached it."""
+        name = self._tmux("display-message", "-p", "#{pane_tty}").strip()
+        output = os.open(name, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        try:
+            poll = select.poll()
+            poll.register(output, select.POLLOUT)
+            eventually(lambda: not poll.poll(_TAKES_MS))
+        finally:
+            os.close(output)
 
     def ended(self) -> int:
         """Wait for the command's end, check that the terminal is as before, return its status."""

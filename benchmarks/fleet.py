@@ -27,11 +27,11 @@ from benchmarks.lender import NumberedShards
 from benchmarks.networks import NoLinkError, link
 from benchmarks.results import Result, at_least
 from kvhaven.errors import KVHavenError
+from kvhaven.niceness import lower_thread_priority
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.tier import PeerTier
 from kvhaven.tiers.base import Namespace, StoredShard
-from kvhaven.tiers.executor import be_nice
 from kvhaven.types import (
     ChunkKey,
     Extent,
@@ -153,7 +153,7 @@ def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) ->
     """Read the same bytes; return GB/s."""
 
     def read(sock: socket.socket, part: Sequence[memoryview]) -> None:
-        be_nice()
+        lower_thread_priority()
         for buffer in part:
             sock.sendall(b"!")
             got, hashed = 0, xxhash.xxh3_128()
@@ -191,7 +191,7 @@ def _serve(host: str, orders: Connection) -> None:
     orders.send((listener.port, bare.getsockname()[1]))
 
     def serve(sock: socket.socket) -> None:
-        be_nice()
+        lower_thread_priority()
         at = 0
         while sock.recv(1):
             sock.sendall(whole[at * _SHARD : (at + 1) * _SHARD])

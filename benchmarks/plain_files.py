@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.rates import NAMES, PAYLOAD, PIECES
 from kvhaven.arena.segment import Segment
-from kvhaven.tiers.executor import NICENESS
+from kvhaven.niceness import lower_thread_priority
 from kvhaven.tiers.format.header import HEADER_BYTES, stored_bytes
 
 
@@ -79,7 +79,7 @@ class PlainFiles:
         left: Iterator[int] = iter(range(pieces))
 
         def run(page: memoryview) -> None:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            lower_thread_priority()
             for number in left:
                 work(number, page)
 

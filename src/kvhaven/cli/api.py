@@ -2,14 +2,12 @@
 """`kvhaven api`: HTTP API of a node service."""
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
 from kvhaven.errors import ConfigError
-from kvhaven.niceness import lower_priority
-
-_NICE: Final = 10
+from kvhaven.niceness import BACKGROUND, lower_priority
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +39,7 @@ def api(
     The service need not be running yet. Those whose sockets are in the same directory are served
     below /services/NAME. `kvhaven serve --api-listen` starts this command itself.
     """
-    lower_priority(_NICE)
+    lower_priority(BACKGROUND)
     import logging  # noqa: PLC0415 - keeps other commands quick
 
     from kvhaven.cli.address import find_socket  # noqa: PLC0415

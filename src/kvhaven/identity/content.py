@@ -17,6 +17,7 @@ import xxhash
 from kvhaven.client.unix import lock_file
 from kvhaven.devices.cpu import usable_cores
 from kvhaven.errors import KVHavenError
+from kvhaven.niceness import lower_thread_priority
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ MOST_ENTRIES: Final = 4096
 
 _BUFFER_BYTES: Final = 4 << 20
 _READERS_MOST: Final = 8
-_NICENESS: Final = 10
 _SETTLED_NS: Final = 2_000_000_000
 """A file that changed this shortly before it was read may change again with the same time."""
 _ENTRY: Final = re.compile(rb"1 ([0-9a-f]{32}) ([0-9a-f]{16})\n")
@@ -261,8 +261,6 @@ def _check(stamp: Stamp, digest: str) -> str:
 
 def _be_nice() -> None:
     """Lower this thread's priority, and allow all cores, as vLLM pins its CPU workers to one."""
-    thread = threading.get_native_id()
-    niceness = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, max(niceness, _NICENESS))
+    lower_thread_priority()
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, usable_cores())

@@ -15,6 +15,7 @@ import msgspec
 from kvhaven.catalog.announcer import START, Batch, Cursor
 from kvhaven.catalog.loans import Loan
 from kvhaven.errors import ConfigError, KVHavenError, ProtocolError
+from kvhaven.niceness import lower_thread_priority
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.certificates import Certificates
 from kvhaven.peers.dial import Tickets, encrypt
@@ -56,7 +57,6 @@ from kvhaven.peers.wire import (
 )
 from kvhaven.protocol import KeyList, tenant_of
 from kvhaven.tiers.base import Namespace
-from kvhaven.tiers.executor import be_nice
 from kvhaven.types import (
     NO_TENANT,
     Checksum,
@@ -250,7 +250,7 @@ class PeerListener:
 
     def _serve(self, stream: Stream) -> None:
         try:
-            be_nice()
+            lower_thread_priority()
             node = self._welcome(stream, time.monotonic() + _HANDSHAKE_S)
             self._admit(stream)
             _log.info("%s: connected, node %s", stream.title, node[:8])

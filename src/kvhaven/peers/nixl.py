@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from kvhaven.errors import KVHavenError, ProtocolError, TierError
+from kvhaven.niceness import lower_thread_priority
 from kvhaven.peers.nixl_messages import Role, Up
 from kvhaven.peers.nixl_process import PROGRAM, ArenaMemory, HelperError, HelperProcess
 from kvhaven.peers.wire import (
@@ -29,7 +30,6 @@ from kvhaven.peers.wire import (
     Stream,
 )
 from kvhaven.tiers.base import StoredShard
-from kvhaven.tiers.executor import be_nice
 from kvhaven.tiers.format.codec import DamagedShardError
 from kvhaven.types import Checksum
 
@@ -194,7 +194,7 @@ class NixlChannel:
     # In the thread
 
     def _run(self) -> None:
-        be_nice()
+        lower_thread_priority()
         while self._memory.allocating:
             if self._closing.wait(_ALLOCATION_POLL_S):
                 return

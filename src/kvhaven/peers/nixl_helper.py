@@ -26,6 +26,7 @@ import msgspec
 
 from kvhaven.arena.segment import MappedSegment
 from kvhaven.errors import KVHavenError
+from kvhaven.niceness import lower_thread_priority
 from kvhaven.peers.nixl_messages import (
     ENCODER,
     PACKET,
@@ -51,7 +52,6 @@ _IDLE_S: Final = 0.05
 """Between two rounds of progress while nobody reads."""
 _AWAKE_S: Final = 2.0
 """How long a helper stays attentive after the last reader has come or gone."""
-_NICENESS: Final = 10
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
@@ -180,7 +180,7 @@ def main() -> int:
     if os.getppid() != order.parent:
         return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the service, which ends its helpers
-    os.nice(max(0, _NICENESS - os.nice(0)))
+    lower_thread_priority()  # the only one now: those of NIXL inherit it
     sock = socket.socket(fileno=os.dup(0))
     try:
         helper = _Helper(order, sock)

@@ -13,8 +13,8 @@ from kvhaven.arena.growth import FIRST_BYTES, STEP_BYTES, next_step
 from kvhaven.arena.limits import arena_size, format_bytes, room_to_grow
 from kvhaven.arena.segment import Segment
 from kvhaven.errors import ArenaError
+from kvhaven.niceness import lower_thread_priority
 from kvhaven.protocol import SegmentInfo
-from kvhaven.tiers.executor import be_nice
 from kvhaven.types import Extent
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Arena:
 
     def _allocate(self, loop: asyncio.AbstractEventLoop, on_grown: Callable[[], None]) -> None:
         """Allocate step by step, and report each step to the event loop."""
-        be_nice()
+        lower_thread_priority()
         segment, began = self._segment, time.monotonic()
         before = step_end = segment.allocated
         next_word = began + _PROGRESS_S
@@ -175,7 +175,7 @@ class Arena:
 
     def _prefault(self) -> None:
         """Fill the service's page tables for the memory that is already allocated."""
-        be_nice()
+        lower_thread_priority()
         segment, done = self._segment, 0
         while done < segment.size and not self._stop.is_set():
             end = segment.allocated

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import xxhash
 
 from kvhaven.catalog.actions import Acquisition, Leased
+from kvhaven.niceness import lower_thread_priority
 from kvhaven.service.arena import Arena
 from kvhaven.service.driver import Driver
 from kvhaven.tiers.base import Namespace
-from kvhaven.tiers.executor import be_nice
 from kvhaven.types import Checksum
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ class Verifier:
         self._driver = driver
         self._arena = arena
         self._mode = mode
-        self._threads = ThreadPoolExecutor(1, "verify", initializer=be_nice)
+        self._threads = ThreadPoolExecutor(1, "verify", initializer=lower_thread_priority)
         # Of their own, so that no answer waits for the long chains of operators.
-        self._audits = ThreadPoolExecutor(1, "audit", initializer=be_nice)
+        self._audits = ThreadPoolExecutor(1, "audit", initializer=lower_thread_priority)
         # Random, because a fixed period could skip the same chunks forever.
         self._chance = random.Random()  # noqa: S311 - predicting it has no use
         self._running: asyncio.Task[int] | None = None

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
 from kvhaven.errors import TierError
+from kvhaven.niceness import lower_thread_priority
 
 T = TypeVar("T")
-
-NICENESS: Final = 10
-"""At normal priority, page-cache reads and hashing delayed a quarter of acquires beyond 2 ms."""
 
 MOST_THREADS: Final = 8
 """Keeps enough 8 MiB requests in flight for the fastest local disks."""
@@ -189,7 +187,7 @@ class TierExecutor:
                 self._ready.wait()
 
     def _work(self) -> None:
-        be_nice()
+        lower_thread_priority()
         while self._run_next():
             pass
 
@@ -217,13 +215,6 @@ class TierExecutor:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
             job.loop.call_soon_threadsafe(settle, job.future, result, error)
         del job, error  # the error's traceback holds this frame: breaks the cycle
-
-
-def be_nice() -> None:
-    """Set this thread's niceness to `NICENESS`, unless it is higher already."""
-    thread_id = threading.get_native_id()
-    niceness = os.getpriority(os.PRIO_PROCESS, thread_id)
-    os.setpriority(os.PRIO_PROCESS, thread_id, max(niceness, NICENESS))
 
 
 def settle(future: "asyncio.Future[T]", result: T, error: BaseException | None) -> None:

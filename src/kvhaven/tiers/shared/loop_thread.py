@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import ctypes
 import functools
-import os
 import threading
 import time
 from collections import Counter
@@ -13,7 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 from kvhaven.errors import TierError
-from kvhaven.tiers.executor import NICENESS, Lane, outlast, settle
+from kvhaven.niceness import lower_thread_priority
+from kvhaven.tiers.executor import Lane, outlast, settle
 from kvhaven.tiers.shared.store import StoreFailedError
 
 T = TypeVar("T")
@@ -104,9 +104,7 @@ class LoopThread:
         await last()
 
     def _work(self) -> None:
-        thread_id = threading.get_native_id()
-        niceness = os.getpriority(os.PRIO_PROCESS, thread_id)
-        os.setpriority(os.PRIO_PROCESS, thread_id, max(niceness, NICENESS))
+        lower_thread_priority()
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()

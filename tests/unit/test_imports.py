@@ -74,6 +74,21 @@ def circles(sources: Sources) -> list[list[str]]:
     return sorted(map(list, groups))
 
 
+def hidden_names(text: str) -> list[str]:
+    """Return names in annotations of fields that the same class defines otherwise.
+
+    Python 3.14 evaluates annotations when they are read, and then finds the class's own attribute.
+    """
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+            defined = {item.target.id for item in fields if isinstance(item.target, ast.Name)}
+            used = (name for item in fields for name in ast.walk(item.annotation))
+            found += [n.id for n in used if isinstance(n, ast.Name) and n.id in defined]
+    return found
+
+
 def _reachable(module: str, targets: Mapping[str, set[str]]) -> set[str]:
     """Return what a module imports, directly or through others; itself only by a circle."""
     reached: set[str] = set()
@@ -268,3 +283,12 @@ def test_the_checker_resolves_relative_imports() -> None:
         "kvhaven.catalog.core imports kvhaven.service, which is a level above",
         "kvhaven.catalog.core imports kvhaven.service.server, which is a level above",
     ]
+
+
+def test_no_field_hides_a_name_that_its_class_annotates_with() -> None:
+    found = {module: hidden_names(text) for module, text in _read_sources().items()}
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+def test_hidden_names_are_found() -> None:
+    assert hidden_names("class A:\n    b: b.C\n    d: int\n") == ["b"]

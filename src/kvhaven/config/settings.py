@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvhaven import plugins
 from kvhaven.config.sizes import GIB, MIB
 from kvhaven.config.values import duration, quotas, setting, size, switch
+from kvhaven.plugins import DEVICES, EVICTION_POLICIES
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +74,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "Device type that holds the engine's KV; auto: the device type of the KV tensors.",
             "auto, hpu, cuda, rocm, xpu, cpu, or a device of an installed package",
             choices=("auto", "hpu", "cuda", "rocm", "xpu", "cpu"),
-            plugins=plugins.DEVICES,
+            plugins=DEVICES,
         ),
     ] = "auto"
     load_mode: Annotated[
@@ -135,7 +135,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "Eviction policy of host memory.",
             "LRU, LFU, FIFO, MRU, S3-FIFO, or a policy of an installed package",
             choices=("LRU", "LFU", "FIFO", "MRU", "S3-FIFO"),
-            plugins=plugins.EVICTION_POLICIES,
+            plugins=EVICTION_POLICIES,
         ),
     ] = "LRU"
     verify_memory: Annotated[

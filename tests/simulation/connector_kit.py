@@ -24,6 +24,7 @@ from kvhaven.client.rank import RankClient
 from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.config import Settings
 from kvhaven.engine.jobs import LoadJob, StepPlan, StepReport
+from kvhaven.engine.parts import KvPart
 from kvhaven.engine.request_state import PendingLoad
 from kvhaven.engine.requests import EVERYTHING, Permissions
 from kvhaven.engine.scheduler import SchedulerSide
@@ -118,6 +119,7 @@ class Bench:
         hears_workers: bool = True,
         drops_last_block: bool = False,
         layered_tokens: int = 0,
+        parts: Sequence[KvPart] = (),
         **settings: Any,
     ) -> VllmSide:
         """Return an attached scheduler's side; `settings` are the settings that differ."""
@@ -144,6 +146,7 @@ class Bench:
             hears_workers=hears_workers,
             drops_last_block=drops_last_block,
             layered_tokens=layered_tokens,
+            parts=parts,
         )
         return VllmSide(side)
 

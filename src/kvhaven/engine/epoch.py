@@ -178,13 +178,25 @@ class Epoch:
         self.known = True
         return old
 
-    def admitted(self, request_id: str, blocks: Sequence[int], computed_blocks: int) -> bool:
+    def admitted(
+        self,
+        request_id: str,
+        blocks: Sequence[int],
+        computed_blocks: int,
+        doubtful: Sequence[int] | None = None,
+    ) -> bool:
         """Note a request's blocks, of which the first `computed_blocks` have KV.
 
-        Returns False if that KV is old.
+        Returns False if that KV is old. `doubtful` are blocks whose content may not be that of the
+        request's tokens: these and all that it computes from now on count as old; None means that
+        there is no such doubt.
         """
         self.placed(request_id, blocks)
         self._load_over(request_id)
+        if doubtful is not None:
+            self._old_requests.add(request_id)
+            self._writes(request_id, [*doubtful, *blocks[computed_blocks:]])
+            return False
         if self._old_blocks or self._old_requests or self._new_blocks is not None:
             self._old_requests.discard(request_id)
             if self._any_old(blocks[:computed_blocks]):

@@ -85,6 +85,7 @@ class SchedulerSide:
         self._client = client
         self._clients = (client, *more_clients)
         self._parts = tuple(parts) or one_part(block_sizes)
+        self._keeps_states = any(part.is_state for part in self._parts)
         self._block_sizes = tuple(block_sizes)
         self._asynchronous = asynchronous
         if len(self._parts) != len(self._clients) or (more_clients and not asynchronous):
@@ -655,7 +656,8 @@ class SchedulerSide:
         """Note that a request starts or resumes with `computed` tokens of KV in its blocks."""
         self._saves.note_new(blocks, computed)
         filled, ids = self._filled(blocks, computed)
-        current = self._epoch.admitted(request_id, ids, filled)
+        doubtful = self._doubtful(request_id, blocks, computed)
+        current = self._epoch.admitted(request_id, ids, filled, doubtful)
         state = self._states.get(request_id)
         if state is not None:
             state.replace_blocks(blocks)
@@ -664,6 +666,29 @@ class SchedulerSide:
             if state.unproven is not None:
                 self._first_steps.append(state.unproven)
                 state.unproven = None
+
+    def _doubtful(
+        self, request_id: str, blocks: Sequence[Sequence[int]], computed: int
+    ) -> Sequence[int] | None:
+        """Return the blocks of a session that goes on whose content may not be of its tokens.
+
+        With asynchronous scheduling, vLLM (0.32) has begun to compute one more token when a turn
+        ends. It drops that token and its KV, but a recurrent state is advanced in place: the next
+        turn goes on from a state of other tokens, and so does all KV that is computed from it.
+        None: no such doubt, for other models, new requests, and those computed from the start.
+        """
+        request, state = self._requests.get(request_id), self._states.get(request_id)
+        if not self._keeps_states or request is None or not request.resumable or not computed:
+            return None
+        if state is not None and state.turn == request.turn:
+            return None
+        ends = {group: part.is_state for part in self._parts for group in part.groups}
+        return [
+            block
+            for group, ids in enumerate(blocks)
+            for block in ids[(computed - ends[group]) // self._block_sizes[group] :]
+            if block != NULL_BLOCK
+        ]
 
     def _extended(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:
         """Note additional blocks of a running request."""

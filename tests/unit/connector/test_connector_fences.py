@@ -248,6 +248,41 @@ def test_what_is_computed_from_old_kv_is_not_saved_in_the_new_epoch(
     assert saved_chunks(plan) == 1
 
 
+@pytest.mark.parametrize("in_place", [True, False], ids=["state", "kv-of-tokens"])
+def test_a_session_that_goes_on_from_a_state_is_not_saved_nor_what_finds_its_blocks(
+    bench: Bench, *, in_place: bool
+) -> None:
+    """The token after the turn's last one was computed, and dropped; 31 tokens are left.
+
+    KV of dropped tokens is written anew; a state that has them stays as it is.
+    """
+    part = KvPart("full", (0,), BLOCK, is_state=in_place)
+    side = bench.side(save_decode_cache=True, parts=[part])
+    session = make_request(31, "session", resumable=True)
+    assert saved_chunks(run_new(side, session, 31, blocks=range(8))) == 1
+    session._all_token_ids.extend(range(200, 217))
+    session.num_prompt_tokens = session.num_tokens
+    session.arrival_time += 1
+    plan = side.plan_step(scheduled(new=[(session, range(12), 31, 17)]))
+    assert saved_chunks(plan) == (0 if in_place else 2)
+    more = side.plan_step(scheduled(cached=[(session, range(12, 16), 48, 1)]))
+    assert saved_chunks(more) == 0
+    # Others find all its blocks in the engine's cache, or those of its first turn only.
+    ids = session._all_token_ids
+    hitting = make_request([*ids[:48], *range(300, 316)], "hitting")
+    plan = run_new(side, hitting, 16, computed=48, blocks=[*range(12), *range(20, 24)])
+    assert saved_chunks(plan) == (0 if in_place else 1)
+    beside = make_request([*ids[:16], *range(400, 416)], "beside")
+    plan = run_new(side, beside, 16, computed=16, blocks=[*range(4), *range(30, 34)])
+    assert saved_chunks(plan) == 1
+    # Recomputed from what is right, the session is saved again.
+    ask(side, session, 16)
+    side.allocated(session, (list(range(4)) + list(range(40, 52)),), 0)
+    blocks = [*range(4), *range(40, 52)]
+    output = scheduled(new=[(session, blocks, 16, 32)], resumed=["session"])
+    assert saved_chunks(side.plan_step(output)) == (2 if in_place else 0)
+
+
 def test_a_failed_load_stops_the_saves_of_all_that_ran_then(bench: Bench) -> None:
     side = bench.side()
     before, later = make_request(40, "before"), make_request(range(100, 140), "later")

@@ -170,7 +170,7 @@ def _start(llm: Any, play: _Play) -> None:
         return
     try:
         if wanted.get("turns"):
-            play.id = _start_session(engine, wanted, lora)
+            play.id = start_session(engine, wanted, lora)
         else:
             play.id = engine.add_request(
                 wanted["name"], _prompt(wanted), _parameters(llm, wanted), lora_request=lora
@@ -181,7 +181,7 @@ def _start(llm: Any, play: _Play) -> None:
     play.request = engine.engine_core.engine_core.scheduler.requests[play.id]
 
 
-def _start_session(engine: Any, wanted: dict[str, Any], lora: Any) -> str:
+def start_session(engine: Any, wanted: dict[str, Any], lora: Any) -> str:
     """Begin a streaming session as `AsyncLLM` does, with all of its turns waiting."""
     inputs = engine.input_processor
     tasks = engine.get_supported_tasks()
@@ -247,6 +247,7 @@ def _sampling(wanted: dict[str, Any]) -> Any:
         logprobs=5,
         ignore_eos=True,
         detokenize=False,
+        stop_token_ids=wanted.get("stop"),
         prompt_logprobs=wanted.get("prompt_logprobs"),
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=StructuredOutputsParams(regex=pattern) if pattern else None,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine whose handling of recurrent states can be broken on purpose."""
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,19 @@ class Commands(engine_process.Commands):
     def block_size(llm: Any) -> int:
         """Return the tokens in a block, which vLLM derives from the model."""
         return int(llm.llm_engine.vllm_config.cache_config.block_size)
+
+    @staticmethod
+    def session(llm: Any, turns: list[list[int]], stop: int) -> list[int]:
+        """Play a streaming session whose turns end with `stop`; return the tokens that it keeps."""
+        from tests.e2e.oracle_process import start_session
+
+        engine = llm.llm_engine
+        wanted = {"name": "session", "tokens": turns[0], "turns": turns[1:]}
+        name = start_session(engine, wanted | {"max_tokens": 20, "stop": [stop]}, None)
+        request = engine.engine_core.engine_core.scheduler.requests[name]
+        while engine.has_unfinished_requests():
+            engine.step()
+        return list(request._all_token_ids)
 
     @staticmethod
     def store_states_of_the_chunk_after(llm: Any) -> None:
@@ -55,5 +69,20 @@ class Commands(engine_process.Commands):
         PATCHES.setattr(LoadPlanner, "plan", plan)
 
 
+def schedule_ahead() -> None:
+    """Have vLLM schedule asynchronously on a CPU, too, where it turns that off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def checked(_: Any, config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(checked)  # type: ignore[assignment]
+
+
 if __name__ == "__main__":
+    if json.loads(sys.argv[2]).get("async_scheduling"):
+        schedule_ahead()
     engine_process.main(Commands)

@@ -207,6 +207,32 @@ def test_an_interval_keeps_states_for_prompts_that_begin_alike(
         assert_no_errors(started)
 
 
+def test_a_session_whose_state_has_a_dropped_token_leaves_nothing_to_others(
+    stateful: Path, size: int, control: Any, tmp_path: Path, short_dir: Path
+) -> None:
+    """With asynchronous scheduling, vLLM computes a token more than a turn keeps.
+
+    Its KV is overwritten, but the state is that of all tokens, and the next turn goes on from it.
+    """
+    ours = settings(short_dir, tmp_path)
+    with engine(stateful, tmp_path / "log", ours, async_scheduling=True, **OPTIONS) as started:
+        first = [7, *prompts(size)[3][: 3 * size - 6]]
+        tokens = answers(started, [first])[0]["tokens"]
+        stop = next(i for i, token in enumerate(tokens) if i and token not in tokens[:i])
+        started.ask("reset")
+        kept = started.ask("session", turns=[first, [*range(60, 66 + size)]], stop=tokens[stop])
+        assert kept[: len(first) + stop] == [*first, *tokens[:stop]]
+        after = kept[: len(first) + stop + size + 6]
+        assert after[-1] == 65 + size, "the second turn's input follows"
+        for _ in range(2):
+            started.ask("reset")
+            found = answers(started, [after])
+            assert cached(found) >= [2 * size]
+            assert worst(control, [after], found) == 0
+        assert cached(found) == [whole(after, size)]
+        assert_no_errors(started)
+
+
 @pytest.mark.parametrize("mutation", ["store_states_of_the_chunk_after", "load_synchronously"])
 def test_a_breakage_is_seen_in_the_log_probabilities(
     mutation: str, stateful: Path, size: int, control: Any, tmp_path: Path, short_dir: Path

@@ -10,18 +10,15 @@ import pytest
 from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.client.scheduler import Asking
-from kvhaven.config import Settings
 from kvhaven.keys import tenant_id
-from kvhaven.service.tier_setup import make_tiers
-from kvhaven.testing.faulty_tier import Faults, FaultyTier
-from kvhaven.tiers.base import Tier
+from kvhaven.testing.faulty_tier import Faults
 from tests.crash.engine import CHUNK_SIZE, EXTENT_BYTES, Engine, prompt
 from tests.crash.node import MIB, NodeThread, eventually, flush
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
 from kvhaven.gateway.tenants import TenantBytes, largest
-from tests.gateway_kit import GatewayThread, tiered_node
+from tests.gateway_kit import FaultyNode, GatewayThread, tiered_node
 from tests.metrics_kit import samples_of, summed
 
 DISK = TierName("disk")
@@ -201,20 +198,6 @@ def test_an_evicted_chunk_is_told_from_one_that_never_was(
             evicted = summed(found, "kvhaven_evicted_chunks_total", "reason", place="memory")
             assert ages["space"] == evicted["space"] >= 8
         node.check()
-
-
-class FaultyNode(NodeThread):
-    """One whose disk has these faults; `faults` may be changed while it runs."""
-
-    def __init__(self, socket: Path, **settings: Any) -> None:
-        super().__init__(socket, **settings)
-        self.disk: FaultyTier
-
-        def tiers(settings: Settings) -> dict[TierName, Tier]:
-            self.disk = FaultyTier(make_tiers(settings)[DISK], 1, Faults())
-            return {DISK: self.disk}
-
-        self.make_tiers = tiers
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import re
 import socket
 import struct
 import time
@@ -18,7 +17,7 @@ from aiohttp import web
 from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
-from kvhaven.gateway.answers import answered, audit, body_of, json_of, problem, switch
+from kvhaven.gateway.answers import answered, audit, hex_of, json_of, problem, switch
 from kvhaven.gateway.history import History
 from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
@@ -28,11 +27,11 @@ from kvhaven.gateway.reuse import ReuseCurve
 from kvhaven.gateway.steering import Steering
 from kvhaven.gateway.tenants import Tenants
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
-from kvhaven.protocol import MOST_ROWS, NO_LIMIT, ListKind
+from kvhaven.protocol import MOST_ROWS, ListKind
 from kvhaven.service.reuse import decoded
 from kvhaven.service.runtime_settings import Config
 from kvhaven.service.snapshot import EngineRow, NamespaceRow
-from kvhaven.service.steering import GetConfig
+from kvhaven.service.steering_messages import GetConfig
 from kvhaven.types import KEY_BYTES, TENANT_BYTES, TenantId
 
 T = TypeVar("T")
@@ -236,22 +235,6 @@ class Gateway:
 
     # --- changes ----------------------------------------------------------------------------
 
-    async def _on_set_quota(self, request: web.Request) -> web.Response:
-        tenant = TenantId(_hex(request.match_info["id"], "id", TENANT_BYTES))
-        wanted = await body_of(request, models.NewQuota)
-        limited = await self._observer.limit(tenant, _quota(wanted.memory), _quota(wanted.disk))
-        audit(request, f"quotas of memory {limited.memory}, disk {limited.disk} bytes")
-        await self._observer.refresh()
-        return json_of(
-            models.TenantQuota(
-                tenant.hex(),
-                limited.memory,
-                limited.disk,
-                limited.memory_bytes,
-                limited.disk_bytes,
-            )
-        )
-
     async def _on_drop_chunks(self, request: web.Request) -> web.Response:
         given = request.query
         unknown = given.keys() - {str(parameter["name"]) for parameter in SELECTOR}
@@ -262,10 +245,10 @@ class Gateway:
         if everything == bool(named):
             raise KVHavenError("expected namespace, tenant or tier, or else all=true")
         namespace = (
-            _hex(given["namespace"], "namespace", KEY_BYTES) if "namespace" in given else b""
+            hex_of(given["namespace"], "namespace", KEY_BYTES) if "namespace" in given else b""
         )
         tenant = TenantId(
-            _hex(given["tenant"], "tenant", TENANT_BYTES) if "tenant" in given else b""
+            hex_of(given["tenant"], "tenant", TENANT_BYTES) if "tenant" in given else b""
         )
         tier = given.get("tier", "")
         local = {row.id for row in tiers_of(self._seen().snapshot) if not row.shared} | {"memory"}
@@ -356,19 +339,3 @@ def _page_of(request: web.Request) -> tuple[str, int]:
     if len(cursor) > _MOST_CURSOR:
         raise KVHavenError(f"cursor: too long; expected at most {_MOST_CURSOR} characters")
     return cursor, limit
-
-
-def _hex(text: str, name: str, length: int) -> bytes:
-    """Return the bytes of an id. Raises `KVHavenError` if it is malformed."""
-    if not re.fullmatch(rf"[0-9a-f]{{{2 * length}}}", text):
-        raise KVHavenError(
-            f"{name}: malformed (got {text[:64]!r}); expected {2 * length} hex digits"
-        )
-    return bytes.fromhex(text)
-
-
-def _quota(wanted: int | msgspec.UnsetType | None) -> int | None:
-    """Return a quota as the service expects it."""
-    if wanted is msgspec.UNSET:
-        return None
-    return NO_LIMIT if wanted is None else wanted

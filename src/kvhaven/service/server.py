@@ -147,6 +147,7 @@ class Service:
             self.runner,
             self.verifier,
             self._admin,
+            self.sessions,
             self._membership,
             self._saves,
             self.pins,

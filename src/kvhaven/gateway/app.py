@@ -8,12 +8,13 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from kvhaven.catalog.ghosts import Reason
 from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
@@ -28,6 +29,7 @@ from kvhaven.gateway.steering import Steering
 from kvhaven.gateway.tenants import Tenants
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
 from kvhaven.protocol import MOST_ROWS, ListKind
+from kvhaven.service.accounts import RequestRow
 from kvhaven.service.reuse import decoded
 from kvhaven.service.runtime_settings import Config
 from kvhaven.service.snapshot import EngineRow, NamespaceRow
@@ -44,6 +46,9 @@ MOST_STREAMS: Final = 128
 _MOST_PAGES: Final = 10
 """Pages of a list that one answer collects."""
 _MOST_CURSOR: Final = 256
+_FILTERS: Final = ("engine", "tenant", "reason")
+_MOST_REQUEST_PAGES: Final = 11
+"""Pages of the requests that are kept."""
 _SKIPPED: Final = 10
 """A stream whose client did not take the last event is skipped so many times, then ended."""
 _STREAM_BUFFER: Final = 64 << 10
@@ -196,7 +201,25 @@ class Gateway:
         return await self._page(request, "pins")
 
     async def _on_requests(self, request: web.Request) -> web.Response:
-        return await self._page(request, "requests")
+        given = {name: request.query[name] for name in _FILTERS if name in request.query}
+        if not given:
+            return await self._page(request, "requests")
+        if given.get("reason", Reason.COLD.label) not in {reason.label for reason in Reason}:
+            raise KVHavenError(
+                f"reason: unknown (got {given['reason'][:64]!r}); expected one of "
+                f"{', '.join(reason.label for reason in Reason)}"
+            )
+        cursor, limit = _page_of(request)
+        found: list[RequestRow] = []
+        for _ in range(_MOST_REQUEST_PAGES):
+            raw, cursor = await self._observer.rows("requests", cursor)
+            rows = msgspec.json.decode(raw, type=list[RequestRow])
+            found += [row for row in rows if _matches(row, given)]
+            if not cursor or len(found) > limit:
+                break
+        if len(found) > limit:
+            found, cursor = found[:limit], found[limit - 1].id
+        return json_of(models.Requests(found, cursor or None))
 
     async def _on_tiers(self, request: web.Request) -> web.Response:
         cursor, limit = _page_of(request)
@@ -328,6 +351,15 @@ def _reset(transport: asyncio.Transport) -> None:
     if sock is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()
+
+
+def _matches(row: RequestRow, given: Mapping[str, str]) -> bool:
+    """Return whether a request is one of those that a client asks for."""
+    return (
+        given.get("engine", row.engine) == row.engine
+        and given.get("tenant", row.tenant) == row.tenant
+        and ("reason" not in given or given["reason"] in row.missed)
+    )
 
 
 def _page_of(request: web.Request) -> tuple[str, int]:

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvhaven import __version__
+from kvhaven.catalog.ghosts import Reason
 from kvhaven.gateway.models import Problem
 
 _SCHEMA: Final = "#/components/schemas/{name}"
@@ -50,6 +51,27 @@ CHUNK: Final[Parameter] = {
     "description": "A chunk's id, as `/v1/lookup?chunks=true` tells it.",
     "schema": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
 }
+REQUESTS: Final[Sequence[Parameter]] = (
+    *PAGE,
+    {
+        "name": "engine",
+        "in": "query",
+        "description": "Only requests of this engine.",
+        "schema": {"type": "string", "maxLength": 256},
+    },
+    {
+        "name": "tenant",
+        "in": "query",
+        "description": "Only requests of this tenant; empty: of none.",
+        "schema": {"type": "string", "pattern": "^([0-9a-f]{16})?$"},
+    },
+    {
+        "name": "reason",
+        "in": "query",
+        "description": "Only requests with tokens that were missed for this reason.",
+        "schema": {"type": "string", "enum": [reason.label for reason in Reason]},
+    },
+)
 CHUNKS: Final[Parameter] = {
     "name": "chunks",
     "in": "query",

@@ -56,6 +56,8 @@ class ServiceSnapshot(msgspec.Struct, frozen=True):
     """Of `catalog.leased_bytes`, pinned through the API."""
     pins: int
     draining: bool
+    protocol_errors: int
+    """Connections that were closed for a malformed, unexpected or overdue message."""
     config_generation: int
     switched: dict[str, TierSwitch]
     """Tiers that an operator has switched."""
@@ -136,6 +138,7 @@ class Observation:
         pins: Pins,
         jobs: Jobs,
         draining: Callable[[], bool],
+        protocol_errors: Callable[[], int],
     ) -> None:
         self._service = service
         self._settings = settings
@@ -149,6 +152,7 @@ class Observation:
         self._pins = pins
         self._jobs = jobs
         self._draining = draining
+        self._protocol_errors = protocol_errors
         self._lag = Histogram(SECONDS)
         self._started = time.time()
 
@@ -172,6 +176,7 @@ class Observation:
                 pinned_bytes=self._pins.bytes,
                 pins=len(self._pins),
                 draining=self._draining(),
+                protocol_errors=self._protocol_errors(),
                 config_generation=self._settings.generation,
                 switched={str(name): state for name, state in self._runner.states.items()},
                 catalog=self._catalog.totals(),

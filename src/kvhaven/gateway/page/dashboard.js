@@ -460,7 +460,7 @@ async function drawEngines() {
 
 const places = (values, text) => Object.entries(values).map(([place, value]) => `${place.replace("_", " ")} ${text(value)}`).join(", ") || "–";
 const button = (text, act) => (row) => make("button", { type: "button", onclick: () => act(row()) }, text);
-const cache = { request: "", reason: "", rows: [], more: "" };
+const cache = { reason: "" };
 
 const TABS = {
   Requests: {
@@ -472,13 +472,7 @@ const TABS = {
     rows: async () => {
       $("reason").value = cache.reason;
       write($("why"), cache.reason ? REASONS[cache.reason].join(" ") : "The last 1,024 requests, newest first. “First gap” is the first token that was found nowhere.");
-      const found = [];
-      for (let cursor = "", pages = 0; cursor !== null && pages < (cache.reason ? 11 : 1) && found.length < 100; pages++) {
-        const answer = await page("requests", cursor);
-        found.push(...answer.rows.filter((row) => !cache.reason || cache.reason in row.missed));
-        cursor = answer.next;
-      }
-      return found.slice(0, 100);
+      return (await json(`v1/requests?limit=100${cache.reason && `&reason=${cache.reason}`}`)).rows;
     },
     columns: [
       { title: "Time", text: ({ time }) => clock(time) },

@@ -32,6 +32,7 @@ from kvhaven.service.steering_messages import (
 )
 
 EVENTS: Final = "/events"
+METRICS: Final = "/metrics"
 
 ROUTES: Final = (
     Route("/", "page", "The dashboard.", "text/html", (200, 304)),
@@ -59,7 +60,7 @@ ROUTES: Final = (
         models.InferenceInfo,
         (200, 503),
     ),
-    Route("/metrics", "metrics", "Metrics for Prometheus.", "text/plain", (200, 503)),
+    Route(METRICS, "metrics", "Metrics for Prometheus.", "text/plain", (200, 503)),
     Route("/openapi.json", "openapi", "This description.", "application/json", (200,)),
     Route(
         EVENTS,

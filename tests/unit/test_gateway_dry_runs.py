@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvhaven.catalog import writebehind
@@ -12,6 +13,7 @@ from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.keys import tenant_id
 from kvhaven.service import jobs
+from kvhaven.service.steering_messages import SwitchTier
 from kvhaven.testing.faulty_tier import Faults
 from kvhaven.tiers.format.header import stored_bytes
 from tests.crash.engine import CHUNK_SIZE, EXTENT_BYTES, SHARD_BYTES, Engine, prompt
@@ -123,6 +125,13 @@ def test_every_change_has_a_dry_run(api: GatewayThread) -> None:
         names = [one["name"] for one in described[path][method].get("parameters", [])]
         assert "dry_run" in names, (method, path)
         assert "200" in described[path][method]["responses"], (method, path)
+
+
+def test_an_older_service_refuses_dry_runs_and_makes_changes() -> None:
+    switched = SwitchTier("disk", "off")
+    assert msgspec.json.encode(switched) == b'{"do":"tier","tier":"disk","state":"off"}'
+    dry = msgspec.structs.replace(switched, dry_run=True)
+    assert b'"dry_run":true' in msgspec.json.encode(dry), "a field that it does not know"
 
 
 def test_a_misspelt_dry_run_changes_nothing(api: GatewayThread, node: NodeThread) -> None:

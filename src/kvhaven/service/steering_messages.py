@@ -24,12 +24,18 @@ Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
 
 
 class Request(
-    msgspec.Struct, frozen=True, tag_field="do", forbid_unknown_fields=True, kw_only=True
+    msgspec.Struct,
+    frozen=True,
+    tag_field="do",
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    kw_only=True,
 ):
     """Base class of requests.
 
     With `dry_run`, a change is checked, refused and answered as without it, and nothing changes:
-    the answer says what the change would do now. Questions change nothing anyway.
+    the answer says what the change would do now. Questions change nothing anyway. It is left out
+    otherwise, so that an older service refuses dry runs alone.
     """
 
     dry_run: bool = False

@@ -20,7 +20,7 @@ from kvhaven.peers.listener import ListenerStatus
 from kvhaven.protocol import List, Listed, ListKind
 from kvhaven.service.accounts import Accounts, LookupHistograms, TokenCounts
 from kvhaven.service.arena import Arena
-from kvhaven.service.engines import AttachedEngine, AttachedEngines, chunk_tokens_of
+from kvhaven.service.engines import AttachedEngine, AttachedEngines, chunk_tokens_of, tokens_in
 from kvhaven.service.jobs import Jobs
 from kvhaven.service.pins import Pins
 from kvhaven.service.runtime_settings import RuntimeSettings
@@ -83,6 +83,10 @@ class EngineRow(msgspec.Struct, frozen=True):
     model: str | None
     engine: str | None
     """Versions of the engine and its libraries, in the format `paged`."""
+    device: str | None
+    """vLLM's type of device, in the format `paged`."""
+    block_tokens: int | None
+    """Tokens of a block of vLLM, in the format `paged`."""
     dtype: str | None
     layout: str | None
     format: str | None
@@ -278,6 +282,8 @@ def _engine_row(engine: AttachedEngine) -> EngineRow:
         id=engine.id,
         model=_field(fields, "model"),
         engine=_field(fields, "engine"),
+        device=_field(fields, "device.device_type"),
+        block_tokens=tokens_in(fields, "cache.block_size"),
         dtype=_field(fields, "model.dtype"),
         layout=_field(fields, "layout"),
         format=_field(fields, "format"),

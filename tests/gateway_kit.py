@@ -251,6 +251,17 @@ def state_of(node: NodeThread) -> dict[str, Any]:
     )
 
 
+def state_at_rest(node: NodeThread) -> dict[str, Any]:
+    """Return the state of a service that does nothing of its own, except for writes to tiers."""
+
+    def at_rest() -> bool:
+        tiers = node.service.catalog.totals().tiers.values()
+        return node.service.driver.idle and all(tier.scanned for tier in tiers)
+
+    eventually(lambda: node.call(at_rest))
+    return state_of(node)
+
+
 def state_at(url: str) -> str:
     """Return the state that an API tells; empty if none answers."""
     try:

@@ -27,6 +27,7 @@ from tests.gateway_kit import (
     GatewayThread,
     keys_of,
     make_certificate,
+    state_at_rest,
     state_of,
     tiered_node,
     tokens_of,
@@ -438,7 +439,7 @@ def test_a_dry_run_is_the_request_of_the_change(browser: Any, own: Loaded) -> No
         for button in buttons:
             page.get_by_text(button, exact=True).first.click()
         sent.clear()
-        before = state_of(node)
+        before = state_at_rest(node)
         told = [attempt(page)]
         assert state_of(node) == before, buttons
         told.append(apply(page))

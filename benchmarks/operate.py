@@ -91,6 +91,7 @@ async def _measure_snapshots(say: Callable[[str], None]) -> list[Result]:
         service.pins,
         service.jobs,
         lambda: False,
+        lambda: 0,
     )
     try:
         empty = _snapshot_times(observation)

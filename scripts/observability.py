@@ -266,6 +266,7 @@ ROWS: dict[str, list[Panel]] = {
                 (rate("verified_chunks_total", "result"), "verified: {{result}}"),
                 (rate("refused_commits_total", "job"), "refused commits"),
                 (rate("foreign_lookups_total", "job"), "foreign lookups"),
+                (rate("protocol_errors_total", "job"), "protocol errors"),
             ],
             "Damaged chunks, and bugs of clients.",
         ),

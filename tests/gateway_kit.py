@@ -15,20 +15,26 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
+from kvhaven.catalog.actions import TierName
 from kvhaven.config import Settings
 from kvhaven.gateway.access import access_of
 from kvhaven.gateway.main import serving
 from kvhaven.gateway.observer import Observer
 from kvhaven.gateway.plugins import PluginSettings
 from kvhaven.keys import Extras, KeyChain
+from kvhaven.service.tier_setup import make_tiers
+from kvhaven.testing.faulty_tier import Faults, FaultyTier
+from kvhaven.tiers.base import Tier
 from kvhaven.types import ChunkKey
 from tests.crash.engine import CHUNK_SIZE, Engine
 from tests.crash.node import NodeThread, eventually
 from tests.metrics_kit import check_metrics
 
 TOKEN = "0123456789abcdef-token"
+_DISK = TierName("disk")
 
 
 @contextlib.contextmanager
@@ -40,6 +46,20 @@ def tiered_node(short_dir: Path) -> Iterator[NodeThread]:
     with NodeThread(short_dir / "s.sock", **settings) as node:
         yield node
         node.check()
+
+
+class FaultyNode(NodeThread):
+    """One whose disk has these faults; `faults` may be changed while it runs."""
+
+    def __init__(self, socket: Path, **settings: Any) -> None:
+        super().__init__(socket, **settings)
+        self.disk: FaultyTier
+
+        def tiers(settings: Settings) -> dict[TierName, Tier]:
+            self.disk = FaultyTier(make_tiers(settings)[_DISK], 1, Faults())
+            return {_DISK: self.disk}
+
+        self.make_tiers = tiers
 
 
 @dataclass
@@ -212,6 +232,34 @@ def keys_of(engine: Engine, tokens: list[int], salt: str = "") -> list[ChunkKey]
     chain = KeyChain(engine.ranks[0].attach.namespace, CHUNK_SIZE, Extras(salt=salt))
     chain.extend(tokens)
     return chain.keys
+
+
+def state_of(node: NodeThread) -> dict[str, Any]:
+    """Return all that a change can change in a service, its counters included."""
+    service = node.service
+    return node.call(
+        lambda: {
+            "totals": msgspec.structs.replace(service.catalog.totals(), oldest_lease_s=0),
+            "tenants": list(service.catalog.tenants_after(b"")),
+            "namespaces": list(service.catalog.namespaces_after(b"")),
+            "settings": service.settings.config(),
+            "tiers": dict(service.runner.states),
+            "pins": service.pins.rows(),
+            "jobs": service.jobs.rows(),
+            "draining": (service._membership.draining, service._saves.draining),
+        }
+    )
+
+
+def state_at_rest(node: NodeThread) -> dict[str, Any]:
+    """Return the state of a service that does nothing of its own, except for writes to tiers."""
+
+    def at_rest() -> bool:
+        tiers = node.service.catalog.totals().tiers.values()
+        return node.service.driver.idle and all(tier.scanned for tier in tiers)
+
+    eventually(lambda: node.call(at_rest))
+    return state_of(node)
 
 
 def state_at(url: str) -> str:

@@ -496,7 +496,10 @@ class Flushed(Message, frozen=True, tag=True):
 
 
 class Steer(Message, frozen=True, tag=True):
-    """Requests a change, or what an operator asks; JSON of a `service.steering.Request`."""
+    """Requests a change, or what an operator asks.
+
+    `request` is a `service.steering_messages.Request` as JSON.
+    """
 
     id: int
     request: Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES * 2)]

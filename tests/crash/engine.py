@@ -8,7 +8,7 @@ import ctypes
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import xxhash
@@ -68,6 +68,7 @@ class Rank:
         shard_bytes: int = SHARD_BYTES,
         pause_s: float = 0.0,
         heads: int = 0,
+        more_fields: Mapping[str, str] = {},
         **client: Any,
     ) -> None:
         heads = heads or world_size
@@ -77,6 +78,7 @@ class Rank:
         self.pause_s = pause_s
         fields = {"model": model, "heads": str(heads), "bytes": str(shard_bytes)}
         fields["chunk_size"] = str(CHUNK_SIZE)
+        fields |= more_fields
         self.attach = AttachRank(
             id=1,
             session=engine,

@@ -17,13 +17,21 @@ from kvhaven.catalog.ghosts import Reason
 from kvhaven.client.scheduler import Asking
 from kvhaven.keys import tenant_id
 from tests.crash.engine import CHUNK_SIZE, Engine, prompt
-from tests.crash.node import NodeThread, eventually, status_of
+from tests.crash.node import NodeThread, eventually, flush, status_of
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
 from kvhaven.gateway.page import FILES
 from tests.browser import Console, Page, chromium, number_in, play_load, settled_tokens
-from tests.gateway_kit import GatewayThread, make_certificate, tiered_node
+from tests.gateway_kit import (
+    GatewayThread,
+    keys_of,
+    make_certificate,
+    state_at_rest,
+    state_of,
+    tiered_node,
+    tokens_of,
+)
 
 TOKEN = "0123456789abcdef-token"
 SCHEMES = ("light", "dark")
@@ -394,7 +402,7 @@ def test_tiers_quotas_settings_and_pins_are_changed_after_a_dry_run(
     page.get_by_role("tab", name="Tenants").click()
     page.locator(f"#rows tr[data-id='{tenant}']").get_by_text("Quota…").click()
     page.fill("#fields input >> nth=0", "0.5")
-    assert attempt(page, None).startswith("Would be memory: 512.0 MiB, disk: no quota")
+    assert attempt(page, None).startswith("Would be memory: 512.0 MiB, disk: no quota (before: no")
     assert quotas(api, tenant) == {}
     apply(page)
     assert quotas(api, tenant) == {"memory": 1 << 29}
@@ -415,6 +423,62 @@ def test_tiers_quotas_settings_and_pins_are_changed_after_a_dry_run(
     assert not page.locator("#apply").is_visible()
     page.click("#cancel")
     assert console.lines == []
+    page.context.close()
+
+
+def test_a_dry_run_is_the_request_of_the_change(browser: Any, own: Loaded) -> None:
+    node, _, api = own
+    page, console = opened(browser, api)
+    sent: list[tuple[str, str, str | None]] = []
+    page.on(
+        "request", lambda request: sent.append((request.method, request.url, request.post_data))
+    )
+
+    def run(*buttons: str) -> list[str]:
+        """Open a dialog, and let it make its change; return what it says before and after."""
+        for button in buttons:
+            page.get_by_text(button, exact=True).first.click()
+        sent.clear()
+        before = state_at_rest(node)
+        told = [attempt(page)]
+        assert state_of(node) == before, buttons
+        told.append(apply(page))
+        made = [(method, url, body) for method, url, body in sent if method != "GET"]
+        (dry, real) = made
+        assert "dry_run=true" in dry[1], buttons
+        assert (dry[0], dry[1].replace("dry_run=true", "dry_run=false"), dry[2]) == real, buttons
+        return told
+
+    tokens = page.locator("textarea")
+    page.get_by_role("tab", name="Prompt").click()
+    tokens.fill(", ".join(map(str, tokens_of(5, 2))))
+    page.get_by_text("Pin…").click()
+    assert attempt(page).startswith("✕ pins: the first chunk is in no place"), "as the service says"
+    assert page.locator("#apply").is_disabled()
+    page.click("#cancel")
+    own.engine.save(keys_of(own.engine, tokens_of(5, 2)))
+    flush(node.address)
+    assert run("Prefetch…")[0].startswith("2 of 2 chunks would be in memory; 0 of them")
+    eventually(lambda: api.get("/v1/jobs").json["rows"][-1]["state"] == "done")
+    dry, real = run("Pin…")
+    assert dry.startswith("20 tokens, 24.0 KiB, would be pinned; 0 chunks of them")
+    assert "20 tokens are pinned." in real
+    page.get_by_role("tab", name="Pins").click()
+    page.wait_for_selector("#rows tr[data-id]")
+    dry, real = run("Unpin…")
+    assert (dry.split(", ")[0], "can be evicted again" in real) == ("20 tokens", True)
+    page.get_by_role("tab", name="Log").click()
+    assert run("Flush…")[0] == "0 writes are waiting now."
+    eventually(lambda: api.get("/v1/jobs").json["rows"][-1]["state"] == "done")
+    dry, real = run("Drain…")
+    assert dry.startswith("1 engine stays attached")
+    assert "The service is draining." in real
+    run("Clear all…")
+    page.locator("#tiers tr[data-id=disk]").get_by_text("Switch…").click()
+    page.select_option("#fields select", "off")
+    run()
+    # Expected: the refused pin, and the health of a service that drains.
+    assert not [line for line in console.lines if "409" not in line and "503" not in line]
     page.context.close()
 
 

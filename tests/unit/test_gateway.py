@@ -338,9 +338,13 @@ def test_engines_are_listed_with_their_processes(node: NodeThread, api: GatewayT
         assert (row["model"], row["world_size"], row["attached_ranks"]) == (MODEL, 2, 2)
         assert row["scheduler_attached"]
         assert row["namespace"] == engine.ranks[0].attach.namespace.hex()
-        assert row["dtype"] is None
+        assert [row[name] for name in ("dtype", "device", "block_tokens")] == [None] * 3
         assert api.get("/inference_info").json["engines"] == [row]
     eventually(lambda: not rows_of(api, "engines"))
+    fields = {"device.device_type": "hpu", "cache.block_size": "128"}
+    with Engine(node.address, more_fields=fields):
+        (row,) = rows_of(api, "engines")
+        assert (row["device"], row["block_tokens"], row["chunk_tokens"]) == ("hpu", 128, CHUNK_SIZE)
 
 
 @pytest.mark.parametrize(

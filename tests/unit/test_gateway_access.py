@@ -107,6 +107,40 @@ def test_beyond_loopback_every_request_needs_the_token(
             ask(api.url.replace("https", "http").replace("0.0.0.0", "127.0.0.1"), "/health")
 
 
+def test_the_tokens_for_reading_and_for_metrics_admit_to_nothing_else(
+    node: NodeThread, tmp_path: Path, certificate: Path
+) -> None:
+    files: dict[str, Any] = {"api_tls_certificate": str(certificate)}
+    for name in ("api_token_file", "api_read_token_file", "api_metrics_token_file"):
+        files[name] = str(tmp_path / name)
+        (tmp_path / name).write_text(f"{name}-0123456789")
+    tls = ssl.create_default_context(cafile=certificate)
+    with GatewayThread(node.address, api_listen="0.0.0.0:0", **files) as api:
+
+        def status(name: str, path: str, method: str = "GET") -> int:
+            headers = {"Authorization": f"Bearer {name}-0123456789"}
+            return api.get(path, method=method, headers=headers, body="{}", tls=tls).status
+
+        def checks(name: str) -> list[object]:
+            headers = {"Authorization": f"Bearer {name}-0123456789"}
+            found: list[object] = api.get("/readyz", headers=headers, tls=tls).json["checks"]
+            return found
+
+        eventually(lambda: status("api_token_file", "/health") == 200)
+        for path in ("/metrics", f"/services/{Path(node.address).stem}/metrics"):
+            for name in ("api_token_file", "api_read_token_file", "api_metrics_token_file"):
+                assert status(name, path) == 200, (name, path)
+        for path in ("/health", "/stats", "/config", "/v1/requests", "/services/x/stats"):
+            assert status("api_read_token_file", path) in {200, 404}, path
+            assert status("api_metrics_token_file", path) == 401, path
+        for name, admitted in (("api_token_file", 202), ("api_read_token_file", 401)):
+            assert status(name, "/v1/flush", "POST") == admitted
+        for path in ("/v1/flush", "/metrics"):
+            assert status("api_metrics_token_file", path, "POST") in {401, 405}
+        assert checks("api_read_token_file")
+        assert not checks("api_metrics_token_file")
+
+
 def test_beyond_loopback_without_token_and_tls_it_does_not_start(
     tmp_path: Path, short_dir: Path, certificate: Path
 ) -> None:

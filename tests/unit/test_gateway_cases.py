@@ -10,7 +10,7 @@ import contextlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ import pytest
 from kvhaven.catalog.actions import LeaseId
 from kvhaven.types import TenantId
 from tests.crash.engine import Engine
-from tests.crash.node import NodeThread, eventually
+from tests.crash.node import NodeThread, eventually, flush
 from tests.crash.workload import events_of_this_run, seed_of_this_run
 
 pytest.importorskip("schemathesis", reason="pip install schemathesis, or make setup")
@@ -30,12 +30,24 @@ import requests
 import schemathesis
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
-from tests.gateway_kit import TOKEN, GatewayThread, keys_of, steerable, tiered_node, tokens_of
+from tests.gateway_kit import (
+    TOKEN,
+    GatewayThread,
+    keys_of,
+    state_at_rest,
+    state_of,
+    steerable,
+    tiered_node,
+    tokens_of,
+)
 
 STREAMS: Final = "/events"
 """It never ends, and has tests of its own."""
+DRY_RUN: Final = "dry_run"
 FEW: Final = 400
 _EACH: Final = 8
+_REFUSED: Final = 400
+_UNAVAILABLE: Final = 503
 _BUSY: Final = ("jobs: ", "the service at ")
 """Beginnings of the reasons for 503."""
 
@@ -80,9 +92,32 @@ class Cases:
                 if only_changes and operation.method.upper() == "GET":
                     continue
                 for mode in schemathesis.GenerationMode:
-                    self._run(operation, mode, token=token)
+                    self._run(operation, mode, lambda case: self._send(case, token=token))
 
-    def _run(self, operation: Any, mode: Any, *, token: bool) -> None:
+    def run_dry(self, count: int, each: Callable[[Any, int], None]) -> None:
+        """Send so many dry runs of changes, or a few more; pass each on with its status."""
+        end = self.sent + count
+        while self.sent < end:
+            for operation in self.operations:
+                if DRY_RUN not in [one.name for one in operation.query]:
+                    continue
+                for mode in schemathesis.GenerationMode:
+                    self._run(operation, mode, lambda case: self._send_dry(case, each))
+
+    def real(self, case: Any) -> int:
+        """Send the change of a dry run; return its status."""
+        del case.query[DRY_RUN]
+        return self._send(case, token=True, aimed=True)
+
+    def _send_dry(self, case: Any, each: Callable[[Any, int], None]) -> None:
+        if not isinstance(case.query, dict | None):
+            return
+        case.query = (case.query or {}) | {DRY_RUN: "true"}
+        status = self._send(case, token=True)
+        if status:
+            each(case, status)
+
+    def _run(self, operation: Any, mode: Any, send: Callable[[Any], object]) -> None:
         @hypothesis.seed(self._random.getrandbits(32))
         @hypothesis.settings(
             max_examples=_EACH,
@@ -93,13 +128,14 @@ class Cases:
         )
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def each(case: Any) -> None:
-            self._send(case, token=token)
+            send(case)
 
         with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # all that it takes is valid
             each()
 
-    def _send(self, case: Any, *, token: bool) -> None:
-        if self._random.random() < 0.5:
+    def _send(self, case: Any, *, token: bool, aimed: bool = False) -> int:
+        """Send a case, and check the answer; return its status, 0 if no client can send this."""
+        if not aimed and self._random.random() < 0.5:
             _aim(case)
         case.headers = {
             name: value for name, value in (case.headers or {}).items() if name == "If-Match"
@@ -109,7 +145,7 @@ class Cases:
         try:
             answer = case.call(base_url=self._api.url, session=self._session, timeout=60)
         except (requests.exceptions.InvalidHeader, requests.exceptions.InvalidURL, ValueError):
-            return  # no client can send this
+            return 0
         name = f"{case.method} {case.path}"
         self.statuses[name, answer.status_code] += 1
         told = (
@@ -123,6 +159,7 @@ class Cases:
             assert answer.status_code in {401, 404, 405}, told
         if str(answer.status_code) in case.operation.definition.raw["responses"]:
             case.validate_response(answer, checks=[response_schema_conformance])
+        return int(answer.status_code)
 
 
 def _aim(case: Any) -> None:
@@ -136,8 +173,8 @@ def _aim(case: Any) -> None:
         case.path_parameters["name"] = "disk"
 
 
-def state_of(api: GatewayThread) -> dict[str, Any]:
-    """Return all that a change could change."""
+def seen_by(api: GatewayThread) -> dict[str, Any]:
+    """Return all that a change could change, as the API shows it."""
     rows = {n: api.get(f"/v1/{n}").json["rows"] for n in ("jobs", "pins", "tenants", "namespaces")}
     tiers = {row["id"]: row["state"] for row in api.get("/v1/tiers").json["rows"]}
     return rows | {"tiers": tiers, "config": api.get("/config").json, "health": api.health()}
@@ -150,9 +187,9 @@ def test_no_request_fails_the_api_and_none_changes_anything_without_the_token(
     with Engine(node.address) as engine:
         engine.save(keys_of(engine, tokens_of(2, 2)), tenant=TenantId(b"12345678"))
         engine.save(keys_of(engine, tokens_of(1, 2)))
-        before = eventually(lambda: (s := state_of(api))["tenants"] and s)
+        before = eventually(lambda: (s := seen_by(api))["tenants"] and s)
         cases.run(count // 4, token=False, only_changes=True)
-        assert state_of(api) == before
+        assert seen_by(api) == before
         cases.run(count - cases.sent, token=True)
         reached = {status for _, status in cases.statuses}
         seen = sorted((n, c, k) for (n, c), k in cases.statuses.items())
@@ -165,3 +202,28 @@ def test_no_request_fails_the_api_and_none_changes_anything_without_the_token(
         for row in api.get("/v1/pins").json["rows"]:
             node.call(lambda i=row["id"]: node.service.pins.unpin(LeaseId(int(i))))  # type: ignore[misc]
         node.check()
+
+
+def test_no_dry_run_changes_anything_and_each_is_refused_like_its_change(
+    node: NodeThread, api: GatewayThread
+) -> None:
+    cases, count = Cases(api), events_of_this_run(FEW)
+    refused = Counter[bool]()
+
+    def changes_nothing(case: Any, _: int) -> None:
+        assert state_of(node) == before, case.as_curl_command()
+
+    def promises(case: Any, status: int) -> None:
+        real = cases.real(case)
+        if _UNAVAILABLE not in {status, real}:  # too many jobs, which end meanwhile
+            refused[real >= _REFUSED] += 1
+            assert real == status or max(real, status) < _REFUSED, (status, real, case)
+
+    with Engine(node.address) as engine:
+        engine.save(keys_of(engine, tokens_of(2, 2)), tenant=TenantId(b"12345678"))
+        engine.save(keys_of(engine, tokens_of(1, 2)))
+        flush(node.address)
+        before = state_at_rest(node)
+        cases.run_dry(count // 2, changes_nothing)
+        cases.run_dry(count // 2, promises)
+        assert refused[True] > count // 20 < refused[False], refused

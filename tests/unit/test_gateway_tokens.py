@@ -10,18 +10,17 @@ import pytest
 from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.client.scheduler import Asking
-from kvhaven.config import Settings
 from kvhaven.keys import tenant_id
-from kvhaven.service.tier_setup import make_tiers
-from kvhaven.testing.faulty_tier import Faults, FaultyTier
-from kvhaven.tiers.base import Tier
+from kvhaven.protocol import Hello, Release, Status, encode
+from kvhaven.testing.faulty_tier import Faults
 from tests.crash.engine import CHUNK_SIZE, EXTENT_BYTES, Engine, prompt
 from tests.crash.node import MIB, NodeThread, eventually, flush
+from tests.crash.raw import Raw
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
 from kvhaven.gateway.tenants import TenantBytes, largest
-from tests.gateway_kit import GatewayThread, tiered_node
+from tests.gateway_kit import FaultyNode, GatewayThread, tiered_node
 from tests.metrics_kit import samples_of, summed
 
 DISK = TierName("disk")
@@ -113,6 +112,64 @@ def test_tokens_are_counted_by_where_they_were(node: NodeThread, api: GatewayThr
     assert sum(found["kvhaven_promotion_wait_seconds_count"].values()) == 3
 
 
+def test_requests_are_found_by_engine_tenant_and_reason(
+    node: NodeThread, api: GatewayThread
+) -> None:
+    tenant, count = tenant_id("ann"), 130
+    with Engine(node.address) as engine:
+        engine.save(prompt("a", 2))
+        for number in range(count):
+            keys = prompt("a", 2) if number % 2 else prompt(number, 1)
+            engine.scheduler.acquire(keys, about=Asking(23, 0, f"n{number}"))
+        looked_up(engine, api, prompt("b", 2), Asking(20, 0, "ann"), tenant=tenant)
+    every = api.get("/v1/requests?limit=100").json
+    every["rows"] += api.get(f"/v1/requests?limit=100&cursor={every['next']}").json["rows"]
+    assert len(every["rows"]) == count + 1
+
+    def found(query: str, limit: int) -> list[str]:
+        """Return the ids of all rows of a query, page by page."""
+        rows, cursor = [], ""
+        while cursor is not None:
+            page = api.get(f"/v1/requests?limit={limit}&cursor={cursor}&{query}").json
+            assert len(page["rows"]) <= limit
+            rows += [row["id"] for row in page["rows"]]
+            cursor = page["next"]
+        return rows
+
+    def kept(name: str, value: str) -> list[str]:
+        rows = [row for row in every["rows"] if value in {row.get(name)} | row["missed"].keys()]
+        return [row["id"] for row in rows]
+
+    assert len(kept("reason", "cold")) == count // 2 + 1
+    for limit in (100, 7):
+        for reason in ("cold", "partial_chunk", "evicted"):
+            assert found(f"reason={reason}", limit) == kept("reason", reason)
+        assert found(f"tenant={tenant.hex()}", limit) == kept("tenant", tenant.hex())
+        assert found("tenant=", limit) == kept("tenant", "")
+        assert found("engine=engine%231", limit) == kept("engine", "engine#1")
+        assert found("engine=engine%231&reason=cold&tenant=", limit) == kept("reason", "cold")[1:]
+        assert found("engine=other", limit) == []
+    assert api.get("/v1/requests?reason=unlucky").status == 400
+
+
+def test_connections_that_break_the_protocol_are_counted(
+    node: NodeThread, api: GatewayThread
+) -> None:
+    def errors() -> float:
+        found = samples_of(api.get("/metrics").body.decode())
+        return found["kvhaven_protocol_errors_total"][frozenset()]
+
+    with Engine(node.address):
+        assert errors() == 0
+    with Raw(node) as raw:
+        raw.say(Hello()).raw(encode(Status(1))[:-3])  # it only goes away
+    for broken in (b"GET / HTTP/1.1\r\n\r\n", encode(Hello()) + encode(Release(1, [1]))):
+        with Raw(node) as raw:
+            raw.raw(broken)
+            assert raw.is_closed()
+    eventually(lambda: errors() == 2)
+
+
 def test_tokens_that_could_not_be_saved_are_counted(node: NodeThread, api: GatewayThread) -> None:
     def skipped() -> dict[str, float]:
         return summed(
@@ -201,20 +258,6 @@ def test_an_evicted_chunk_is_told_from_one_that_never_was(
             evicted = summed(found, "kvhaven_evicted_chunks_total", "reason", place="memory")
             assert ages["space"] == evicted["space"] >= 8
         node.check()
-
-
-class FaultyNode(NodeThread):
-    """One whose disk has these faults; `faults` may be changed while it runs."""
-
-    def __init__(self, socket: Path, **settings: Any) -> None:
-        super().__init__(socket, **settings)
-        self.disk: FaultyTier
-
-        def tiers(settings: Settings) -> dict[TierName, Tier]:
-            self.disk = FaultyTier(make_tiers(settings)[DISK], 1, Faults())
-            return {DISK: self.disk}
-
-        self.make_tiers = tiers
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,13 @@ def test_room_for_adapters_does_not_count(model: Path, config: Any, kv_format: K
         assert differing(one, config, kv_format) == []
 
 
+def test_the_api_knows_what_the_fields_of_device_and_block_are_named(config: Any) -> None:
+    """`service.snapshot` shows them."""
+    paged = fields(config, "paged")
+    assert paged["device.device_type"] == "cpu"
+    assert int(paged["cache.block_size"]) == config.cache_config.block_size
+
+
 def test_the_engines_version_counts_in_the_paged_format_alone(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,25 @@ def test_without_a_terminal_it_prints_a_line_a_second(node: NodeThread, engine: 
         assert process.wait() == 0
 
 
+def test_snapshots_are_streamed_as_json_until_the_service_is_silent(short_dir: Path) -> None:
+    node = NodeProcess(short_dir / "s.sock", short_dir / "log")
+    arguments = [sys.executable, "-m", "kvhaven.cli", *command(node.address, *QUICK, "--json")]
+    with (
+        node,
+        subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())["service"]
+        node.kill()
+        node.start()
+        while json.loads(process.stdout.readline())["service"] == first:
+            pass  # snapshots from before the kill
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
 def test_a_service_that_does_not_answer_is_an_error(short_dir: Path) -> None:
     found = piped(str(short_dir / "none.sock"), "--once")
     assert (found.returncode, found.stdout) == (1, "")

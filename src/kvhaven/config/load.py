@@ -278,6 +278,8 @@ _SERVICE_ONLY = (
     "stop_deadline_s",
     "api_listen",
     "api_token_file",
+    "api_read_token_file",
+    "api_metrics_token_file",
     "api_tls_certificate",
     "api_tls_key",
     "api_hosts",

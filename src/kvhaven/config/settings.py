@@ -476,6 +476,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             kind="path",
         ),
     ] = None
+    api_read_token_file: Annotated[
+        str | None,
+        setting(
+            "File with a further token of the HTTP API that reads everything beyond loopback, and "
+            "changes nothing.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
+    api_metrics_token_file: Annotated[
+        str | None,
+        setting(
+            "File with a further token of the HTTP API that reads only /metrics beyond loopback: "
+            "for Prometheus.",
+            "a path, or none",
+            kind="path",
+        ),
+    ] = None
     api_tls_certificate: Annotated[
         str | None,
         setting(

@@ -27,7 +27,8 @@ class Access(NamedTuple):
     """Where the API listens, and what it requires of clients.
 
     Exactly one of `address` (TCP) and `path` (a unix socket) is set. `names` are the host names,
-    in lower case, that a request may name besides IP addresses; `token` is empty if none is set.
+    in lower case, that a request may name besides IP addresses. `token` admits to everything,
+    `read_token` to reading, `metrics_token` to the metrics alone; each is empty if it is not set.
     """
 
     address: Address | None
@@ -36,6 +37,8 @@ class Access(NamedTuple):
     certificate: str | None
     key: str | None
     names: frozenset[str]
+    read_token: bytes = b""
+    metrics_token: bytes = b""
 
     @property
     def remote(self) -> bool:
@@ -82,22 +85,18 @@ class Access(NamedTuple):
 
     def may_read(self, authorization: str) -> bool:
         """Return whether a client with this `Authorization` header may read everything."""
-        return not self.remote or self.admits(authorization)
+        return not self.remote or _has(authorization, self.token, self.read_token)
+
+    def may_read_metrics(self, authorization: str) -> bool:
+        """Return whether a client with this `Authorization` header may read the metrics."""
+        return self.may_read(authorization) or _has(authorization, self.metrics_token)
 
     def may_change(self, authorization: str) -> bool:
         """Return whether a client with this `Authorization` header may change something.
 
         A unix socket accepts only this user's processes, which could use the service directly.
         """
-        return self.address is None or self.admits(authorization)
-
-    def admits(self, authorization: str) -> bool:
-        """Return whether the value of an `Authorization` header has the token."""
-        given = authorization.strip()
-        if not self.token or not given.lower().startswith(_BEARER):
-            return False
-        text = given[len(_BEARER) :].strip()
-        return hmac.compare_digest(text.encode(errors="surrogateescape"), self.token)
+        return self.address is None or _has(authorization, self.token)
 
 
 def access_of(settings: Settings) -> Access:
@@ -127,6 +126,8 @@ def access_of(settings: Settings) -> Access:
         settings.api_tls_certificate,
         settings.api_tls_key,
         frozenset(names),
+        read_token(settings.api_read_token_file, "api_read_token_file"),
+        read_token(settings.api_metrics_token_file, "api_metrics_token_file"),
     )
     missing = [
         name
@@ -144,6 +145,15 @@ def access_of(settings: Settings) -> Access:
         )
     access.tls()
     return access
+
+
+def _has(authorization: str, *tokens: bytes) -> bool:
+    """Return whether the value of an `Authorization` header has one of the tokens that are set."""
+    given = authorization.strip()
+    if not given.lower().startswith(_BEARER):
+        return False
+    text = given[len(_BEARER) :].strip().encode(errors="surrogateescape")
+    return any(token and hmac.compare_digest(text, token) for token in tokens)
 
 
 def _host_of(header: str) -> str:

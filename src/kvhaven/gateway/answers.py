@@ -3,6 +3,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -30,6 +31,15 @@ async def body_of(request: web.Request, kind: type[T], default: T | None = None)
         raise KVHavenError(f"body: incomplete after {HEADER_S:g} s") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise KVHavenError(f"body: not valid ({error})") from error
+
+
+def hex_of(text: str, name: str, length: int) -> bytes:
+    """Return the bytes of an id. Raises `KVHavenError` if it is malformed."""
+    if not re.fullmatch(rf"[0-9a-f]{{{2 * length}}}", text):
+        raise KVHavenError(
+            f"{name}: malformed (got {text[:64]!r}); expected {2 * length} hex digits"
+        )
+    return bytes.fromhex(text)
 
 
 def require_known(request: web.Request, known: set[str]) -> None:

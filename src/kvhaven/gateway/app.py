@@ -5,20 +5,20 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import re
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from kvhaven.catalog.ghosts import Reason
 from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
-from kvhaven.gateway.answers import answered, audit, body_of, json_of, problem, switch
+from kvhaven.gateway.answers import answered, audit, hex_of, json_of, problem, switch
 from kvhaven.gateway.history import History
 from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
@@ -28,11 +28,12 @@ from kvhaven.gateway.reuse import ReuseCurve
 from kvhaven.gateway.steering import Steering
 from kvhaven.gateway.tenants import Tenants
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
-from kvhaven.protocol import MOST_ROWS, NO_LIMIT, ListKind
+from kvhaven.protocol import MOST_ROWS, ListKind
+from kvhaven.service.accounts import RequestRow
 from kvhaven.service.reuse import decoded
 from kvhaven.service.runtime_settings import Config
 from kvhaven.service.snapshot import EngineRow, NamespaceRow
-from kvhaven.service.steering import GetConfig
+from kvhaven.service.steering_messages import GetConfig
 from kvhaven.types import KEY_BYTES, TENANT_BYTES, TenantId
 
 T = TypeVar("T")
@@ -45,6 +46,9 @@ MOST_STREAMS: Final = 128
 _MOST_PAGES: Final = 10
 """Pages of a list that one answer collects."""
 _MOST_CURSOR: Final = 256
+_FILTERS: Final = ("engine", "tenant", "reason")
+_MOST_REQUEST_PAGES: Final = 11
+"""Pages of the requests that are kept."""
 _SKIPPED: Final = 10
 """A stream whose client did not take the last event is skipped so many times, then ended."""
 _STREAM_BUFFER: Final = 64 << 10
@@ -197,7 +201,25 @@ class Gateway:
         return await self._page(request, "pins")
 
     async def _on_requests(self, request: web.Request) -> web.Response:
-        return await self._page(request, "requests")
+        given = {name: request.query[name] for name in _FILTERS if name in request.query}
+        if not given:
+            return await self._page(request, "requests")
+        if given.get("reason", Reason.COLD.label) not in {reason.label for reason in Reason}:
+            raise KVHavenError(
+                f"reason: unknown (got {given['reason'][:64]!r}); expected one of "
+                f"{', '.join(reason.label for reason in Reason)}"
+            )
+        cursor, limit = _page_of(request)
+        found: list[RequestRow] = []
+        for _ in range(_MOST_REQUEST_PAGES):
+            raw, cursor = await self._observer.rows("requests", cursor)
+            rows = msgspec.json.decode(raw, type=list[RequestRow])
+            found += [row for row in rows if _matches(row, given)]
+            if not cursor or len(found) > limit:
+                break
+        if len(found) > limit:
+            found, cursor = found[:limit], found[limit - 1].id
+        return json_of(models.Requests(found, cursor or None))
 
     async def _on_tiers(self, request: web.Request) -> web.Response:
         cursor, limit = _page_of(request)
@@ -236,22 +258,6 @@ class Gateway:
 
     # --- changes ----------------------------------------------------------------------------
 
-    async def _on_set_quota(self, request: web.Request) -> web.Response:
-        tenant = TenantId(_hex(request.match_info["id"], "id", TENANT_BYTES))
-        wanted = await body_of(request, models.NewQuota)
-        limited = await self._observer.limit(tenant, _quota(wanted.memory), _quota(wanted.disk))
-        audit(request, f"quotas of memory {limited.memory}, disk {limited.disk} bytes")
-        await self._observer.refresh()
-        return json_of(
-            models.TenantQuota(
-                tenant.hex(),
-                limited.memory,
-                limited.disk,
-                limited.memory_bytes,
-                limited.disk_bytes,
-            )
-        )
-
     async def _on_drop_chunks(self, request: web.Request) -> web.Response:
         given = request.query
         unknown = given.keys() - {str(parameter["name"]) for parameter in SELECTOR}
@@ -262,10 +268,10 @@ class Gateway:
         if everything == bool(named):
             raise KVHavenError("expected namespace, tenant or tier, or else all=true")
         namespace = (
-            _hex(given["namespace"], "namespace", KEY_BYTES) if "namespace" in given else b""
+            hex_of(given["namespace"], "namespace", KEY_BYTES) if "namespace" in given else b""
         )
         tenant = TenantId(
-            _hex(given["tenant"], "tenant", TENANT_BYTES) if "tenant" in given else b""
+            hex_of(given["tenant"], "tenant", TENANT_BYTES) if "tenant" in given else b""
         )
         tier = given.get("tier", "")
         local = {row.id for row in tiers_of(self._seen().snapshot) if not row.shared} | {"memory"}
@@ -347,6 +353,15 @@ def _reset(transport: asyncio.Transport) -> None:
     transport.abort()
 
 
+def _matches(row: RequestRow, given: Mapping[str, str]) -> bool:
+    """Return whether a request is one of those that a client asks for."""
+    return (
+        given.get("engine", row.engine) == row.engine
+        and given.get("tenant", row.tenant) == row.tenant
+        and ("reason" not in given or given["reason"] in row.missed)
+    )
+
+
 def _page_of(request: web.Request) -> tuple[str, int]:
     """Return cursor and limit of a request. Raises `KVHavenError` if one is not valid."""
     text, cursor = request.query.get("limit", str(MOST_ROWS)), request.query.get("cursor", "")
@@ -356,19 +371,3 @@ def _page_of(request: web.Request) -> tuple[str, int]:
     if len(cursor) > _MOST_CURSOR:
         raise KVHavenError(f"cursor: too long; expected at most {_MOST_CURSOR} characters")
     return cursor, limit
-
-
-def _hex(text: str, name: str, length: int) -> bytes:
-    """Return the bytes of an id. Raises `KVHavenError` if it is malformed."""
-    if not re.fullmatch(rf"[0-9a-f]{{{2 * length}}}", text):
-        raise KVHavenError(
-            f"{name}: malformed (got {text[:64]!r}); expected {2 * length} hex digits"
-        )
-    return bytes.fromhex(text)
-
-
-def _quota(wanted: int | msgspec.UnsetType | None) -> int | None:
-    """Return a quota as the service expects it."""
-    if wanted is msgspec.UNSET:
-        return None
-    return NO_LIMIT if wanted is None else wanted

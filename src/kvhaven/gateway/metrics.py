@@ -355,6 +355,12 @@ def _reuse(curve: Curve) -> Iterator[str]:
 
 def _peers(snapshot: ServiceSnapshot) -> Iterator[str]:
     listener = snapshot.listener
+    yield _one(
+        "protocol_errors_total",
+        "counter",
+        "Connections to the socket that were closed for a malformed or unexpected message.",
+        snapshot.protocol_errors,
+    )
     yield _family(
         "peer_connections",
         "gauge",

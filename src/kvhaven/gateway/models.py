@@ -11,7 +11,7 @@ from kvhaven.service.accounts import RequestRow
 from kvhaven.service.jobs import JobRow
 from kvhaven.service.pins import PinRow
 from kvhaven.service.snapshot import EngineRow, NamespaceRow, TenantRow
-from kvhaven.service.steering import Seconds, Ttl
+from kvhaven.service.steering_messages import Seconds, Ttl
 from kvhaven.service.tier_runner import TierSwitch
 
 GB = 1_000_000_000
@@ -289,16 +289,6 @@ class Requests(msgspec.Struct, frozen=True):
 
     rows: list[RequestRow]
     next: str | None
-
-
-class TenantQuota(msgspec.Struct, frozen=True):
-    """Quotas of a tenant in bytes, null without one, and its usage in memory and on disk."""
-
-    id: str
-    memory: int | None
-    disk: int | None
-    memory_bytes: int
-    disk_bytes: int
 
 
 class Dropped(msgspec.Struct, frozen=True):

@@ -19,8 +19,6 @@ from kvhaven.protocol import (
     Cleared,
     FrameReader,
     Hello,
-    Limit,
-    Limited,
     List,
     Listed,
     ListKind,
@@ -36,7 +34,7 @@ from kvhaven.protocol import (
     encode,
 )
 from kvhaven.service.snapshot import ServiceSnapshot
-from kvhaven.service.steering import Request
+from kvhaven.service.steering_messages import Request
 from kvhaven.types import TenantId
 
 M = TypeVar("M", bound=Message)
@@ -144,11 +142,6 @@ class Observer:
             self._next_list = _now() + _LIST_PAUSE_S
         return msgspec.Raw(listed.rows), listed.next
 
-    async def limit(self, tenant: TenantId, memory: int | None, disk: int | None) -> Limited:
-        """Set quotas of a tenant in bytes; see `Control.limit`. Raises as `rows` does."""
-        request = Limit(next(self._ids), tenant, memory, disk)
-        return await self._ask(request, Limited, SILENT_S)
-
     async def clear(
         self, namespace: bytes, tier: str, tenant: TenantId, *, dry_run: bool
     ) -> Cleared:
@@ -212,7 +205,7 @@ class Observer:
         writer.close()
 
     async def _ask(
-        self, request: Observe | List | Limit | Clear | Steer, wanted: type[M], timeout_s: float
+        self, request: Observe | List | Clear | Steer, wanted: type[M], timeout_s: float
     ) -> M:
         writer = self._writer
         if writer is None:

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvhaven import __version__
+from kvhaven.catalog.ghosts import Reason
 from kvhaven.gateway.models import Problem
 
 _SCHEMA: Final = "#/components/schemas/{name}"
@@ -50,6 +51,27 @@ CHUNK: Final[Parameter] = {
     "description": "A chunk's id, as `/v1/lookup?chunks=true` tells it.",
     "schema": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
 }
+REQUESTS: Final[Sequence[Parameter]] = (
+    *PAGE,
+    {
+        "name": "engine",
+        "in": "query",
+        "description": "Only requests of this engine.",
+        "schema": {"type": "string", "maxLength": 256},
+    },
+    {
+        "name": "tenant",
+        "in": "query",
+        "description": "Only requests of this tenant; empty: of none.",
+        "schema": {"type": "string", "pattern": "^([0-9a-f]{16})?$"},
+    },
+    {
+        "name": "reason",
+        "in": "query",
+        "description": "Only requests with tokens that were missed for this reason.",
+        "schema": {"type": "string", "enum": [reason.label for reason in Reason]},
+    },
+)
 CHUNKS: Final[Parameter] = {
     "name": "chunks",
     "in": "query",
@@ -63,20 +85,18 @@ TIER: Final[Parameter] = {
     "description": "A tier, as `/v1/tiers` shows it.",
     "schema": {"type": "string", "maxLength": 64},
 }
-CHANGE: Final[Sequence[Parameter]] = (
-    {
-        "name": "dry_run",
-        "in": "query",
-        "description": "Change nothing, only check.",
-        "schema": {"type": "boolean", "default": False},
-    },
-    {
-        "name": "If-Match",
-        "in": "header",
-        "description": "The ETag of `/config`; another one is refused.",
-        "schema": {"type": "string"},
-    },
-)
+DRY_RUN: Final[Parameter] = {
+    "name": "dry_run",
+    "in": "query",
+    "description": "Change nothing: check, and say what the change would do.",
+    "schema": {"type": "boolean", "default": False},
+}
+IF_MATCH: Final[Parameter] = {
+    "name": "If-Match",
+    "in": "header",
+    "description": "The ETag of `/config`; another one is refused.",
+    "schema": {"type": "string"},
+}
 SELECTOR: Final[Sequence[Parameter]] = (
     {
         "name": "namespace",
@@ -102,12 +122,7 @@ SELECTOR: Final[Sequence[Parameter]] = (
         "description": "Needed to drop everything, without another parameter.",
         "schema": {"type": "boolean", "default": False},
     },
-    {
-        "name": "dry_run",
-        "in": "query",
-        "description": "Drop nothing, only count.",
-        "schema": {"type": "boolean", "default": False},
-    },
+    DRY_RUN,
 )
 
 
@@ -116,6 +131,7 @@ class Route(NamedTuple):
 
     `answer` is a struct for JSON, or a media type. `parameters` and the struct of the `body` are
     those of the request. A method other than `get` changes something, which needs the token.
+    `plan` is the type of the answer to a dry run, if it is another one than `answer`.
     """
 
     path: str
@@ -126,11 +142,13 @@ class Route(NamedTuple):
     parameters: Sequence[Parameter] = ()
     body: type[msgspec.Struct] | Any = None
     method: str = "get"
+    plan: type[msgspec.Struct] | None = None
 
 
 def document(routes: Sequence[Route]) -> bytes:
     """Return the description as JSON."""
     kinds: list[Any] = [route.answer for route in routes if not isinstance(route.answer, str)]
+    kinds += [route.plan for route in routes if route.plan is not None]
     kinds += [route.body for route in routes if _is_struct(route.body)]
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -197,12 +215,18 @@ _MEANINGS: Final = {
     412: "The settings have another ETag than If-Match.",
     503: "The service is stopping or does not answer, or there are too many streams.",
 }
-_DONE: Final = {200, 201, 202}
+_OK: Final = 200
+_DONE: Final = {_OK, 201, 202}
 _STATES: Final = {200, 503}
 
 
 def _response(route: Route, status: int) -> dict[str, Any]:
     found: dict[str, Any] = {"description": _MEANINGS[status]}
+    if status == _OK and route.plan is not None:
+        return {
+            "description": "The answer to a dry run.",
+            "content": {"application/json": {"schema": _reference(route.plan)}},
+        }
     own = status in _DONE or (status in _STATES and _shows_health(route))
     if status == 304:  # noqa: PLR2004  it has no body
         return found
@@ -211,10 +235,12 @@ def _response(route: Route, status: int) -> dict[str, Any]:
         found["content"] = {route.answer: {"schema": schema}}
         return found
     kind = route.answer if own and not isinstance(route.answer, str) else Problem
-    found["content"] = {
-        "application/json": {"schema": {"$ref": _SCHEMA.format(name=kind.__name__)}}
-    }
+    found["content"] = {"application/json": {"schema": _reference(kind)}}
     return found
+
+
+def _reference(kind: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _SCHEMA.format(name=kind.__name__)}
 
 
 def _shows_health(route: Route) -> bool:

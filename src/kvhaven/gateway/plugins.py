@@ -23,7 +23,7 @@ from kvhaven.service.accounts import MOST_REQUESTS, RequestRow
 from kvhaven.service.jobs import JobRow
 from kvhaven.service.runtime_settings import Config
 from kvhaven.service.snapshot import EngineRow, ServiceSnapshot
-from kvhaven.service.steering import Found, GetConfig, GetJob, LookUp, PinChain, Promote
+from kvhaven.service.steering_messages import Found, GetConfig, GetJob, LookUp, PinChain, Promote
 
 _SCRIPT: Final = re.compile(r"(worker|scheduler|all)(_\d+)?(_.*)?\.(py|sh)", re.IGNORECASE)
 _JOB_S: Final = 60.0

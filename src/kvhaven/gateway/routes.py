@@ -5,14 +5,34 @@ from typing import Final
 
 from kvhaven.gateway import models
 from kvhaven.gateway.history import Recent
-from kvhaven.gateway.openapi import CHANGE, CHUNK, CHUNKS, JOB, PAGE, SELECTOR, TENANT, TIER, Route
+from kvhaven.gateway.openapi import (
+    CHUNK,
+    CHUNKS,
+    DRY_RUN,
+    IF_MATCH,
+    JOB,
+    PAGE,
+    REQUESTS,
+    SELECTOR,
+    TENANT,
+    TIER,
+    Route,
+)
 from kvhaven.gateway.reuse import Curve
-from kvhaven.service.jobs import JobRow
-from kvhaven.service.pins import PinRow
+from kvhaven.service.jobs import JobPlan, JobRow
+from kvhaven.service.pins import PinPlan, PinRow
 from kvhaven.service.runtime_settings import Changes, Config
-from kvhaven.service.steering import ChunkRow, Drained, Found, TierState
+from kvhaven.service.steering_messages import (
+    ChunkRow,
+    Drained,
+    EndedPin,
+    Found,
+    TenantQuota,
+    TierState,
+)
 
 EVENTS: Final = "/events"
+METRICS: Final = "/metrics"
 
 ROUTES: Final = (
     Route("/", "page", "The dashboard.", "text/html", (200, 304)),
@@ -29,7 +49,7 @@ ROUTES: Final = (
         "Change settings while the service runs; all of them, or none.",
         Changes,
         (200, 400, 401, 403, 409, 412, 503),
-        CHANGE,
+        (DRY_RUN, IF_MATCH),
         models.Values,
         "post",
     ),
@@ -40,7 +60,7 @@ ROUTES: Final = (
         models.InferenceInfo,
         (200, 503),
     ),
-    Route("/metrics", "metrics", "Metrics for Prometheus.", "text/plain", (200, 503)),
+    Route(METRICS, "metrics", "Metrics for Prometheus.", "text/plain", (200, 503)),
     Route("/openapi.json", "openapi", "This description.", "application/json", (200,)),
     Route(
         EVENTS,
@@ -74,7 +94,7 @@ ROUTES: Final = (
         "The last 1,024 requests, newest first.",
         models.Requests,
         (200, 400, 503),
-        PAGE,
+        REQUESTS,
     ),
     Route("/v1/tiers", "tiers", "Tiers.", models.Tiers, (200, 400, 503), PAGE),
     Route("/v1/pins", "pins", "Pins.", models.Pins, (200, 400, 503), PAGE),
@@ -97,48 +117,52 @@ ROUTES: Final = (
         "prefetch",
         "Promote the chunks of a prompt to memory.",
         JobRow,
-        (202, 400, 401, 403, 404, 409, 503),
-        (),
+        (200, 202, 400, 401, 403, 404, 409, 503),
+        (DRY_RUN,),
         models.Chain,
         "post",
+        JobPlan,
     ),
     Route(
         "/v1/verify",
         "verify",
         "Verify the checksums of a prompt's chunks in memory; those in tiers are promoted.",
         JobRow,
-        (202, 400, 401, 403, 404, 409, 503),
-        (),
+        (200, 202, 400, 401, 403, 404, 409, 503),
+        (DRY_RUN,),
         models.Chain,
         "post",
+        JobPlan,
     ),
     Route(
         "/v1/move",
         "move",
         "Write the chunks of a prompt to a tier.",
         JobRow,
-        (202, 400, 401, 403, 404, 409, 503),
-        (),
+        (200, 202, 400, 401, 403, 404, 409, 503),
+        (DRY_RUN,),
         models.MovedChain,
         "post",
+        JobPlan,
     ),
     Route(
         "/v1/pins",
         "pin",
         "Pin the chunks of a prompt in memory for a time.",
         PinRow,
-        (201, 400, 401, 403, 404, 409, 503),
-        (),
+        (200, 201, 400, 401, 403, 404, 409, 503),
+        (DRY_RUN,),
         models.PinnedChain,
         "post",
+        PinPlan,
     ),
     Route(
         "/v1/pins/{id}",
         "unpin",
         "End a pin.",
-        PinRow,
+        EndedPin,
         (200, 400, 401, 403, 404, 503),
-        (JOB,),
+        (JOB, DRY_RUN),
         method="delete",
     ),
     Route(
@@ -147,7 +171,7 @@ ROUTES: Final = (
         "Switch a tier on, off, or to reads only, until the service ends.",
         TierState,
         (200, 400, 401, 403, 404, 503),
-        (TIER,),
+        (TIER, DRY_RUN),
         models.NewState,
         "post",
     ),
@@ -156,10 +180,11 @@ ROUTES: Final = (
         "flush",
         "Wait until all chunks in memory are written to the tiers.",
         JobRow,
-        (202, 400, 401, 403, 503),
-        (),
+        (200, 202, 400, 401, 403, 503),
+        (DRY_RUN,),
         models.Waiting,
         "post",
+        JobPlan,
     ),
     Route(
         "/v1/drain",
@@ -167,7 +192,7 @@ ROUTES: Final = (
         "Prepare for the end: accept no engine, save nothing more, and flush.",
         Drained,
         (200, 202, 400, 401, 403, 503),
-        (),
+        (DRY_RUN,),
         models.NewDrain,
         "post",
     ),
@@ -175,9 +200,9 @@ ROUTES: Final = (
         "/v1/tenants/{id}/quota",
         "set_quota",
         "Set the quotas of a tenant, until the service ends.",
-        models.TenantQuota,
+        TenantQuota,
         (200, 400, 401, 403, 503),
-        (TENANT,),
+        (TENANT, DRY_RUN),
         models.NewQuota,
         "put",
     ),

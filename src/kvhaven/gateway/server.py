@@ -19,7 +19,7 @@ from kvhaven.gateway.observer import Observer
 from kvhaven.gateway.openapi import document
 from kvhaven.gateway.page import FILES, Page
 from kvhaven.gateway.plugins import PluginSettings
-from kvhaven.gateway.routes import ROUTES
+from kvhaven.gateway.routes import METRICS, ROUTES
 from kvhaven.gateway.services import PREFIX, Services
 
 logger = logging.getLogger(__name__)
@@ -127,8 +127,9 @@ class Server:
             )
         if (request.content_length or 0) > MOST_BODY:
             return problem(413, f"body: too long; expected at most {MOST_BODY} bytes")
-        authorization = request.headers.get("Authorization", "")
-        if not self._access.may_read(authorization) and _path_of(request) not in _OPEN_PATHS:
+        path, authorization = _path_of(request), request.headers.get("Authorization", "")
+        may_read = self._access.may_read if path != METRICS else self._access.may_read_metrics
+        if not may_read(authorization) and path not in _OPEN_PATHS:
             return _unauthorized()
         return None if request.method in _SAFE else self._refusal_of_change(request)
 

@@ -15,6 +15,7 @@ from kvhaven.gateway.answers import (
     answered,
     audit,
     body_of,
+    hex_of,
     json_of,
     problem,
     require_known,
@@ -22,10 +23,11 @@ from kvhaven.gateway.answers import (
 )
 from kvhaven.gateway.observer import Observer
 from kvhaven.keys import Extras, KeyChain, tenant_id
-from kvhaven.protocol import MOST_KEYS, KeyList, ListKind
+from kvhaven.protocol import MOST_KEYS, NO_LIMIT, KeyList, ListKind
 from kvhaven.service.runtime_settings import Config
 from kvhaven.service.snapshot import EngineRow, NamespaceRow
-from kvhaven.service.steering import (
+from kvhaven.service.steering import chunk_id
+from kvhaven.service.steering_messages import (
     Configure,
     Drain,
     FlushAll,
@@ -38,11 +40,12 @@ from kvhaven.service.steering import (
     PinChain,
     Promote,
     Request,
+    SetQuotas,
     SwitchTier,
     Unpin,
     Verify,
-    chunk_id,
 )
+from kvhaven.types import TENANT_BYTES
 
 _MOST_NAMES: Final = 256
 _MOST_CHUNKS: Final = 1 << 16
@@ -62,8 +65,6 @@ class Steering:
 
     async def configure(self, request: web.Request) -> web.Response:
         """Change settings."""
-        require_known(request, {"dry_run"})
-        dry_run = switch(request.query, "dry_run")
         values = await body_of(request, models.Values)
         version = None
         if request.if_match is not None and not any(t.value == "*" for t in request.if_match):
@@ -71,11 +72,8 @@ class Steering:
             version = msgspec.json.decode(config.answer, type=Config).version
             if not any(tag.value.startswith(f"{version}-") for tag in request.if_match):
                 return problem(412, "If-Match: the settings have changed; read /config again")
-        wanted = Configure(values, dry_run, version)
-        if dry_run:
-            return answered(await self._observer.steer(wanted))
         names = ", ".join(sorted(values))[:_MOST_NAMES]
-        return await self._steered(request, wanted, f": {names!r}")
+        return await self._steered(request, Configure(values, version), f": {names!r}")
 
     async def lookup(self, request: web.Request) -> web.Response:
         """Say where a prompt's chunks are."""
@@ -149,6 +147,15 @@ class Steering:
         wanted = await body_of(request, models.NewState)
         return await self._steered(request, SwitchTier(request.match_info["name"], wanted.state))
 
+    async def set_quota(self, request: web.Request) -> web.Response:
+        """Set the quotas of a tenant."""
+        tenant = hex_of(request.match_info["id"], "id", TENANT_BYTES)
+        wanted = await body_of(request, models.NewQuota)
+        quotas = SetQuotas(tenant, _quota(wanted.memory), _quota(wanted.disk))
+        return await self._steered(
+            request, quotas, f": memory {_text(wanted.memory)}, disk {_text(wanted.disk)}"
+        )
+
     async def flush(self, request: web.Request) -> web.Response:
         """Wait for all writes."""
         wanted = await body_of(request, models.Waiting, models.Waiting())
@@ -166,8 +173,12 @@ class Steering:
     async def _steered(
         self, request: web.Request, wanted: Request, detail: str = ""
     ) -> web.Response:
-        """Answer a change, with a line in the log."""
-        answer = await self._observer.steer(wanted)
+        """Answer a change with a line in the log, or the dry run of one."""
+        require_known(request, {"dry_run"})
+        dry_run = switch(request.query, "dry_run")
+        answer = await self._observer.steer(msgspec.structs.replace(wanted, dry_run=dry_run))
+        if dry_run:
+            return answered(answer)
         audit(request, f"status {answer.status}{detail}")
         if answer.status < 400:  # noqa: PLR2004  Bad Request: nothing has changed
             await self._observer.refresh()
@@ -197,6 +208,20 @@ class Steering:
         root, extras = bytes.fromhex(digest), Extras(salt=chain.cache_salt)
         keys = await asyncio.to_thread(_hashed, root, size, chain.token_ids, extras)
         return (root, keys, tenant_id(chain.cache_salt)), size
+
+
+def _quota(wanted: int | msgspec.UnsetType | None) -> int | None:
+    """Return a quota as the service expects it."""
+    if wanted is msgspec.UNSET:
+        return None
+    return NO_LIMIT if wanted is None else wanted
+
+
+def _text(wanted: int | msgspec.UnsetType | None) -> str:
+    """Return a quota for the log."""
+    if wanted is msgspec.UNSET:
+        return "unchanged"
+    return "none" if wanted is None else f"{wanted} bytes"
 
 
 def _hashed(root: bytes, size: int, tokens: list[int], extras: Extras) -> bytes:

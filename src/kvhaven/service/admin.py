@@ -24,7 +24,7 @@ from kvhaven.service.connection import Connection
 from kvhaven.service.driver import Driver
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.tiers.base import Tier
-from kvhaven.types import NO_TENANT, NamespaceDigest
+from kvhaven.types import NO_TENANT, NamespaceDigest, TenantId
 
 Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
 
@@ -96,19 +96,27 @@ class Admin:
     def limit(self, connection: Connection, message: Limit) -> None:
         """Set a tenant's quotas until the service ends; answer with quotas and usage in bytes."""
         tenant = tenant_of(message.tenant)
-        if tenant == NO_TENANT:
-            reason = "requests without a cache salt have no tenant and no quota; specify a tenant"
-            connection.send(Refused(message.id, reason))
+        try:
+            self.set_quotas(tenant, message.memory, message.disk)
+        except KVHavenError as error:
+            connection.send(Refused(message.id, str(error)))
             return
-        with self._driver.event() as catalog:
-            if message.memory is not None:
-                catalog.limit_memory(tenant, _quota(message.memory))
-            if message.disk is not None:
-                catalog.limit_disk(tenant, _quota(message.disk))
         now = self._driver.catalog.tenant_stats(tenant)
         disk = sum(usage.bytes for usage in now.tiers.values())
         answer = Limited(message.id, now.memory_quota, now.disk_quota, now.memory.bytes, disk)
         connection.send(answer)
+
+    def set_quotas(self, tenant: TenantId, memory: int | None, disk: int | None) -> None:
+        """Set a tenant's quotas in bytes; `NO_LIMIT`: no quota, None: unchanged.
+
+        Raises `KVHavenError` for requests without a tenant.
+        """
+        require_tenant(tenant)
+        with self._driver.event() as catalog:
+            if memory is not None:
+                catalog.limit_memory(tenant, quota_of(memory))
+            if disk is not None:
+                catalog.limit_disk(tenant, quota_of(disk))
 
     def answer_flush(self, connection: Connection, message: Flush) -> None:
         """Answer when all queued writes are done, or at the deadline."""
@@ -148,5 +156,14 @@ class Admin:
             connection.send(Cleared(id_, chunks, bytes_))
 
 
-def _quota(given: int) -> int | None:
+def require_tenant(tenant: TenantId) -> None:
+    """Raise `KVHavenError` for requests without a tenant."""
+    if tenant == NO_TENANT:
+        raise KVHavenError(
+            "requests without a cache salt have no tenant and no quota; specify a tenant"
+        )
+
+
+def quota_of(given: int) -> int | None:
+    """Return a quota of a message; None: there is none."""
     return None if given == NO_LIMIT else given

@@ -35,6 +35,8 @@ _FILE: Final = "api-token"
 _PASSED_ON: Final = (
     "api_listen",
     "api_token_file",
+    "api_read_token_file",
+    "api_metrics_token_file",
     "api_tls_certificate",
     "api_tls_key",
     "api_hosts",

@@ -68,6 +68,8 @@ class Connection:
         self._waits_to_write = False
         self._closed = False
         self.greeted = False
+        self.broken = False
+        """Whether it was closed for a message that is malformed, unexpected, or overdue."""
         self._silent = self._loop.call_later(_HELLO_S, self._give_up)
         self._loop.add_reader(sock, self._readable)
 
@@ -162,6 +164,7 @@ class Connection:
     def _fail(self, error: Exception) -> None:
         """Log the error and close the connection."""
         if isinstance(error, ProtocolError):
+            self.broken = True
             logger.warning("closed a connection: %s", error)
         else:
             logger.error("closed a connection: its message could not be handled", exc_info=error)

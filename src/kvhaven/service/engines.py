@@ -255,7 +255,12 @@ class AttachedEngines:
 
 def chunk_tokens_of(fields: Mapping[str, str]) -> int | None:
     """Return the tokens of a chunk, as the fields of a namespace name them."""
-    size = fields.get("chunk_size", "")
+    return tokens_in(fields, "chunk_size")
+
+
+def tokens_in(fields: Mapping[str, str], name: str) -> int | None:
+    """Return the number of tokens in a field of a namespace; None if it has none."""
+    size = fields.get(name, "")
     return int(size) if size.isascii() and size.isdigit() else None
 
 

@@ -36,6 +36,19 @@ class JobRow(msgspec.Struct, frozen=True):
     error: str
 
 
+class JobPlan(msgspec.Struct, frozen=True):
+    """The dry run of a job: the figures of its work that are known before.
+
+    They are those of its `result`; `waiting_writes` are chunks that are not written to a tier yet.
+    `error` says why the job would fail now.
+    """
+
+    kind: str
+    expected: dict[str, int]
+    error: str
+    dry_run: bool = True
+
+
 class Jobs:
     """Running and recent jobs. `spawn` runs a coroutine as a task of the service."""
 
@@ -46,15 +59,22 @@ class Jobs:
 
     def start(self, kind: str, work: Coroutine[None, None, Result]) -> JobRow:
         """Start a job. Raises `ConflictError` if too many run."""
-        if sum(row.state == "running" for row in self._rows.values()) >= MOST_RUNNING:
+        try:
+            self.require_room()
+        except ConflictError:
             work.close()
-            raise ConflictError(f"jobs: {MOST_RUNNING} are running; wait for one", 503)
+            raise
         while len(self._rows) >= MOST_KEPT:
             del self._rows[next(id_ for id_, r in self._rows.items() if r.state != "running")]
         row = JobRow(f"{next(self._numbers):016d}", kind, "running", time.time(), None, {}, "")
         self._rows[row.id] = row
         self._spawn(self._run(row, work))
         return row
+
+    def require_room(self) -> None:
+        """Raise `ConflictError` if too many jobs run for another one."""
+        if sum(row.state == "running" for row in self._rows.values()) >= MOST_RUNNING:
+            raise ConflictError(f"jobs: {MOST_RUNNING} are running; wait for one", 503)
 
     def rows(self) -> list[JobRow]:
         """Return all jobs, in ascending order of their ids."""

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId
+from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId, TierName
+from kvhaven.catalog.tier_spec import MEMORY
 from kvhaven.protocol import batches
 from kvhaven.service.driver import Driver
 from kvhaven.service.jobs import MOST_RUNNING
@@ -25,6 +26,7 @@ _PIECE: Final = 512
 """Chunks that are counted in a piece of work."""
 _MOST_BORROWED: Final = 256
 _ROOM_POLL_S: Final = 0.02
+_ABSENT: Final = "pins: the first chunk is in no place; compute or prefetch it"
 
 
 class ChainKeys(NamedTuple):
@@ -46,6 +48,24 @@ class PinRow(msgspec.Struct, frozen=True):
     chunks: int
     bytes: int
     expires: float
+
+
+class PinPlan(msgspec.Struct, frozen=True):
+    """The dry run of a pin: what it would hold, if nothing is evicted until then.
+
+    `promoted_chunks` would be read from tiers first. `pinned_bytes` are pinned now, or held for
+    jobs; with the new ones, `most_bytes` are possible (`pin_share`).
+    """
+
+    namespace: str
+    tenant: str
+    tokens: int
+    chunks: int
+    bytes: int
+    promoted_chunks: int
+    pinned_bytes: int
+    most_bytes: int
+    dry_run: bool = True
 
 
 class _Pin(NamedTuple):
@@ -117,8 +137,7 @@ class Pins:
         pins fill it.
         """
         extent_bytes = self._driver.catalog.extent_bytes(chain.namespace)
-        count = max(1, min(_MOST_BORROWED, self._most // MOST_RUNNING // extent_bytes))
-        for part in batches(chain.keys, count):
+        for part in batches(chain.keys, self._part(extent_bytes)):
             size = len(part) * extent_bytes
             while self.bytes + self._under_way + size > self._most:
                 self._require_room(size, others=0)
@@ -134,6 +153,16 @@ class Pins:
                 self._under_way -= size
             if len(acquisition.chunks) < len(part):
                 return
+
+    def require_borrowable(self, chain: ChainKeys) -> None:
+        """Raise `ConflictError` if pins leave no room to `borrow` a chain."""
+        extent_bytes = self._driver.catalog.extent_bytes(chain.namespace)
+        first = min(len(chain.keys), self._part(extent_bytes))
+        self._require_room(first * extent_bytes, others=0)
+
+    def _part(self, extent_bytes: int) -> int:
+        """Return the chunks of this size that are borrowed at a time."""
+        return max(1, min(_MOST_BORROWED, self._most // MOST_RUNNING // extent_bytes))
 
     @property
     def _most(self) -> int:
@@ -151,6 +180,12 @@ class Pins:
                 "pin_share"
             )
 
+    def _require_pinnable(self, wanted: int) -> None:
+        """Raise `ConflictError` if there is no room for another pin of so many bytes."""
+        self._require_room(wanted, self._under_way)
+        if len(self._pins) >= MOST_PINS:
+            raise ConflictError(f"pins: there are {MOST_PINS} already; unpin others")
+
     def release(self, lease_id: LeaseId) -> None:
         """End a lease."""
         with self._driver.event() as catalog:
@@ -164,9 +199,7 @@ class Pins:
         """
         extent_bytes = self._driver.catalog.extent_bytes(chain.namespace)
         wanted = len(chain.keys) * extent_bytes
-        self._require_room(wanted, self._under_way)
-        if len(self._pins) >= MOST_PINS:
-            raise ConflictError(f"pins: there are {MOST_PINS} already; unpin others")
+        self._require_pinnable(wanted)
         self._under_way += wanted
         try:
             acquisition = await self.lease(chain, wait_s)
@@ -175,7 +208,7 @@ class Pins:
         chunks = len(acquisition.chunks)
         if not chunks:
             self.release(acquisition.lease_id)
-            raise ConflictError("pins: the first chunk is in no place; compute or prefetch it")
+            raise ConflictError(_ABSENT)
         row = PinRow(
             id=f"{acquisition.lease_id:016d}",
             namespace=chain.namespace.hex(),
@@ -195,6 +228,31 @@ class Pins:
         timer = loop.call_later(ttl_s, self.unpin, acquisition.lease_id)
         self._pins[acquisition.lease_id] = _Pin(row, timer, generations, extent_bytes)
         return row
+
+    def plan(self, chain: ChainKeys, places: Sequence[TierName]) -> PinPlan:
+        """Return what `pin` would do with a chain whose first chunks are in these places.
+
+        Raises as `pin` does.
+        """
+        extent_bytes = self._driver.catalog.extent_bytes(chain.namespace)
+        self._require_pinnable(len(chain.keys) * extent_bytes)
+        if not places:
+            raise ConflictError(_ABSENT)
+        return PinPlan(
+            namespace=chain.namespace.hex(),
+            tenant=chain.tenant.hex(),
+            tokens=len(places) * chain.chunk_tokens,
+            chunks=len(places),
+            bytes=len(places) * extent_bytes,
+            promoted_chunks=len(places) - places.count(MEMORY),
+            pinned_bytes=self.bytes + self._under_way,
+            most_bytes=self._most,
+        )
+
+    def get(self, lease_id: LeaseId) -> PinRow | None:
+        """Return a pin; None for an unknown one."""
+        pin = self._pins.get(lease_id)
+        return None if pin is None else pin.row
 
     def unpin(self, lease_id: LeaseId) -> PinRow | None:
         """End a pin and return it; None for an unknown one."""

@@ -147,6 +147,7 @@ class Service:
             self.runner,
             self.verifier,
             self._admin,
+            self.sessions,
             self._membership,
             self._saves,
             self.pins,
@@ -166,8 +167,10 @@ class Service:
             self.pins,
             self.jobs,
             lambda: self._membership.draining,
+            lambda: self._protocol_errors,
         )
         self._connections: set[Connection] = set()
+        self._protocol_errors = 0
         self._observers: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._settings = settings
@@ -260,6 +263,7 @@ class Service:
 
     def _on_closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._protocol_errors += connection.broken
         self._observers.discard(connection)
         self._membership.closed(connection)
         self._admin.closed(connection)

@@ -20,7 +20,7 @@ from kvhaven.peers.listener import ListenerStatus
 from kvhaven.protocol import List, Listed, ListKind
 from kvhaven.service.accounts import Accounts, LookupHistograms, TokenCounts
 from kvhaven.service.arena import Arena
-from kvhaven.service.engines import AttachedEngine, AttachedEngines, chunk_tokens_of
+from kvhaven.service.engines import AttachedEngine, AttachedEngines, chunk_tokens_of, tokens_in
 from kvhaven.service.jobs import Jobs
 from kvhaven.service.pins import Pins
 from kvhaven.service.runtime_settings import RuntimeSettings
@@ -56,6 +56,8 @@ class ServiceSnapshot(msgspec.Struct, frozen=True):
     """Of `catalog.leased_bytes`, pinned through the API."""
     pins: int
     draining: bool
+    protocol_errors: int
+    """Connections that were closed for a malformed, unexpected or overdue message."""
     config_generation: int
     switched: dict[str, TierSwitch]
     """Tiers that an operator has switched."""
@@ -81,6 +83,10 @@ class EngineRow(msgspec.Struct, frozen=True):
     model: str | None
     engine: str | None
     """Versions of the engine and its libraries, in the format `paged`."""
+    device: str | None
+    """vLLM's type of device, in the format `paged`."""
+    block_tokens: int | None
+    """Tokens of a block of vLLM, in the format `paged`."""
     dtype: str | None
     layout: str | None
     format: str | None
@@ -136,6 +142,7 @@ class Observation:
         pins: Pins,
         jobs: Jobs,
         draining: Callable[[], bool],
+        protocol_errors: Callable[[], int],
     ) -> None:
         self._service = service
         self._settings = settings
@@ -149,6 +156,7 @@ class Observation:
         self._pins = pins
         self._jobs = jobs
         self._draining = draining
+        self._protocol_errors = protocol_errors
         self._lag = Histogram(SECONDS)
         self._started = time.time()
 
@@ -172,6 +180,7 @@ class Observation:
                 pinned_bytes=self._pins.bytes,
                 pins=len(self._pins),
                 draining=self._draining(),
+                protocol_errors=self._protocol_errors(),
                 config_generation=self._settings.generation,
                 switched={str(name): state for name, state in self._runner.states.items()},
                 catalog=self._catalog.totals(),
@@ -273,6 +282,8 @@ def _engine_row(engine: AttachedEngine) -> EngineRow:
         id=engine.id,
         model=_field(fields, "model"),
         engine=_field(fields, "engine"),
+        device=_field(fields, "device.device_type"),
+        block_tokens=tokens_in(fields, "cache.block_size"),
         dtype=_field(fields, "model.dtype"),
         layout=_field(fields, "layout"),
         format=_field(fields, "format"),

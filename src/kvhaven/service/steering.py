@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering: what operators ask and change while the service runs, for the HTTP API.
-
-Requests and answers are JSON; every request is a struct of this module, with its name under `do`.
-"""
+"""Steering: what operators ask and change while the service runs, for the HTTP API."""
 
 import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Annotated, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -17,20 +14,45 @@ from kvhaven.catalog.actions import LeaseId, TierName
 from kvhaven.catalog.tier_spec import MEMORY, WriteMode
 from kvhaven.errors import KVHavenError
 from kvhaven.peers.tier import PeerTier
-from kvhaven.protocol import MOST_KEYS, KeyList, Steer, Steered, batches, tenant_of
-from kvhaven.service.admin import Admin, Spawn
+from kvhaven.protocol import KeyList, Steer, Steered, batches, tenant_of
+from kvhaven.service.admin import Admin, Spawn, quota_of, require_tenant
 from kvhaven.service.connection import Connection
 from kvhaven.service.driver import Driver
-from kvhaven.service.engines import chunk_tokens_of
-from kvhaven.service.jobs import JobRow, Jobs, Result
+from kvhaven.service.engines import AttachedEngines, chunk_tokens_of
+from kvhaven.service.jobs import JobPlan, JobRow, Jobs, Result
 from kvhaven.service.membership import Membership
 from kvhaven.service.pins import ChainKeys, Pins
 from kvhaven.service.runtime_settings import ConflictError, RuntimeSettings
 from kvhaven.service.saves import Saves
-from kvhaven.service.tier_runner import TierRunner, TierSwitch
+from kvhaven.service.steering_messages import (
+    AnyRequest,
+    ChainJob,
+    ChunkRow,
+    Configure,
+    Drain,
+    Drained,
+    EndedPin,
+    FlushAll,
+    Found,
+    GetChunk,
+    GetConfig,
+    GetJob,
+    LookUp,
+    Move,
+    OnChain,
+    PinChain,
+    Refusal,
+    SetQuotas,
+    SwitchTier,
+    TenantQuota,
+    TierState,
+    Unpin,
+    Verify,
+)
+from kvhaven.service.tier_runner import TierRunner
 from kvhaven.service.turns import Job
 from kvhaven.service.verify import Verifier
-from kvhaven.types import KEY_BYTES, ChunkKey, NamespaceDigest
+from kvhaven.types import ChunkKey, NamespaceDigest
 
 _PIECE: Final = 256
 """Chunks that one piece of a job looks up."""
@@ -39,174 +61,12 @@ _PIN_S: Final = 5.0
 _MOVE_S: Final = 600.0
 """Longest wait of a move for writes; other writes count, too, and may never end under load."""
 _MOST_DIGITS: Final = 20
-MOST_TTL_S: Final = 30 * 86400.0
-MOST_WAIT_S: Final = 3600.0
 _UNKNOWN: Final = 404
 CHUNK_ID_BYTES: Final = 8
 
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_WAIT_S)]
-Ttl = Annotated[float, msgspec.Meta(gt=0, le=MOST_TTL_S)]
-Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
-
 R = TypeVar("R", bound=msgspec.Struct)
 logger = logging.getLogger(__name__)
-
-
-class Request(msgspec.Struct, frozen=True, tag_field="do", forbid_unknown_fields=True):
-    """Base class of requests."""
-
-
-class GetConfig(Request, frozen=True, tag="config"):
-    """All settings."""
-
-
-class Configure(Request, frozen=True, tag="configure"):
-    """Change settings; see `RuntimeSettings.change`."""
-
-    values: dict[str, str | int | float | bool | dict[str, str | int | float | None] | None]
-    dry_run: bool = False
-    version: str | None = None
-
-
-class _OnChain(Request, frozen=True):
-    """Request about the full chunks of a prompt: consecutive keys of 32 bytes."""
-
-    namespace: bytes
-    keys: Keys
-    tenant: bytes = b""
-
-
-class LookUp(_OnChain, frozen=True, tag="lookup"):
-    """Where the chunks are, without promoting them."""
-
-
-class GetChunk(_OnChain, frozen=True, tag="chunk"):
-    """State of one chunk: `keys` has its key."""
-
-
-class Promote(_OnChain, frozen=True, tag="prefetch"):
-    """Promote the chunks to memory, as a job."""
-
-
-class Verify(_OnChain, frozen=True, tag="verify"):
-    """Verify the checksums of the chunks in memory, as a job."""
-
-
-class Move(_OnChain, frozen=True, tag="move", kw_only=True):
-    """Write the chunks to a tier, as a job."""
-
-    to: str
-
-
-class PinChain(_OnChain, frozen=True, tag="pin", kw_only=True):
-    """Pin the chunks for `ttl_s` seconds."""
-
-    ttl_s: Ttl
-
-
-class Unpin(Request, frozen=True, tag="unpin"):
-    """End a pin."""
-
-    id: str
-
-
-class SwitchTier(Request, frozen=True, tag="tier"):
-    """Switch a tier on, off, or to reads only."""
-
-    tier: str
-    state: TierSwitch
-
-
-class FlushAll(Request, frozen=True, tag="flush"):
-    """Wait until all resident chunks are written, as a job."""
-
-    wait_s: Seconds
-
-
-class Drain(Request, frozen=True, tag="drain"):
-    """Accept no new engine and save nothing more, and flush, as a job; `on` false: undo."""
-
-    on: bool
-    wait_s: Seconds
-
-
-class GetJob(Request, frozen=True, tag="job"):
-    """A job by its id."""
-
-    id: str
-
-
-AnyRequest = (
-    GetConfig
-    | Configure
-    | LookUp
-    | Promote
-    | Verify
-    | Move
-    | PinChain
-    | Unpin
-    | SwitchTier
-    | FlushAll
-    | Drain
-    | GetJob
-    | GetChunk
-)
 _decoder: Final[msgspec.json.Decoder[AnyRequest]] = msgspec.json.Decoder(AnyRequest)
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """The reason why a request failed, as the HTTP API answers it."""
-
-    error: str
-
-
-class Found(msgspec.Struct, frozen=True):
-    """Where the tokens of a prompt are, from its head to the first gap.
-
-    `first_gap` is the index of the first token that is nowhere, and `reason` why; None if the whole
-    prompt is cached. `by_place` has memory and the names of tiers.
-    """
-
-    tokens: int
-    cached_tokens: int
-    by_place: dict[str, int]
-    first_gap: int | None
-    reason: str | None
-    chunks: list[str] | msgspec.UnsetType = msgspec.UNSET
-    """Ids of all full chunks of the prompt, if the request asks for them."""
-
-
-class ChunkRow(msgspec.Struct, frozen=True):
-    """A chunk: its bytes by place, and its leases, pins and ages if it is in memory.
-
-    `writes` are the tiers that write it, or wait to; `age_s` is the time since it came to memory,
-    and `idle_s` since its last use there.
-    """
-
-    id: str
-    namespace: str
-    tenant: str
-    places: dict[str, int]
-    leases: int
-    pins: int
-    writes: int
-    age_s: float | None
-    idle_s: float | None
-
-
-class TierState(msgspec.Struct, frozen=True):
-    """How a tier is switched; `dropped_writes` are the waiting writes that were dropped for it."""
-
-    id: str
-    state: TierSwitch
-    dropped_writes: int
-
-
-class Drained(msgspec.Struct, frozen=True):
-    """Whether the service is draining, and the job that flushes it."""
-
-    draining: bool
-    job: JobRow | None
 
 
 class Steering:
@@ -219,6 +79,7 @@ class Steering:
         runner: TierRunner,
         verifier: Verifier,
         admin: Admin,
+        engines: AttachedEngines,
         membership: Membership,
         saves: Saves,
         pins: Pins,
@@ -230,6 +91,7 @@ class Steering:
         self._runner = runner
         self._verifier = verifier
         self._admin = admin
+        self._engines = engines
         self._membership = membership
         self._saves = saves
         self._pins = pins
@@ -245,8 +107,8 @@ class Steering:
             return None
         if isinstance(request, LookUp):
             return self._look_up(connection, message.id, request)
-        if isinstance(request, PinChain):
-            self._spawn(self._pin(connection, message.id, request))
+        if isinstance(request, PinChain) or (request.dry_run and isinstance(request, ChainJob)):
+            self._spawn(self._answer_later(connection, message.id, request))
             return None
         try:
             status, answer = self._answer(request)
@@ -256,34 +118,37 @@ class Steering:
         return None
 
     def _answer(self, request: AnyRequest) -> tuple[int, msgspec.Struct]:
-        if isinstance(request, Promote | Verify | Move | FlushAll):
+        if isinstance(request, ChainJob):
             return 202, self._start(request)
+        if isinstance(request, FlushAll):
+            return self._flush_all(request)
         if isinstance(request, Drain):
-            return 202 if request.on else 200, self._drain(request)
-        return 200, self._answer_now(request)
+            return self._drain(request)
+        if isinstance(request, GetConfig | GetChunk | GetJob):
+            return 200, self._tell(request)
+        return 200, self._change(request)
 
-    def _answer_now(self, request: AnyRequest) -> msgspec.Struct:
+    def _change(self, request: AnyRequest) -> msgspec.Struct:
         if isinstance(request, Configure):
             return self._settings.change(
                 request.values, dry_run=request.dry_run, version=request.version
             )
         if isinstance(request, Unpin):
-            number = int(request.id) if _is_number(request.id) else 0  # no lease has this number
-            row = self._pins.unpin(LeaseId(number))
-            return _known(row, "pin", request.id)
+            return self._unpin(request)
         if isinstance(request, SwitchTier):
-            return self._switch(self._tier(request.tier), request.state)
+            return self._switch(self._tier(request.tier), request)
+        assert isinstance(request, SetQuotas), "handled before"
+        return self._set_quotas(request)
+
+    def _tell(self, request: GetConfig | GetChunk | GetJob) -> msgspec.Struct:
         if isinstance(request, GetJob):
             return _known(self._jobs.get(request.id), "job", request.id)
         if isinstance(request, GetChunk):
             return self._describe(self._chain(request))
-        assert isinstance(request, GetConfig), "handled before"
         return self._settings.config()
 
-    def _start(self, request: Promote | Verify | Move | FlushAll) -> JobRow:
+    def _start(self, request: ChainJob) -> JobRow:
         """Start the job of a request. Raises `KVHavenError` if the request is not valid."""
-        if isinstance(request, FlushAll):
-            return self._jobs.start("flush", self._flush(request.wait_s))
         chain = self._chain(request)
         if isinstance(request, Move):
             return self._jobs.start("move", self._move(chain, self._writable(request.to)))
@@ -293,7 +158,7 @@ class Steering:
 
     # --- chains -----------------------------------------------------------------------------
 
-    def _chain(self, request: _OnChain) -> ChainKeys:
+    def _chain(self, request: OnChain) -> ChainKeys:
         """Return the chain of a request. Raises `ConflictError` for an unknown namespace."""
         namespace = NamespaceDigest(request.namespace)
         try:
@@ -352,6 +217,19 @@ class Steering:
         self, connection: Connection, id_: int, chain: ChainKeys, places: list[TierName]
     ) -> None:
         """Ask the shared tiers for the chunks behind the known ones, and answer."""
+        await self._extend_by_shared(chain, places)
+        _send(connection, id_, 200, self._found(chain, places))
+
+    async def _places(self, chain: ChainKeys) -> list[TierName]:
+        """Return the places of a chain's chunks, up to the first that is nowhere."""
+        places: list[TierName] = []
+        for _ in self._walk(chain, places, {}):
+            await asyncio.sleep(0)
+        await self._extend_by_shared(chain, places)
+        return places
+
+    async def _extend_by_shared(self, chain: ChainKeys, places: list[TierName]) -> None:
+        """Extend `places` by what the shared tiers say about the chunks behind them."""
         namespace = self._driver.catalog.namespace(chain.namespace)
         most = max(1, _PIECE // len(namespace.table.shards))
         known = -1
@@ -366,7 +244,6 @@ class Steering:
                         told.setdefault(key, name)
             for _ in self._walk(chain, places, told):
                 await asyncio.sleep(0)
-        _send(connection, id_, 200, self._found(chain, places))
 
     @property
     def _shared(self) -> list[TierName]:
@@ -391,13 +268,57 @@ class Steering:
             reason=reason,
         )
 
-    async def _pin(self, connection: Connection, id_: int, request: PinChain) -> None:
+    async def _answer_later(
+        self, connection: Connection, id_: int, request: PinChain | ChainJob
+    ) -> None:
+        """Pin a chain, or answer a dry run that has to look a chain up first."""
+        answer: msgspec.Struct
         try:
-            row = await self._pins.pin(self._chain(request), request.ttl_s, _PIN_S)
+            if isinstance(request, ChainJob):
+                status, answer = 200, await self._plan(request)
+            elif request.dry_run:
+                chain = self._chain(request)
+                status, answer = 200, self._pins.plan(chain, await self._places(chain))
+            else:
+                status = 201
+                answer = await self._pins.pin(self._chain(request), request.ttl_s, _PIN_S)
         except KVHavenError as error:
-            _send(connection, id_, *_refusal(error))
-        else:
-            _send(connection, id_, 201, row)
+            status, answer = _refusal(error)
+        _send(connection, id_, status, answer)
+
+    async def _plan(self, request: ChainJob) -> JobPlan:
+        """Return what the job of a request would do. Raises as `_start` does."""
+        chain = self._chain(request)
+        if isinstance(request, Move):
+            self._writable(request.to)
+        self._jobs.require_room()
+        if isinstance(request, Move):
+            resident = 0
+            for part in batches(chain.keys, _PIECE):
+                has = self._driver.catalog.has(chain.namespace, part, chain.tenant)
+                resident += sum(has)
+                await asyncio.sleep(0)
+            return JobPlan("move", {"resident_chunks": resident}, "")
+        error = ""
+        try:
+            self._pins.require_borrowable(chain)
+        except ConflictError as conflict:
+            error = str(conflict)
+        places = await self._places(chain)
+        if isinstance(request, Verify):
+            return JobPlan("verify", {"chunks": len(places)}, error)
+        expected = {
+            "asked_chunks": len(chain.keys),
+            "resident_chunks": len(places),
+            "promoted_chunks": len(places) - places.count(MEMORY),
+        }
+        return JobPlan("prefetch", expected, error)
+
+    def _unpin(self, request: Unpin) -> EndedPin:
+        number = int(request.id) if _is_number(request.id) else 0  # no lease has this number
+        act = self._pins.get if request.dry_run else self._pins.unpin
+        row = _known(act(LeaseId(number)), "pin", request.id)
+        return EndedPin(**msgspec.structs.asdict(row), dry_run=request.dry_run)
 
     # --- jobs -------------------------------------------------------------------------------
 
@@ -464,27 +385,79 @@ class Steering:
             return WriteMode.OFF
         return WriteMode(settings.remote_write if tier.shared else settings.disk_write)
 
-    def _switch(self, name: TierName, state: TierSwitch) -> TierState:
-        before = self._driver.catalog.totals().tiers[name].dropped_writes
-        self._runner.states[name] = state
-        with self._driver.event() as catalog:
-            catalog.switch_tier(name, self._runner.mode_of(name, self._configured(name)))
-        self._runner.check_health()
-        logger.warning("tier %s was switched: %s", name, state)
-        after = self._driver.catalog.totals().tiers[name].dropped_writes
-        return TierState(str(name), state, after - before)
+    def _switch(self, name: TierName, request: SwitchTier) -> TierState:
+        state, was = request.state, self._runner.state_of(name)
+        before = self._driver.catalog.totals().tiers[name]
+        dropped = before.queued_writes if state != "on" else 0
+        if not request.dry_run:
+            self._runner.states[name] = state
+            with self._driver.event() as catalog:
+                catalog.switch_tier(name, self._runner.mode_of(name, self._configured(name)))
+            self._runner.check_health()
+            logger.warning("tier %s was switched: %s", name, state)
+            after = self._driver.catalog.totals().tiers[name]
+            dropped = after.dropped_writes - before.dropped_writes
+        hidden = 0 if state != "off" else None if before.shared else before.chunks
+        return TierState(str(name), state, was, dropped, hidden, request.dry_run)
 
-    def _drain(self, request: Drain) -> Drained:
-        # If the job is refused, nothing has changed.
-        job = self._jobs.start("drain", self._flush(request.wait_s)) if request.on else None
-        self._membership.draining = self._saves.draining = request.on
-        logger.warning("draining: %s", "on" if request.on else "off")
-        return Drained(request.on, job)
+    def _set_quotas(self, request: SetQuotas) -> TenantQuota:
+        tenant = tenant_of(request.tenant)
+        require_tenant(tenant)
+        was = now = self._driver.catalog.tenant_stats(tenant)
+        memory = was.memory_quota if request.memory is None else quota_of(request.memory)
+        disk = was.disk_quota if request.disk is None else quota_of(request.disk)
+        if not request.dry_run:
+            self._admin.set_quotas(tenant, request.memory, request.disk)
+            now = self._driver.catalog.tenant_stats(tenant)
+        return TenantQuota(
+            id=tenant.hex(),
+            memory=memory,
+            disk=disk,
+            memory_was=was.memory_quota,
+            disk_was=was.disk_quota,
+            memory_bytes=now.memory.bytes,
+            disk_bytes=sum(usage.bytes for usage in now.tiers.values()),
+            memory_excess=_excess(was.memory.bytes, memory),
+            disk_excess=sum(_excess(usage.bytes, disk) for usage in was.tiers.values()),
+            dry_run=request.dry_run,
+        )
+
+    def _flush_all(self, request: FlushAll) -> tuple[int, JobRow | JobPlan]:
+        if not request.dry_run:
+            return 202, self._jobs.start("flush", self._flush(request.wait_s))
+        self._jobs.require_room()
+        return 200, JobPlan("flush", {"waiting_writes": self._driver.catalog.unwritten()}, "")
+
+    def _drain(self, request: Drain) -> tuple[int, Drained]:
+        was, on, job = self._membership.draining, request.on, None
+        totals, unwritten = self._driver.catalog.totals(), self._driver.catalog.unwritten()
+        if request.dry_run:
+            if on:
+                self._jobs.require_room()
+        else:
+            # If the job is refused, nothing has changed.
+            job = self._jobs.start("drain", self._flush(request.wait_s)) if on else None
+            self._membership.draining = self._saves.draining = on
+            logger.warning("draining: %s", "on" if on else "off")
+        return 202 if job is not None else 200, Drained(
+            draining=on,
+            was=was,
+            engines=len(self._engines),
+            reserved_bytes=totals.reserved_bytes,
+            outstanding_writes=unwritten,
+            job=job,
+            dry_run=request.dry_run,
+        )
 
 
 def chunk_id(key: ChunkKey) -> str:
     """Return the id of a chunk. A key gives access to a chunk, so it is not shown itself."""
     return hashlib.sha256(key).digest()[:CHUNK_ID_BYTES].hex()
+
+
+def _excess(used: int, quota: int | None) -> int:
+    """Return the bytes above a quota."""
+    return 0 if quota is None else max(0, used - quota)
 
 
 def _is_number(text: str) -> bool:

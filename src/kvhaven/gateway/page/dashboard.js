@@ -447,9 +447,11 @@ async function drawEngines() {
     { title: "Engine", text: ({ id }) => id },
     { title: "Model", text: ({ model }) => model ?? "–" },
     { title: "Versions", text: ({ engine }) => engine ?? "–" },
+    { title: "Device", name: "device", text: ({ device }) => device ?? "–" },
     { title: "Data type", text: ({ dtype }) => dtype ?? "–" },
     { title: "Layout", text: ({ layout }) => layout ?? "–" },
     { title: "Chunk", number: true, text: (row) => row.chunk_tokens === null ? "–" : `${row.chunk_tokens} tokens` },
+    { title: "Block", number: true, text: (row) => row.block_tokens === null ? "–" : `${row.block_tokens} tokens` },
     { title: "Ranks", number: true, name: "ranks", text: (row) => `${row.attached_ranks} of ${row.world_size}`, value: (row) => row.attached_ranks },
     { title: "Scheduler", text: (row) => row.scheduler_attached ? "✓ attached" : "✕ absent" },
     { title: "Attached", text: ({ since }) => `${duration(Math.max(0, now() - since))} ago` },
@@ -460,7 +462,7 @@ async function drawEngines() {
 
 const places = (values, text) => Object.entries(values).map(([place, value]) => `${place.replace("_", " ")} ${text(value)}`).join(", ") || "–";
 const button = (text, act) => (row) => make("button", { type: "button", onclick: () => act(row()) }, text);
-const cache = { request: "", reason: "", rows: [], more: "" };
+const cache = { reason: "" };
 
 const TABS = {
   Requests: {
@@ -472,13 +474,7 @@ const TABS = {
     rows: async () => {
       $("reason").value = cache.reason;
       write($("why"), cache.reason ? REASONS[cache.reason].join(" ") : "The last 1,024 requests, newest first. “First gap” is the first token that was found nowhere.");
-      const found = [];
-      for (let cursor = "", pages = 0; cursor !== null && pages < (cache.reason ? 11 : 1) && found.length < 100; pages++) {
-        const answer = await page("requests", cursor);
-        found.push(...answer.rows.filter((row) => !cache.reason || cache.reason in row.missed));
-        cursor = answer.next;
-      }
-      return found.slice(0, 100);
+      return (await json(`v1/requests?limit=100${cache.reason && `&reason=${cache.reason}`}`)).rows;
     },
     columns: [
       { title: "Time", text: ({ time }) => clock(time) },
@@ -599,14 +595,20 @@ function promptForm() {
   const chain = () => ({ engine: engine.value, token_ids: tokens.value.split(/[^0-9]+/).filter(Boolean).map(Number), ...(salt.value ? { cache_salt: salt.value } : {}) });
   const lookup = async () => {
     const found = await json("v1/lookup", { method: "POST", body: chain() });
-    return { found, text: `${count(found.cached_tokens)} of ${count(found.tokens)} tokens are cached: ${places(found.by_place, count)}.${found.reason ? `\nThe first gap is token ${count(found.first_gap)}, ${found.reason.replace("_", " ")}: ${(REASONS[found.reason] ?? [""]).join(" ")}` : ""}` };
+    return `${count(found.cached_tokens)} of ${count(found.tokens)} tokens are cached: ${places(found.by_place, count)}.${found.reason ? `\nThe first gap is token ${count(found.first_gap)}, ${found.reason.replace("_", " ")}: ${(REASONS[found.reason] ?? [""]).join(" ")}` : ""}`;
   };
-  const act = (title, fields, does) => () => change({ title, fields, text: "The dry run looks the prompt up, and changes nothing.", preview: async () => (await lookup()).text, apply: does });
+  const prefetched = (answer, dry) => {
+    if (!dry) return `Job ${answer.id} promotes it.`;
+    if (answer.error) throw new Error(answer.error);
+    const { asked_chunks: asked, resident_chunks: found, promoted_chunks: read } = answer.expected;
+    return `${count(found)} of ${count(asked)} chunks would be in memory; ${count(read)} of them would be read from tiers.`;
+  };
+  const pinned = (answer, dry) => dry ? `${count(answer.tokens)} tokens, ${bytes(answer.bytes)}, would be pinned; ${count(answer.promoted_chunks)} chunks of them would be read from tiers. ${bytes(answer.pinned_bytes)} of at most ${bytes(answer.most_bytes)} are pinned now.` : `${count(answer.tokens)} tokens are pinned.`;
   return [
     make("label", {}, "Engine", engine), make("label", {}, "Token ids of the prompt", tokens), make("label", {}, "Cache salt, if its requests have one", salt),
-    make("button", { type: "button", onclick: act("Where is this prompt?", [], null) }, "Look up…"),
-    make("button", { type: "button", onclick: act("Promote this prompt to memory", [], async () => `Job ${(await json("v1/prefetch", { method: "POST", body: chain() })).id} promotes it.`) }, "Prefetch…"),
-    make("button", { type: "button", onclick: act("Pin this prompt in memory", [{ name: "ttl_s", label: "For how many seconds", value: 600 }], async ({ ttl_s }) => `${count((await json("v1/pins", { method: "POST", body: { ...chain(), ttl_s: Number(ttl_s) } })).tokens)} tokens are pinned.`) }, "Pin…"),
+    make("button", { type: "button", onclick: () => change({ title: "Where is this prompt?", text: "Promotes nothing.", preview: lookup }) }, "Look up…"),
+    make("button", { type: "button", onclick: () => request({ title: "Promote this prompt to memory", path: "v1/prefetch", body: chain, told: prefetched }) }, "Prefetch…"),
+    make("button", { type: "button", onclick: () => request({ title: "Pin this prompt in memory", path: "v1/pins", fields: [{ name: "ttl_s", label: "For how many seconds", value: 600 }], body: ({ ttl_s }) => ({ ...chain(), ttl_s: Number(ttl_s) }), told: pinned }) }, "Pin…"),
   ];
 }
 
@@ -669,52 +671,48 @@ function signIn() {
   });
 }
 
+/** Ask for a change by one request, whose dry run is the same request. `told` puts both answers into words. */
+function request({ path, query = {}, method = "POST", body = () => undefined, told, ...rest }) {
+  const send = async (values, dry) => told(await json(`${path}?${new URLSearchParams({ ...query, dry_run: dry })}`, { method, body: body(values) }), dry);
+  change({ ...rest, preview: (values) => send(values, true), apply: (values) => send(values, false) });
+}
+
 function clear(selector, what) {
-  const path = (dry) => `v1/chunks?${new URLSearchParams({ ...selector, dry_run: dry })}`;
-  const told = ({ chunks, bytes: size }, verb) => `${count(chunks)} chunks, ${bytes(size)}, ${verb} dropped.`;
-  change({
+  request({
+    path: "v1/chunks", query: selector, method: "DELETE",
     title: `Clear ${what}`, text: "Drops the chunks. Engines compute them again; shared tiers are left alone.",
-    preview: async () => told(await json(path(true), { method: "DELETE" }), "would be"),
-    apply: async () => told(await json(path(false), { method: "DELETE" }), "were"),
+    told: ({ chunks, bytes: size }, dry) => `${count(chunks)} chunks, ${bytes(size)}, ${dry ? "would be" : "were"} dropped.`,
   });
 }
 
-function switchTier({ id, state }) {
-  change({
+function switchTier({ id, state: now_ }) {
+  request({
+    path: `v1/tiers/${encodeURIComponent(id)}`, body: ({ state }) => ({ state }),
     title: `Switch tier ${id}`, text: "Off: not used at all. Read only: no writes. Until the service ends.",
-    fields: [{ name: "state", label: "State", value: state, options: ["on", "read_only", "off"] }],
-    preview: async ({ state: wanted }) => {
-      const row = (await page("tiers")).rows.find((one) => one.id === id);
-      const queued = wanted === "on" ? "" : ` ${count(row.queued_writes)} waiting writes (${bytes(row.queued_write_bytes)}) would be dropped.`;
-      const chunks = wanted !== "off" ? "" : row.chunks === null ? " Its chunks would not be found." : ` Its ${count(row.chunks)} chunks would not be found.`;
-      return `From ${row.state.replace("_", " ")} to ${wanted.replace("_", " ")}.${queued}${chunks}`;
-    },
-    apply: async ({ state: wanted }) => {
-      const told = await json(`v1/tiers/${encodeURIComponent(id)}`, { method: "POST", body: { state: wanted } });
-      return `Tier ${told.id} is ${told.state.replace("_", " ")}; ${count(told.dropped_writes)} waiting writes were dropped.`;
+    fields: [{ name: "state", label: "State", value: now_, options: ["on", "read_only", "off"] }],
+    told: ({ was, state, dropped_writes: dropped, unavailable_chunks: chunks }, dry) => {
+      const queued = state === "on" ? "" : ` ${count(dropped)} waiting writes ${dry ? "would be" : "were"} dropped.`;
+      const hidden = chunks === 0 ? "" : ` Its ${chunks === null ? "" : `${count(chunks)} `}chunks ${dry ? "would not be" : "are not"} found.`;
+      return `From ${was.replace("_", " ")} to ${state.replace("_", " ")}.${queued}${hidden}`;
     },
   });
 }
 
-function quota({ id, bytes: used, quotas }) {
+function quota({ id, quotas }) {
   const gib = (value) => value === undefined ? "" : value / GIB;
   const wanted = ({ memory, disk }) => Object.fromEntries(Object.entries({ memory, disk }).map(([place, text]) => {
     const value = text.trim() === "" ? null : Number(text);
     if (value !== null && !(value >= 0)) throw new Error(`${place}: expected GiB (got ${text})`);
     return [place, value === null ? null : Math.round(value * GIB)];
   }));
-  const told = (quotas_) => Object.entries(quotas_).map(([place, limit]) => `${place}: ${limit === null ? "no quota" : bytes(limit)}`).join(", ");
-  change({
+  const limit = (value) => value === null ? "no quota" : bytes(value);
+  request({
+    path: `v1/tenants/${id}/quota`, method: "PUT", body: wanted,
     title: `Quotas of tenant ${id}`, text: "In GiB; empty: no quota. Until the service ends.",
     fields: [{ name: "memory", label: "Memory, GiB", value: gib(quotas.memory) }, { name: "disk", label: "Disk, GiB", value: gib(quotas.disk) }],
-    preview: async (values) => {
-      const limits = wanted(values);
-      const over = Object.entries(limits).map(([place, limit]) => [place, limit === null ? 0 : (used[place] ?? 0) - limit]).filter(([, more]) => more > 0);
-      return `Would be ${told(limits)}.${over.map(([place, more]) => ` The tenant is ${bytes(more)} above it in ${place}.`).join("")}`;
-    },
-    apply: async (values) => {
-      const set = await json(`v1/tenants/${id}/quota`, { method: "PUT", body: wanted(values) });
-      return `Now ${told({ memory: set.memory, disk: set.disk })}.`;
+    told: (set, dry) => {
+      const over = ["memory", "disk"].filter((place) => set[`${place}_excess`]).map((place) => ` In ${place}, the tenant ${dry ? "is" : "was"} ${bytes(set[`${place}_excess`])} above it: its oldest chunks ${dry ? "would be" : "are"} evicted.`);
+      return `${dry ? "Would be" : "Now"} memory: ${limit(set.memory)}, disk: ${limit(set.disk)} (before: ${limit(set.memory_was)}, ${limit(set.disk_was)}).${over.join("")}`;
     },
   });
 }
@@ -734,31 +732,31 @@ function setting({ name, text: value }) {
   });
 }
 
-function unpin({ id, tokens, bytes: size }) {
-  change({
-    title: `End pin ${id.replace(/^0+/, "")}`, preview: async () => `${count(tokens)} tokens, ${bytes(size)}, could be evicted again.`,
-    apply: async () => { await ask(`v1/pins/${id}`, { method: "DELETE" }); return "The pin has ended."; },
+function unpin({ id }) {
+  request({
+    path: `v1/pins/${id}`, method: "DELETE", title: `End pin ${id.replace(/^0+/, "")}`,
+    told: ({ tokens, bytes: size }, dry) => `${count(tokens)} tokens, ${bytes(size)}, ${dry ? "could" : "can"} be evicted again.`,
   });
-}
-
-async function waiting() {
-  const { tiers } = await json("stats");
-  return `${count(tiers.reduce((sum, tier) => sum + tier.queued_writes, 0))} writes are waiting now.`;
 }
 
 function flush() {
-  change({
+  request({
+    path: "v1/flush", body: ({ wait_s }) => ({ wait_s: Number(wait_s) }),
     title: "Flush: write all chunks in memory to the tiers", fields: [{ name: "wait_s", label: "Wait at most, seconds", value: 60 }],
-    preview: waiting, apply: async ({ wait_s }) => `Job ${(await json("v1/flush", { method: "POST", body: { wait_s: Number(wait_s) } })).id.replace(/^0+/, "")} began.`,
+    told: (answer, dry) => dry ? waiting(answer.expected.waiting_writes) : `Job ${answer.id.replace(/^0+/, "")} began.`,
   });
 }
+const waiting = (writes) => `${count(writes)} writes are waiting now.`;
 
 function drain() {
-  change({
+  request({
+    path: "v1/drain", body: ({ on }) => ({ on: on === "true" }),
     title: "Drain before a restart", text: "Refuses new engines, saves nothing more, and flushes. Lookups go on.",
     fields: [{ name: "on", label: "Draining", value: "true", options: ["true", "false"] }],
-    preview: async ({ on }) => on === "true" ? `${count(seen.snapshot?.engines ?? 0)} engines stay attached, and no new one could. ${await waiting()}` : "New engines could attach again.",
-    apply: async ({ on }) => (await json("v1/drain", { method: "POST", body: { on: on === "true" } })).draining ? "The service is draining." : "The service is not draining.",
+    told: ({ draining, engines, reserved_bytes: begun, outstanding_writes: writes }, dry) => {
+      if (!dry) return `The service is ${draining ? "" : "not "}draining.`;
+      return draining ? `${engines === 1 ? "1 engine stays" : `${count(engines)} engines stay`} attached, and no new one could. They would save only what they have begun, ${bytes(begun)}. ${waiting(writes)}` : "New engines could attach again.";
+    },
   });
 }
 

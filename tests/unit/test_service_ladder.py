@@ -16,6 +16,7 @@ from kvhaven.client.control import connect
 from kvhaven.config import Settings, load_settings
 from kvhaven.errors import ConfigError, KVHavenError, TierError
 from kvhaven.protocol import (
+    UNKNOWN_NODE,
     Acquired,
     Clear,
     Cleared,
@@ -201,6 +202,18 @@ def test_a_lookup_that_waits_for_no_tier_has_one_final_answer_and_is_counted(
         assert not node.call(lambda: len(node.service.loads._questions))
         (counts,) = node.call(node.service.accounts.tokens).values()
         assert (counts.asked, counts.missed["late"]) == (8 * CHUNK_SIZE, 5 * CHUNK_SIZE)
+
+
+def test_a_tier_that_gave_no_answer_has_not_said_that_a_chain_is_absent(
+    short_dir: Path, filled: SlowStore
+) -> None:
+    settings = {"remote_lookup_ttl_s": 3600.0}
+    with Node(short_dir / "s.sock", filled, **settings) as node, Engine(node.address) as engine:
+        filled.broken = "on fire"
+        engine.scheduler.client.pull_chain(UNKNOWN_NODE, KEYS)
+        assert engine.load(KEYS) == 0
+        filled.broken = ""
+        assert eventually(lambda: engine.load(KEYS) == len(KEYS), 20)
 
 
 def test_one_that_fails_is_a_miss_and_is_back_when_it_works(

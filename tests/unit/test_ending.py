@@ -60,6 +60,18 @@ def test_a_process_without_output_or_errors_ends_like_any_other(closed: str) -> 
     assert (done.returncode, done.stdout, done.stderr) == (3, output, "")
 
 
+def test_a_refused_setting_has_its_status_even_if_nobody_can_read_why() -> None:
+    command = 'exec "$0" -m kvhaven.cli config show 2>&-'
+    done = subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable],
+        env=os.environ | {"KVHAVEN_CHUNK_SIZE": "nonsense"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_output_that_cannot_be_written_is_an_error() -> None:
     pytest.importorskip("obstore", reason="kvhaven[s3] is not installed")
     program = PROGRAM.format(imported="import obstore", end="")

@@ -31,12 +31,15 @@ def ended_at_once() -> Iterator[None]:
             raise
     if _WITH_THREADS in sys.modules:
         logging.shutdown()
-        try:
-            sys.stderr.flush()
-            sys.stdout.flush()
-        except (OSError, ValueError) as error:  # such as a full disk
-            with suppress(OSError, ValueError):
-                sys.stderr.write(f"the output is not complete: {error}\n")
-                sys.stderr.flush()
-            status = status or _NOT_WRITTEN
+        for stream in (sys.stderr, sys.stdout):
+            if stream is None:  # its descriptor was closed when Python started
+                continue
+            try:
+                stream.flush()
+            except (OSError, ValueError) as error:  # such as a full disk
+                if sys.stderr is not None:
+                    with suppress(OSError, ValueError):
+                        sys.stderr.write(f"the output is not complete: {error}\n")
+                        sys.stderr.flush()
+                status = status or _NOT_WRITTEN
         os._exit(status if isinstance(status, int) else 0)

@@ -68,6 +68,8 @@ _Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]  # the length of a path
 Fields = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MOST_FIELDS)]
 MOST_NODE_NAME: Final = 64
 NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NODE_NAME)]
+MOST_ADDRESS: Final = 256
+"""Maximum length of a node's address (host:port) in characters."""
 MOST_NAME: Final = 128
 RequestName = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
@@ -291,7 +293,7 @@ class OfferChain(Message, frozen=True, tag=True):
     """
 
     id: RequestName
-    to: Annotated[str, msgspec.Meta(max_length=256)]
+    to: Annotated[str, msgspec.Meta(max_length=MOST_ADDRESS)]
     keys: Keys
     tenant: Tenant = b""
     tail: MaybeKey = b""

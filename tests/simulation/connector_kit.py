@@ -231,14 +231,15 @@ def make_request(
     tokens: int | Sequence[int] = 40,
     name: str = "r",
     *,
-    params: Mapping[str, Any] | None = None,
+    params: Mapping[str, Any] | str | Sequence[str] | None = None,
     sampling: Mapping[str, Any] | None = None,
     pooling: bool = False,
     **more: Any,
 ) -> Request:
     """Return one of vLLM's requests, by default of 40 tokens."""
     ids = list(range(tokens)) if isinstance(tokens, int) else list(tokens)
-    extra = {"kv_transfer_params": dict(params)} if params is not None else None
+    own = dict(params) if isinstance(params, Mapping) else params
+    extra = {"kv_transfer_params": own} if own is not None else None
     given = SamplingParams(max_tokens=8, extra_args=extra, **(sampling or {}))
     return Request(
         request_id=name,

@@ -44,6 +44,34 @@ def test_errors_are_shown_as_ever() -> None:
     assert (status, errors) == (1, "refused\n")
 
 
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_a_process_without_output_or_errors_ends_like_any_other(closed: str) -> None:
+    pytest.importorskip("obstore", reason="kvhaven[s3] is not installed")
+    program = PROGRAM.format(imported="import obstore", end="sys.exit(3)")
+    redirections = " ".join(f"{descriptor}>&-" for descriptor in closed.split())
+    command = f'exec "$0" -c "$1" {redirections}'
+    done = subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable, program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    output = "" if "1" in closed else "done\n"
+    assert (done.returncode, done.stdout, done.stderr) == (3, output, "")
+
+
+def test_a_refused_setting_has_its_status_even_if_nobody_can_read_why() -> None:
+    command = 'exec "$0" -m kvhaven.cli config show 2>&-'
+    done = subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable],
+        env=os.environ | {"KVHAVEN_CHUNK_SIZE": "nonsense"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_output_that_cannot_be_written_is_an_error() -> None:
     pytest.importorskip("obstore", reason="kvhaven[s3] is not installed")
     program = PROGRAM.format(imported="import obstore", end="")

@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -79,6 +80,33 @@ def test_a_refresh_does_not_wait_for_a_service_that_has_stopped(
             assert observer.seen is before
 
     asyncio.run(run())
+
+
+def test_a_service_that_accepts_and_sends_nothing_is_left(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped service may never continue, and another one may listen at its address."""
+    monkeypatch.setattr(observer_module, "_ANSWER_S", 0.2)
+    address = short_dir / "s.sock"
+
+    async def run() -> None:
+        observer = Observer(str(address), NEVER)
+        task = asyncio.create_task(observer.run())
+        connection, _ = await asyncio.to_thread(silent.accept)
+        with connection:
+            address.unlink()
+            monkeypatch.setattr(observer_module, "_ANSWER_S", 60.0)
+            with NodeThread(address, local_disk=None, remote_url=None):
+                async with asyncio.timeout(60):
+                    seen = await observer.newer("")
+                assert seen.snapshot is not None
+                task.cancel()
+                await asyncio.wait([task])
+
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(address))
+        silent.listen()
+        asyncio.run(run())
 
 
 def test_a_client_that_leaves_does_not_have_requests_counted_twice(node: NodeThread) -> None:

@@ -16,7 +16,7 @@ from kvhaven.engine.request_state import PartSearch, PendingLoad, RequestState
 from kvhaven.engine.requests import EVERYTHING, KnownExtras, Request
 from kvhaven.keys import Extras
 from tests.crash.engine import CHUNK_SIZE, Engine
-from tests.crash.node import NodeThread
+from tests.crash.node import NodeThread, eventually
 
 CHUNKS = 17
 PARTS = (KvPart(FULL, (0,), 5), KvPart("window:5", (1,), 5, 4))
@@ -136,6 +136,26 @@ def test_the_windows_of_the_largest_hit_are_no_hit_without_the_prefix(node: Node
         assert sum(count.asked for count in counts) == 2 * len(tokens), "each counts once"
 
 
+def test_without_waiting_for_tiers_a_smaller_hit_in_memory_is_found(node: NodeThread) -> None:
+    tokens = list(range(CHUNKS * CHUNK_SIZE + 1))
+    with (
+        Engine(node.address, engine="full") as full,
+        Engine(node.address, engine="window", model="window") as window,
+    ):
+        clients = (full.scheduler.client, window.scheduler.client)
+        settings = Settings(promote_deadline_ms=0, step_budget_ms=1000)
+        first = Lookups(settings, clients[0], asynchronous=True, shared=True)
+        lookups = PartLookups(settings, PARTS, clients, first)
+        state = state_of("r", tokens, clients)
+        assert full.save(state.chains[0].keys[:9]) == 9
+        assert window.save(state.chains[1].keys[8:9]) == 1
+        assert window.save(state.chains[1].keys[CHUNKS - 1 :]) == 1
+        lease = settled(lookups, state)
+        assert isinstance(lease, LeasedChunks)
+        assert len(lease.extents) == 9
+        lookups.drop(state)
+
+
 def test_without_time_to_wait_the_largest_hit_is_not_asked_for_first(node: NodeThread) -> None:
     """Its answer would not be there, and its leases would be released at once."""
     tokens = list(range(CHUNKS * CHUNK_SIZE + 1))
@@ -179,6 +199,11 @@ def test_a_lease_that_is_refused_does_not_say_where_the_prefix_ends(node: NodeTh
         assert asked is not None
         clients[0].release([asked])
         search.leases[0], search.began = None, 0.0  # refused, after all patience
-        assert settled(lookups, state) is Outcome.MISS
+        leases = eventually(lambda: lookups._leased(search))
+        assert leases[0] is None
+        assert lookups._complete(state, search, leases) is None
         assert state.junction == CHUNKS
+        lease = settled(lookups, state)
+        assert isinstance(lease, LeasedChunks), "without patience, what is in memory is found"
+        assert len(lease.extents) == CHUNKS
         lookups.drop(state)

@@ -15,12 +15,23 @@ from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.config import Settings, load_settings
 from kvhaven.errors import ConfigError, KVHavenError, TierError
-from kvhaven.protocol import Clear, Cleared, Flush, Flushed, Hello, Refused, Welcome
+from kvhaven.protocol import (
+    UNKNOWN_NODE,
+    Acquired,
+    Clear,
+    Cleared,
+    Flush,
+    Flushed,
+    Hello,
+    Refused,
+    ServiceMessage,
+    Welcome,
+)
 from kvhaven.service.tier_setup import make_tiers
 from kvhaven.testing.memory_store import MemoryStore, memory_tier
 from kvhaven.tiers.base import StoredShard, Tier
 from kvhaven.types import Checksum
-from tests.crash.engine import EXTENT_BYTES, Engine, prompt
+from tests.crash.engine import CHUNK_SIZE, EXTENT_BYTES, Engine, prompt
 from tests.crash.node import NodeThread, eventually, flush, seconds, settled
 from tests.crash.raw import Raw
 
@@ -168,6 +179,41 @@ def test_a_slow_one_is_used_as_far_as_it_came_in_time(short_dir: Path, filled: S
             node.call(go_on.set)
             assert eventually(lambda: engine.load(KEYS) == 8)
         settled(node.address, members=0)
+
+
+def test_a_lookup_that_waits_for_no_tier_has_one_final_answer_and_is_counted(
+    short_dir: Path, filled: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Node(short_dir / "s.sock", filled) as node, Engine(node.address) as engine:
+        assert engine.save(KEYS[:3]) == 3
+        client, answers = engine.scheduler.client, list[bool]()
+        enter = client.received
+
+        def note(message: ServiceMessage) -> None:
+            if isinstance(message, Acquired):
+                answers.append(message.final)
+            enter(message)
+
+        monkeypatch.setattr(client, "received", note)
+        client.configure(10.0, 0.0)
+        assert engine.load(KEYS) == 3
+        eventually(lambda: len(answers) == 2)
+        assert answers == [False, True]
+        assert not node.call(lambda: len(node.service.loads._questions))
+        (counts,) = node.call(node.service.accounts.tokens).values()
+        assert (counts.asked, counts.missed["late"]) == (8 * CHUNK_SIZE, 5 * CHUNK_SIZE)
+
+
+def test_a_tier_that_gave_no_answer_has_not_said_that_a_chain_is_absent(
+    short_dir: Path, filled: SlowStore
+) -> None:
+    settings = {"remote_lookup_ttl_s": 3600.0}
+    with Node(short_dir / "s.sock", filled, **settings) as node, Engine(node.address) as engine:
+        filled.broken = "on fire"
+        engine.scheduler.client.pull_chain(UNKNOWN_NODE, KEYS)
+        assert engine.load(KEYS) == 0
+        filled.broken = ""
+        assert eventually(lambda: engine.load(KEYS) == len(KEYS), 20)
 
 
 def test_one_that_fails_is_a_miss_and_is_back_when_it_works(

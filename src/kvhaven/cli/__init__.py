@@ -57,7 +57,7 @@ def main() -> None:
     try:
         app()
     except KVHavenError as error:
-        sys.stderr.write(f"kvhaven: {error}\n")
+        typer.echo(f"kvhaven: {error}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

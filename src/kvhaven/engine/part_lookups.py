@@ -29,6 +29,10 @@ class PartLookups:
     request can continue. Only if every part's lease is complete, it is offered; otherwise the next
     smaller number is tried. Loads are asynchronous, and end before the last token: its window would
     begin before that of the token after it.
+
+    All leases together wait for `promote_deadline_ms` at most. After that, a lease has the chunks
+    that are ready, and smaller numbers are still tried: each takes an exchange with the service,
+    within the lookup's deadline, and smaller hits may be in memory.
     """
 
     def __init__(
@@ -128,8 +132,7 @@ class PartLookups:
                 return lease
             self._release(search.leases)
             search.attempts += search.present is not None
-            late = self._clock() - search.began > self._patience_s
-            if late or search.attempts >= _MOST_ATTEMPTS:
+            if search.attempts >= _MOST_ATTEMPTS:
                 return Outcome.MISS
 
     def _lease_largest(self, state: RequestState, search: PartSearch) -> None:
@@ -202,9 +205,11 @@ class PartLookups:
         """Request a part's lease. The first part's is the one that is counted."""
         chain, wanted, client = state.chains[part], search.ranges[part], self._clients[part]
         keys = chain.keys[wanted.start : wanted.stop]
+        left_s = max(0.0, search.began + self._patience_s - self._clock())
         if part:
-            return client.ask(keys, chain.tenant)
-        lease_id = client.ask(keys, chain.tenant, about=self._first.about(state))
+            return client.ask(keys, chain.tenant, promote_s=left_s)
+        about = self._first.about(state)
+        lease_id = client.ask(keys, chain.tenant, promote_s=left_s, about=about)
         state.told = state.told or lease_id is not None
         state.lease_start = wanted.start
         return lease_id

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from kvhaven.config import Settings
 from kvhaven.engine.adapters import AdapterUse, CacheName
 from kvhaven.keys import Extras
+from kvhaven.protocol import MOST_ADDRESS, MOST_NODE_NAME
 
 MOST_TAGS = 8
 """Maximum number of counted tags per request; further ones are ignored."""
@@ -41,12 +42,22 @@ class Transfer:
     On the decode node, `awaited` says that another node has prefilled the request: it waits up to
     `pd_wait_ms` for its chunks. `source` is the name of that node, if it is known.
     `handed` is set on the prefill node: another node will decode the request.
+
+    Clients choose these texts. One that no message may have is dropped: it is too long, or contains
+    unprintable characters, of which lone surrogates cannot be encoded.
     """
 
     to: str = ""
     awaited: bool = False
     source: str = ""
     handed: bool = False
+
+    def __post_init__(self) -> None:
+        """Drop an address, or a name, that no message may have."""
+        for name, most in (("to", MOST_ADDRESS), ("source", MOST_NODE_NAME)):
+            text: str = getattr(self, name)
+            if len(text) > most or not text.isprintable():
+                object.__setattr__(self, name, "")  # the only way in a frozen dataclass
 
 
 NO_TRANSFER = Transfer()

@@ -169,6 +169,19 @@ class Observer:
 
     async def _observe(self) -> None:
         """Connect, and observe until the connection is lost. Raises `OSError`, `KVHavenError`."""
+        deadline = asyncio.timeout(_ANSWER_S)
+        try:
+            async with deadline:
+                await self._observe_within(deadline)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise ServiceUnavailableError(
+                f"it sent no first message within {_ANSWER_S:g} s"
+            ) from error
+
+    async def _observe_within(self, deadline: asyncio.Timeout) -> None:
+        """Observe as `_observe` does; the first message of the service removes the deadline."""
         reader, writer = await asyncio.open_unix_connection(self.address)
         asking: asyncio.Task[None] | None = None
         try:
@@ -179,6 +192,7 @@ class Observer:
                     message = decode_service(body)
                     if isinstance(message, Welcome):
                         _require_observable(message)
+                        deadline.reschedule(None)
                         self._features = message.features
                         self._writer = writer
                         asking = asyncio.create_task(self._ask_repeatedly(writer))

@@ -127,11 +127,12 @@ class Loads:
             return
         self._cancel_deadline(session.id, lease_id)
         now = asyncio.get_running_loop().time()
-        self._wait(Wait(session.id, lease_id, now, message.wait_ms / 1000, len(keys), price))
         if question is not None:
             question.awaited = True
             self._questions[session.id, lease_id] = question
         self._send(member, Acquired(lease_id, False, [], b""))
+        # The final answer may follow immediately: the wait may be 0.
+        self._wait(Wait(session.id, lease_id, now, message.wait_ms / 1000, len(keys), price))
 
     def locate(self, member: AttachedProcess, message: Locate) -> Job:
         """Answer which chunks are in memory or in a tier. Raises `ProtocolError` for a rank."""

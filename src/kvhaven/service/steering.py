@@ -239,6 +239,8 @@ class Steering:
             told: dict[ChunkKey, TierName] = {}
             for name in self._shared:
                 there = await self._runner.ask(name, namespace, chain.tenant, asked)
+                if there is None:
+                    continue
                 for key, present in zip(asked, there, strict=True):
                     if present:
                         told.setdefault(key, name)

@@ -83,12 +83,13 @@ class StoredChains:
             yield
         self._spawn(self._await(tier, namespace, tenant, numbers))
 
-    def _end(self, tier: TierName, numbers: Mapping[ChunkKey, int]) -> Job:
-        """Answer that the rest is not stored."""
+    def _end(self, tier: TierName, numbers: Mapping[ChunkKey, int], *, answered: bool) -> Job:
+        """Answer that the rest is not stored, or that the tier gave no answer."""
         self._open -= 1
+        found: dict[ChunkKey, int] | None = {} if answered else None
         for part in batches([*numbers.values()], _PIECE):
             for number in part:
-                self._driver.catalog.tier_looked_up(tier, number, {})
+                self._driver.catalog.tier_looked_up(tier, number, found)
             yield
 
     def _tier(self) -> TierName | None:
@@ -102,6 +103,7 @@ class StoredChains:
         self, tier: TierName, namespace: Namespace, tenant: TenantId, numbers: dict[ChunkKey, int]
     ) -> None:
         """Ask for the missing chunks until all are stored, or none is for too long."""
+        found: bool | None = None
         try:
             if not numbers:
                 return
@@ -112,20 +114,26 @@ class StoredChains:
                 return
             while numbers and self._clock() - began < _LONGEST_S:
                 await asyncio.sleep(pause_s)
-                if await self._ask(tier, namespace, tenant, numbers):
+                found = await self._ask(tier, namespace, tenant, numbers)
+                if found:
                     pause_s, moved = _POLL_S, self._clock()
                 elif self._clock() - moved >= self._stall_s:
                     return
                 pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
         finally:
-            self._driver.turns.start(self._end(tier, numbers))
+            self._driver.turns.start(self._end(tier, numbers, answered=found is not None))
 
     async def _ask(
         self, tier: TierName, namespace: Namespace, tenant: TenantId, numbers: dict[ChunkKey, int]
-    ) -> bool:
-        """Ask which of the missing chunks are stored now; return whether any is."""
+    ) -> bool | None:
+        """Ask which of the missing chunks are stored now; return whether any is.
+
+        Returns None if the tier gave no answer.
+        """
         keys = [*numbers]
         there = await self._runner.ask(tier, namespace, tenant, keys)
+        if there is None:
+            return None
         found = [key for key, has in zip(keys, there, strict=True) if has]
         for part in batches(found, _PIECE):
             with self._driver.event() as catalog:

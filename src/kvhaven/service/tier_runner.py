@@ -170,13 +170,18 @@ class TierRunner:
 
     async def ask(
         self, name: TierName, namespace: Namespace, tenant: TenantId, keys: Sequence[ChunkKey]
-    ) -> list[bool]:
-        """Return which chunks a shared tier has now; nothing if it does not answer in time."""
+    ) -> list[bool] | None:
+        """Return which chunks a shared tier has now; None if it failed, or gave no answer in time.
+
+        No answer says nothing about the chunks.
+        """
+        if not keys:
+            return []
         action = TierLookup(name, 0, namespace, tuple(keys), tenant)
         shards = [shard for key in keys for shard in self._shards(action, key)]
-        there = await self._in_time(name, shards) if keys else None
+        there = await self._in_time(name, shards)
         if there is None:
-            return [False] * len(keys)
+            return None
         bits = len(namespace.table.shards)
         return [all(there[at * bits : (at + 1) * bits]) for at in range(len(keys))]
 

@@ -33,7 +33,11 @@ def refused(bench: Bench) -> int:
         ({"do_remote_prefill": "false"}, NO_TRANSFER),
         ({"kvhaven.to": "d:7420"}, Transfer("d:7420")),
         ({"kvhaven.to": 7}, NO_TRANSFER),
-        ({"kvhaven.to": "d" * 999}, Transfer("d" * 256)),
+        ({"kvhaven.to": "d" * 256}, Transfer("d" * 256)),
+        ({"kvhaven.to": "d" * 257}, NO_TRANSFER),
+        ({"kvhaven.to": "d\ud800:7420"}, NO_TRANSFER),
+        ({"do_remote_prefill": True, "kvhaven.from": "p\ud800"}, Transfer(awaited=True)),
+        ({"do_remote_prefill": True, "kvhaven.from": "p\n"}, Transfer(awaited=True)),
         (
             {"kvhaven.to": "d", "disagg_spec": {"receiver_host": "e"}, "do_remote_prefill": 1},
             Transfer("d", awaited=True),
@@ -48,6 +52,10 @@ def refused(bench: Bench) -> int:
         ),
         ({"disagg_spec": {"req_id": "a", "receiver_host": "d"}}, Transfer("d")),
         ({"disagg_spec": "nonsense"}, NO_TRANSFER),
+        ({"disagg_spec": {"receiver_host": ["d"], "receiver_init_port": 1}}, NO_TRANSFER),
+        ({"disagg_spec": {"receiver_host": "d", "receiver_init_port": {}}}, Transfer("d")),
+        ("nonsense", NO_TRANSFER),
+        (["kvhaven.to"], NO_TRANSFER),
         ({"disagg_spec": {"receiver_id": "d"}}, NO_TRANSFER),
     ],
 )
@@ -94,6 +102,28 @@ def test_the_node_that_prefilled_a_request_is_asked_for_its_chunks_once(
     assert pulled[1:] == [(UNKNOWN_NODE, 2, True)]
     ask(side, make_request(40, "third"))
     assert len(pulled) == 2
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True, "kvhaven.from": "\ud800"},
+        {"do_remote_decode": True, "kvhaven.to": "\ud800:1"},
+        {"kvhaven.tags": ["\ud800"], "kvhaven.max_load_tokens": "\ud800"},
+        "\ud800",
+    ],
+    ids=repr,
+)
+def test_parameters_that_cannot_be_sent_harm_no_request(bench: Bench, params: Any) -> None:
+    side = bench.side()
+    bench.fill(make_request(40), 2)
+    before = refused(bench)
+    for name in ("\ud800", "other"):
+        request = make_request(40, name, params=params)
+        side.on_new_request(request)
+        assert ask(side, request)[0]
+        side.finished(request)
+    assert refused(bench) == before
 
 
 def test_a_chain_is_announced_once(bench: Bench) -> None:

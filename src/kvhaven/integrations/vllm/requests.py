@@ -20,7 +20,6 @@ from kvhaven.engine.requests import (
     ScheduledRequest,
     Transfer,
 )
-from kvhaven.protocol import MOST_NODE_NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _PREFIXES = ("kvhaven.", "lmcache.")
-_MOST_ADDRESS = 256
 
 
 class VllmRequest:
@@ -90,10 +88,15 @@ class VllmRequest:
         return cache_name(self.raw.lora_request)
 
     @property
+    def _parameters(self) -> Mapping[str, Any]:
+        """The request's parameters; clients can send any value in their place (`vllm_xargs`)."""
+        given: object = self.raw.kv_transfer_params
+        return given if isinstance(given, Mapping) else {}
+
+    @property
     def permissions(self) -> Permissions:
         """The transfers that the request's own parameters permit."""
-        request = self.raw
-        parameters: Mapping[str, Any] = request.kv_transfer_params or {}
+        request, parameters = self.raw, self._parameters
         load = save = request.prompt_embeds is None
         sampling = request.sampling_params
         if sampling is not None and getattr(sampling, "prompt_logprobs", None) is not None:
@@ -113,18 +116,19 @@ class VllmRequest:
         LMCache's `disagg_spec` is read as well: `receiver_host` and `receiver_init_port` must then
         be the address of a peer.
         """
-        parameters: Mapping[str, Any] = self.raw.kv_transfer_params or {}
+        parameters = self._parameters
         to, spec = parameters.get("kvhaven.to"), parameters.get("disagg_spec")
-        if to is None and isinstance(spec, Mapping) and spec.get("receiver_host"):
-            port = spec.get("receiver_init_port")
+        if to is None and isinstance(spec, Mapping):
+            to, port = spec.get("receiver_host"), spec.get("receiver_init_port")
             port = port[0] if isinstance(port, list | tuple) and port else port
-            to = f"{spec['receiver_host']}:{port}" if port else spec["receiver_host"]
+            if to and isinstance(to, str) and port and isinstance(port, int | str):
+                to = f"{to}:{port}"
         awaited = _is_on(parameters.get("do_remote_prefill"))
         source = parameters.get("kvhaven.from")
         return Transfer(
-            to[:_MOST_ADDRESS] if isinstance(to, str) else "",
+            to if isinstance(to, str) else "",
             awaited,
-            source if isinstance(source, str) and len(source) <= MOST_NODE_NAME else "",
+            source if isinstance(source, str) else "",
             _is_on(parameters.get("do_remote_decode")),
         )
 
@@ -136,8 +140,7 @@ class VllmRequest:
         on. The `remote_*` names are those of vLLM's NIXL connector; here no block stays reserved
         for the other node.
         """
-        parameters: Mapping[str, Any] = self.raw.kv_transfer_params or {}
-        if not _is_on(parameters.get("do_remote_decode")):
+        if not _is_on(self._parameters.get("do_remote_decode")):
             return None
         return {
             **({"kvhaven.from": service} if service else {}),

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from examples.demo.processes import free_port
 from kvhaven.tiers.base import Tier
 
 REDIS_MISSING = "there is no redis-server: apt-get install redis-tools (or valkey)"
@@ -65,12 +66,6 @@ def wait_for_port(port: int, server: subprocess.Popen[bytes], within_s: float) -
             time.sleep(0.02)
         else:
             return
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ _SERVICE_START_S = 30.0
 _STOP_S = 20.0
 _LOG_LINES = 25
 _PR_SET_PDEATHSIG = 1
+_PORTS = range(15_000, 32_000)
 _libc = ctypes.CDLL(None)
 
 
@@ -320,10 +322,15 @@ def server_environment(
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of an address of this machine that is free now."""
-    with socket.create_server((host, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port of an address of this machine that is free now.
+
+    It is below those that Linux gives to clients (32768 and up), which could take it before a
+    server listens there.
+    """
+    while True:
+        port = secrets.choice(_PORTS)
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return port
 
 
 def engine_cores() -> str:

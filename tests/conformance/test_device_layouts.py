@@ -87,13 +87,13 @@ def test_a_device_copies_as_the_cpu_does(word: str, kind: str, kv_format: str) -
         there = OnDevice(rank, found)
         layout = there.layouts[kv_format]
         job = found.device.store(layout, [BLOCKS], [ctypes.addressof(got)])
-        assert job.wait(30)
+        assert job.wait(120)
         assert job.error == ""
         assert list(job.checksums) == list(sums)
         assert got.raw == wanted.raw
         before = contents(rank.caches, range(7))
         job = found.device.load(layout, [[5, 0, 6]], [ctypes.addressof(got)])
-        assert job.wait(30)
+        assert job.wait(120)
         assert job.error == ""
         there.pull()
     moved = {5: 3, 0: 1, 6: 2}
@@ -123,13 +123,13 @@ def test_a_device_copies_groups_that_share_memory_as_the_cpu_does(word: str, kin
         assert isinstance(portable, PortableLayout)
         layout = grouped(portable, GROUPS)
         job = found.device.store(layout, chunks, [ctypes.addressof(got)])
-        assert job.wait(30)
+        assert job.wait(120)
         assert job.error == ""
         assert list(job.checksums) == list(sums)
         assert got.raw == wanted.raw
         before = contents(rank.caches, range(9))
         job = found.device.load(layout, targets, [ctypes.addressof(got)])
-        assert job.wait(30)
+        assert job.wait(120)
         assert job.error == ""
         there.pull()
         self_test(found.device, layout, memoryview(bytearray(scratch_bytes(layout))))
@@ -159,13 +159,13 @@ def test_a_device_copies_tails_as_the_cpu_does(word: str, kind: str, kv_format: 
         there = OnDevice(rank, found)
         layout = there.layouts[kv_format].of_tail(tail, chunk)
         job = found.device.store(layout, [BLOCKS], [ctypes.addressof(got)])
-        assert job.wait(30)
+        assert job.wait(120)
         assert job.error == ""
         assert list(job.checksums) == list(sums)
         assert got.raw == wanted.raw, "bytes outside of the tail were written"
         before = contents(rank.caches, range(7))
         job = found.device.load(layout, [[SKIP, 0, 6]], [ctypes.addressof(got)])
-        assert job.wait(30)
+        assert job.wait(120)
         assert job.error == ""
         there.pull()
     after = contents(rank.caches, range(7))
@@ -206,7 +206,7 @@ class Split:
                 place = memory + heads[0] * layout.shard_stride(len(self.blocks))
                 copy = found.device.store if store else found.device.load
                 job = copy(layout, [self.blocks], [place])
-                assert job.wait(30)
+                assert job.wait(120)
                 assert job.error == ""
             for rank in ranks:
                 rank.pull()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from examples.demo.processes import free_port
 from kvhaven.client.scheduler import LeasedChunks, Outcome
 from kvhaven.keys import tenant_id
 from kvhaven.peers.addresses import Address
@@ -24,7 +25,6 @@ from tests.commands import kvhaven
 from tests.crash.engine import CHUNK_SIZE, Engine, prompt
 from tests.crash.node import NodeProcess, eventually, settled, status_of
 from tests.crash.test_peers import announced, connected, node_of, pair_at
-from tests.servers import free_port
 from tests.unit.test_peers import Held
 
 pytestmark = pytest.mark.crash
@@ -158,7 +158,7 @@ def test_a_request_waits_for_chunks_that_are_being_computed(short_dir: Path) -> 
             nodes.offer(p, KEYS)
             asking = Asking(d, KEYS)
             asking.start()
-            assert asking.pending.wait(10)
+            assert asking.pending.wait(120)
             assert p.save(KEYS[:6]) == 6
             nodes.await_resident(6)
             assert asking.is_alive()
@@ -175,7 +175,7 @@ def test_a_request_waits_for_the_tail_behind_its_chunks(short_dir: Path, chunks:
             nodes.offer(p, keys, tail=TAIL)
             asking = Asking(d, keys, tail=TAIL)
             asking.start()
-            assert asking.pending.wait(10)
+            assert asking.pending.wait(120)
             if keys:
                 assert p.save(keys) == chunks
                 nodes.await_resident(chunks)
@@ -200,7 +200,7 @@ def test_a_tail_that_does_not_come_ends_the_wait(short_dir: Path, how: str) -> N
             name = nodes.offer(p, keys, tail=TAIL)
             asking = Asking(d, keys, tail=TAIL)
             asking.start()
-            assert asking.pending.wait(10)
+            assert asking.pending.wait(120)
             assert p.save(keys) == 5
             nodes.await_resident(5)
             with contextlib.ExitStack() as stopped:
@@ -234,7 +234,7 @@ def test_what_is_not_saved_is_not_waited_for_once_the_request_has_ended(short_di
             name = nodes.offer(p, KEYS)
             asking = Asking(d, KEYS)
             asking.start()
-            assert asking.pending.wait(10)
+            assert asking.pending.wait(120)
             assert p.save(KEYS[:5]) == 5
             p.scheduler.client.end_chain(name)
             assert asking.result() == 5
@@ -249,7 +249,7 @@ def test_a_prefill_that_dies_midway_ends_the_wait(short_dir: Path, how: str) -> 
             nodes.offer(p, KEYS)
             asking = Asking(d, KEYS)
             asking.start()
-            assert asking.pending.wait(10)
+            assert asking.pending.wait(120)
             assert p.save(KEYS[:5]) == 5
             nodes.await_resident(5)
             with contextlib.ExitStack() as stopped:
@@ -380,7 +380,7 @@ def test_a_node_that_does_not_have_what_it_names_is_a_miss(
             assert stream.receive(FOLLOWING, end).yes
             asking = Asking(d, KEYS[:2], tail=ChunkKey(tail) if tail else None)
             asking.start()
-            assert asking.pending.wait(10)
+            assert asking.pending.wait(120)
             stream.send(Progress("chain", **said), end)
             answer = stream.receive(FOLLOWING, end)
             assert (answer.yes, reason in answer.reason) == (not reason, True)
@@ -503,7 +503,7 @@ def test_a_chain_that_is_announced_or_here_is_not_pulled_as_well(short_dir: Path
             nodes.offer(p, KEYS, tail=TAIL)
             asking = Pulling(d, name_of(nodes.p), KEYS)
             asking.start()
-            assert asking.pending.wait(10)
+            assert asking.pending.wait(120)
             assert p.save(KEYS) == len(KEYS)
             assert p.save([TAIL], KEYS[-1], tail=TAIL_TOKENS) == 1
             assert asking.result() == len(KEYS) + 1
@@ -522,7 +522,7 @@ def test_a_chain_that_is_announced_after_it_was_pulled_comes_all_the_same(short_
             late = rank.reserve([TAIL], None, save=99, tail=TAIL_TOKENS)
             asking = Pulling(d, name_of(nodes.p), [])
             asking.start()
-            assert asking.pending.wait(10)
+            assert asking.pending.wait(120)
             name = nodes.offer(p, [], tail=TAIL)
             p.scheduler.client.end_chain(name)
             rank.client.commit([rank.write(grant, tail=TAIL_TOKENS) for grant in late])

@@ -28,12 +28,12 @@ pytest.importorskip("aiohttp", reason="kvhaven[router] is not installed")
 
 import aiohttp
 
+from examples.demo.processes import free_port
 from tests.crash.http_engine import tokens
 from tests.crash.node import NodeProcess, eventually, settled, status_of
 from tests.crash.test_chains import await_no_chains
 from tests.crash.test_peers import connected, pair_at
 from tests.crash.workload import events_of_this_run, seed_of_this_run
-from tests.servers import free_port
 
 pytestmark = pytest.mark.crash
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from examples.demo.processes import free_port
 from kvhaven.client.embedded import EmbeddedService, embedded_address
 from kvhaven.client.handshake import RefusedError
 from kvhaven.config import Settings
@@ -17,7 +18,6 @@ from kvhaven.service.api_process import ApiProcess
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import MIB, NodeProcess, NodeThread, eventually
 from tests.crash.workload import events_of_this_run
-from tests.servers import free_port
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 

@@ -141,6 +141,6 @@ def test_a_stop_waits_for_a_piece_and_not_for_the_arena(
     node.process.terminate()
     eventually(lambda: not listens(node.address))
     node.open()
-    assert node.process.wait(30) == 0
+    assert node.process.wait(120) == 0
     (reached,) = re.findall(r"arena: (\d+) MiB of 16 MiB allocated, ", node.log.read_text())
     assert 4 <= int(reached) <= 6, "one step may have been under way"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from examples.demo.processes import free_port
 from kvhaven.client.control import connect
 from kvhaven.errors import TierError
 from kvhaven.peers.nixl import NixlChannel
@@ -27,7 +28,6 @@ from tests.crash.forking_helper import CHILD
 from tests.crash.node import NodeProcess, eventually, settled, status_of
 from tests.crash.test_peers import announced, connected, node_of, pair
 from tests.other_node import Pair, agreed, pair_of, skip_without_nixl, uses
-from tests.servers import free_port
 
 pytestmark = pytest.mark.crash
 

@@ -55,7 +55,7 @@ def test_chunks_that_are_still_being_written_are_waited_for(short_dir: Path) -> 
             flush(p.address)
             asking = Decoding(decode)
             asking.start()
-            assert asking.pending.wait(30)
+            assert asking.pending.wait(120)
             assert prefill.save(KEYS[8:], KEYS[7]) == 4
             assert asking.result() == len(KEYS)
         settled(d.address)

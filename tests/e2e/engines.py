@@ -19,13 +19,17 @@ from typing import Any
 
 import msgspec
 
-from examples.demo.processes import clean_environment, server_arguments, server_environment
+from examples.demo.processes import (
+    clean_environment,
+    free_port,
+    server_arguments,
+    server_environment,
+)
 from kvhaven.client.control import connect
 from kvhaven.errors import KVHavenError
 from kvhaven.service.status import ServiceStatus
 from tests.crash.node import eventually
 from tests.e2e.zygote import Forked, Zygote
-from tests.servers import free_port
 
 CHUNK = 64
 """Small chunks and blocks of 32 tokens, so that short prompts have many."""

@@ -4,7 +4,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from examples.demo.processes import free_port
 from tests.e2e.conftest import Control
 from tests.e2e.engines import CHUNK, PATIENT, assert_same, engine, prompts
 from tests.e2e.test_engine import full_chunks
@@ -29,9 +29,7 @@ def test_vllm_serve_with_nothing_but_the_connector_hits_and_shows_it(
 
     With the variables of somebody who comes from LMCache.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     transfer = {
         "kv_connector": "KVHavenConnector",
         "kv_connector_module_path": "kvhaven.integrations.vllm.connector",

@@ -75,8 +75,11 @@ def test_chunks_in_a_tier_slower_than_the_prefill_are_computed_and_the_tier_is_s
                 # The first ones wait as long as they take to compute, which reads few chunks.
                 assert found[0]["cached"] < len(prompt) // 2
             counts = counted(started)
+            # Together all but those few; how soon the tier counts as slow depends on the machine.
+            skipped = counts["skipped_late_tokens"] + counts["skipped_slow_tokens"]
             assert counts["skipped_late_tokens"] >= CHUNK
-            assert counts["skipped_slow_tokens"] >= 3 * 600 // CHUNK * CHUNK
+            assert counts["skipped_slow_tokens"] >= 600 // CHUNK * CHUNK
+            assert skipped >= 3 * 600 // CHUNK * CHUNK
             assert counts.get("errors", 0) == 0
             # Those that no read was begun for are saved again: now they come from memory.
             for prompt in asked[-2:]:

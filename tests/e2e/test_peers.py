@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.processes import free_port
 from kvhaven.catalog.actions import TierName
 from tests.e2e.conftest import Control
 from tests.e2e.engines import (
@@ -19,7 +20,6 @@ from tests.e2e.engines import (
     prompts,
 )
 from tests.e2e.test_portable import CHUNK, SETTINGS, assert_all_from_cache
-from tests.servers import free_port
 
 pytestmark = pytest.mark.vllm
 

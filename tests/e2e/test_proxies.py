@@ -32,7 +32,7 @@ pytest.importorskip("openai", reason="it is installed with vLLM")
 
 import openai
 
-from examples.demo.processes import kvhaven, server
+from examples.demo.processes import free_port, kvhaven, server
 from tests.e2e.engines import (
     CHUNK,
     PATIENT,
@@ -43,7 +43,6 @@ from tests.e2e.engines import (
     peered_services,
 )
 from tests.e2e.test_peers import PATIENT_PEERS
-from tests.servers import free_port
 
 pytestmark = pytest.mark.vllm
 

@@ -16,7 +16,7 @@ pytest.importorskip("aiohttp", reason="kvhaven[router] is not installed")
 
 import aiohttp
 
-from examples.demo.processes import kvhaven
+from examples.demo.processes import free_port, kvhaven
 from kvhaven.router.app import Router
 from kvhaven.router.body import RequestBody
 from kvhaven.router.choice import Chooser
@@ -33,7 +33,7 @@ from tests.e2e.engines import (
 from tests.e2e.test_peers import PATIENT_PEERS
 from tests.e2e.test_two_nodes import wait_until_attached
 from tests.router_kit import serving, until
-from tests.servers import Bucket, free_port
+from tests.servers import Bucket
 
 pytestmark = pytest.mark.vllm
 
@@ -70,6 +70,11 @@ def nodes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nod
         for server in servers:
             server.wait()
         yield Nodes(servers[0], servers[1], sockets, folder)
+
+
+def connected() -> aiohttp.ClientSession:
+    """Return a client with a connection for each request: vLLM closes those that were idle."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
 
 
 async def complete(session: aiohttp.ClientSession, url: str, prompt: str, **more: Any) -> str:
@@ -123,7 +128,7 @@ async def test_kv_moves_through_storage_also_when_the_prefill_node_is_gone(
         writing = stack.enter_context(
             service_at(nodes, 0, remote_url=" ".join(stores.values()), **common)
         )
-        async with serving(Router(chooser).app()) as url, aiohttp.ClientSession() as session:
+        async with serving(Router(chooser).app()) as url, connected() as session:
             for (tier, store), prompt in zip(stores.items(), STORED, strict=False):
                 with service_at(nodes, 1, remote_url=store, remote_write="off", **common) as d:
                     # A chain is awaited if its beginning is stored when the decode node is asked.
@@ -174,7 +179,7 @@ async def test_answers_are_those_of_one_server_also_when_the_prefill_node_is_kil
         for log, times in zip(logs, before, strict=True):
             await asyncio.to_thread(wait_until_attached, log, times // 2 + 1)
         url = await stack.enter_async_context(serving(Router(chooser).app()))
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        session = await stack.enter_async_context(connected())
         found = [await complete(session, url, PROMPTS[0])]
         found.append(await complete(session, url, PROMPTS[1], stream=True))
         status = service.status()

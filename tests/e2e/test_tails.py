@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from examples.demo.processes import free_port
 from tests.e2e.conftest import Control
 from tests.e2e.engines import (
     NodeService,
@@ -17,7 +18,6 @@ from tests.e2e.engines import (
     peered_services,
 )
 from tests.e2e.test_peers import PATIENT_PEERS, wait_for_peer
-from tests.servers import free_port
 
 pytestmark = pytest.mark.vllm
 

@@ -136,7 +136,7 @@ class AcceleratorRunner(Runner):
         """Have the KV tensors lie elsewhere from now on, and register them again."""
         self.device.select()
         for copy in self.connector._worker._loads[0].copies:
-            assert copy.wait(30), "a load has not ended"
+            assert copy.wait(120), "a load has not ended"
         self.device.synchronize()
         super().move()
         self.device.synchronize()

@@ -218,7 +218,7 @@ class Bench:
             ),
         )
         client.start(10)
-        assert client.wait_ready(10)
+        assert client.wait_ready(120)
         return client
 
 

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
-from tests.servers import free_port
+from examples.demo.processes import free_port
 from tests.simulation.connector_kit import wait_until
 from tests.simulation.engine_model import VOCABULARY, Model
 from tests.simulation.engine_simulation import check_no_leaks

@@ -80,7 +80,7 @@ def test_the_service_answers_and_serves_while_its_arena_is_allocated(
     """Of a real size: a service that allocates first never comes to listen here."""
     with NodeThread(short_dir / "s.sock", max_local_cpu_size=GIB) as node:
         try:
-            assert gate.waiting.wait(10)
+            assert gate.waiting.wait(120)
             with Engine(node.address, 2) as engine:
                 assert engine.save(KEYS[:20]) == 20
                 assert eventually(lambda: engine.load(KEYS[:20])) == 20
@@ -153,7 +153,7 @@ def test_a_service_that_is_stopped_allocates_no_more_than_a_piece(
     short_dir: Path, gate: Gate
 ) -> None:
     with serving(short_dir, gate) as node:
-        assert gate.waiting.wait(10)
+        assert gate.waiting.wait(120)
         before = gate.pieces
         node._loop.call_soon_threadsafe(node._stop.set)
         eventually(lambda: not listens(node.address))

@@ -199,7 +199,7 @@ def test_a_peer_cannot_write_to_a_node_without_rdma(protect: bool) -> None:
     with arena.memory(Extent(SEGMENT, 0, 4096, 0)) as page:
         assert any(page) != protect
     if protect:
-        assert helper.ended.wait(20)
+        assert helper.ended.wait(120)
         assert helper._process.returncode == -signal.SIGSEGV
     helper.kill()
     arena.close()
@@ -223,7 +223,7 @@ def test_a_helper_that_does_not_listen_is_killed_and_nobody_waits_for_it() -> No
         if helper.ended.is_set():
             break
         helper.lending(number % 2)
-    assert helper.ended.wait(20)
+    assert helper.ended.wait(120)
     assert helper._process.returncode == -signal.SIGKILL
     arena.close()
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from examples.demo.processes import free_port
 from kvhaven.client.control import connect
 from kvhaven.config import Settings
 from kvhaven.keys import tenant_id
@@ -20,7 +21,6 @@ from kvhaven.service.snapshot import ServiceSnapshot
 from kvhaven.types import NO_TENANT, NamespaceDigest
 from tests.crash.engine import CHUNK_SIZE, MODEL, Engine, prompt
 from tests.crash.node import MIB, NodeProcess, NodeThread, eventually, flush, settled
-from tests.servers import free_port
 from tests.unit.catalog_kit import namespace_of
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")

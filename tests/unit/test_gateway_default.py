@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from examples.demo.processes import free_port
 from kvhaven.config import Settings
 from kvhaven.errors import ConfigError
 from kvhaven.gateway.access import DEFAULT
 from kvhaven.service import api_process
 from kvhaven.service.api_process import ApiProcess, api_for, own_token
 from tests.crash.node import NodeProcess, NodeThread, eventually, status_of
-from tests.servers import free_port
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 

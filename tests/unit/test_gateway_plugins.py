@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from examples.demo.processes import free_port
 from kvhaven.catalog.actions import LeaseId
 from kvhaven.client.control import connect
 from kvhaven.config import load_settings
@@ -23,7 +24,6 @@ from kvhaven.errors import ConfigError
 from tests.crash.engine import Engine
 from tests.crash.node import NodeProcess, NodeThread, eventually, flush
 from tests.crash.workload import events_of_this_run
-from tests.servers import free_port
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import yaml
 
+from examples.demo.processes import free_port
 from tests.crash.engine import Engine
 from tests.crash.node import NodeThread, eventually
-from tests.servers import free_port
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 

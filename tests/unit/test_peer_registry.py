@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
+from examples.demo.processes import free_port
 from kvhaven.config import Settings
 from kvhaven.errors import ConfigError, TierError
 from kvhaven.peers.addresses import Address, parse_peers
@@ -91,7 +92,7 @@ async def test_a_node_that_dies_is_forgotten(
 
 
 async def test_peers_stay_while_redis_is_away(listener: PeerListener) -> None:
-    port = servers.free_port()
+    port = free_port()
     with servers.redis(port=port) as url:
         there = registry(url, listener.port)
         there.members()

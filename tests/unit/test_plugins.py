@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from examples.demo.processes import free_port
 from kvhaven import plugins
 from kvhaven.catalog.policies import make_policy
 from kvhaven.config import load_settings
@@ -20,7 +21,6 @@ from kvhaven.errors import ConfigError, IncompatibleEngineError
 from kvhaven.tiers.registry import open_tier
 from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeProcess, eventually
-from tests.servers import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 

@@ -32,13 +32,13 @@ class Registration:
 
     def _register(self, address: int, size: int) -> None:
         self.begun.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(120)
         if self.error is not None:
             raise self.error
         self.held.append((address, size))
 
     def _unregister(self, address: int, size: int) -> None:
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(120)
         self.undone.append((address, size))
 
 
@@ -64,7 +64,7 @@ class Slow:
         self.quick.start()
         self.slow.client.start(5)
         self.scheduler.start()
-        assert self.registration.begun.wait(5)
+        assert self.registration.begun.wait(120)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,7 +175,7 @@ def test_a_rank_that_was_taken_for_gone_is_not_ready_by_what_it_was(
         node.arena.is_mapped = is_mapped  # type: ignore[method-assign]
         proxy.drop()
         proxy.swallow = False
-        assert slow.registration.begun.wait(10)
+        assert slow.registration.begun.wait(120)
         eventually(lambda: ready_bytes(node, "slow") == [0, 16 * MIB])
         assert slow.quick.save(KEYS) == 0
         slow.registration.go_on.set()

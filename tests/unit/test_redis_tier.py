@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from examples.demo.processes import free_port
 from kvhaven.errors import ConfigError, TierError, TierMissError
 from kvhaven.testing.tiers import (
     content,
@@ -179,7 +180,7 @@ async def test_tls_is_used_and_its_certificate_checked(tmp_path: Path) -> None:
         *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
         *("-keyout", key, "-out", certificate, *names),
     )
-    port = str(servers.free_port())
+    port = str(free_port())
     options = ["--tls-port", port, "--tls-cert-file", str(certificate)]
     options += ["--tls-key-file", str(key), "--tls-auth-clients", "no"]
     with servers.redis(*options):
@@ -258,7 +259,7 @@ async def test_a_stopped_server_costs_its_deadline_and_then_nothing(server: str)
 
 
 async def test_a_server_that_was_restarted_is_used_again() -> None:
-    port = servers.free_port()
+    port = free_port()
     async with tier_at(f"redis://127.0.0.1:{port}") as tier:
         assert not tier.health().online
         assert "cannot be reached" in tier.health().last_error

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from examples.demo.processes import free_port
 from tests.commands import kvhaven
-from tests.servers import free_port
 
 pytest.importorskip("aiohttp", reason="kvhaven[router] is not installed")
 pytest.importorskip("uvloop", reason="kvhaven[router] is not installed")

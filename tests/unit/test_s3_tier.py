@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from examples.demo.processes import free_port
 from kvhaven.errors import ConfigError, TierError, TierMissError
 from kvhaven.testing.tiers import (
     content,
@@ -26,7 +27,7 @@ from kvhaven.testing.tiers import (
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.format.header import pack_header
 from tests.scripted_http import Answer, ScriptedServer, error
-from tests.servers import Bucket, free_port
+from tests.servers import Bucket
 
 pytest.importorskip("obstore", reason="pip install 'kvhaven[s3]'")
 from kvhaven.tiers.s3.tier import s3_tier

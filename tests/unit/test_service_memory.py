@@ -77,7 +77,7 @@ def test_what_was_damaged_in_memory_is_not_blessed_by_the_disk(short_dir: Path) 
 
         tier.write = late  # type: ignore[method-assign]
         engine.save(KEYS[:1])
-        assert begun.wait(10)
+        assert begun.wait(120)
         flip(node, KEYS[0], 0, 5)
         go_on.set()
         flush(node.address)

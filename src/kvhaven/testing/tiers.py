@@ -115,7 +115,7 @@ async def scanned(
     return namespaces, shards
 
 
-async def until(condition: Callable[[], bool], within_s: float = 30) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 120) -> None:
     """Wait until `condition` holds."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - the condition has no event

@@ -90,7 +90,7 @@ class Rank:
             else HostMemory(),
         )
         self.client.start(10)
-        assert self.client.wait_ready(10)
+        assert self.client.wait_ready(120)
         settings = Settings(chunk_size=CHUNK, save_deadline_ms=2000, **more)
         self.layout = layout
         self.model = LoadedModel()

@@ -271,7 +271,7 @@ def test_nothing_depends_on_how_long_a_device_takes_to_register_the_arena(
     setup = Setup(service_address=node.address, fingerprint=engine.setup.fingerprint)
     late = make_engine(tmp_path, setup, monkeypatch)
     try:
-        assert registers.wait(10)
+        assert registers.wait(120)
         assert late.connector._scheduler._client.responsive
         assert run(late, "early", PROMPT) == expected()
         assert late.counters.get("failed_loads", 0) == 0

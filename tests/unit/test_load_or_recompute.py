@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load or recompute in the catalog: which chunks of slow tiers are read, tried or skipped."""
 
+import itertools
+
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId, TierName
 from kvhaven.catalog.work import Pace
@@ -127,6 +131,48 @@ def test_a_short_slow_segment_before_a_long_fast_one_is_worth_its_time() -> None
     assert best_ratios(segments, PRICE) == pytest.approx([0.04 / 0.21, 0.1])
     assert best_ratios(segments[:1], PRICE) == pytest.approx([2.0])
     assert best_ratios([*segments[:1], Segment(2, 1, 21, None)], PRICE) == [None, None]
+
+
+def plain_ratios(segments: list[Segment], price: Price) -> list[float | None]:
+    """Compute what `best_ratios` is defined to return: the smallest figure over all ends."""
+    found: list[float | None] = []
+    for first in range(len(segments)):
+        behind = segments[first:]
+        ratios = []
+        for end in range(1, len(behind) + 1):
+            load = sum(s.load_s or 0.0 for s in behind[:end])
+            compute = sum(price.seconds(s.start, s.end) for s in behind[:end])
+            ratios.append(load / compute if compute else 0.0)
+        found.append(None if any(s.load_s is None for s in behind) else min(ratios))
+    return found
+
+
+whole = st.integers(0, 6).map(float)
+"""Sums of whole numbers are exact, so that results must be equal, not only close."""
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.none() | whole), max_size=4),
+    st.lists(st.tuples(st.integers(1, 3), whole), max_size=16),
+    st.builds(Price, whole, whole),
+)
+@example([], [], Price(1.0, 0.0))
+@example([], [(2, 3.0)], Price(1.0, 0.0))
+@example([], [(1, 2.0)] * 5, Price(1.0, 0.0))  # equal slopes
+@example([], [(1, 0.0), (1, 5.0)] * 4, Price(1.0, 0.0))  # memory between slow chunks
+@example([], [(1, 3.0), (2, 4.0)], Price(0.0, 1.0))  # the first chunk takes no time to compute
+@example([], [(1, 3.0)] * 3, Price(0.0, 0.0))
+@example([(1, None)], [(1, 3.0)] * 3, Price(1.0, 0.0))
+def test_the_best_ratios_are_those_of_the_plain_definition(
+    some_unmeasured: list[tuple[int, float | None]], measured: list[tuple[int, float]], price: Price
+) -> None:
+    parts = [*some_unmeasured, *measured]
+    ends = list(itertools.accumulate((count for count, _ in parts), initial=0))
+    segments = [
+        Segment(1, start, end, load_s)
+        for (start, end), (_, load_s) in zip(itertools.pairwise(ends), parts, strict=True)
+    ]
+    assert best_ratios(segments, price) == plain_ratios(segments, price)
 
 
 def test_the_second_of_two_tiers_can_be_skipped_alone() -> None:

@@ -271,6 +271,29 @@ def test_failed_reads_do_not_count() -> None:
     assert meter.speed == before
 
 
+def fail_reads(meter: SpeedMeter, count: int) -> None:
+    """Have reads begin and fail, one after another."""
+    for at in range(count):
+        meter.end(PAGE, meter.begin(PAGE, 2000.0 + at), 2000.5 + at, ok=False)
+
+
+@pytest.mark.parametrize("measured", [[], [4, 8]])
+def test_failed_reads_leave_nothing_behind(measured: list[int]) -> None:
+    meter = meter_of(measured, 0.0, 1e-6, together=False)
+    rows = len(meter._busy)
+    fail_reads(meter, 1000)
+    assert len(meter._busy) <= rows + 1
+    assert not meter._under_way
+
+
+def test_reads_that_fail_do_not_push_measured_ones_out() -> None:
+    failing, other = (meter_of([1, 8, 3, 16], 0.005, 1e-6, together=False) for _ in range(2))
+    fail_reads(failing, 100)
+    for meter in (failing, other):
+        meter.end(PAGE, meter.begin(PAGE, 3000.0), 3000.005 + PAGE * 1e-6, ok=True)
+    assert failing.speed == other.speed
+
+
 def test_reads_that_fail_beside_others_do_not_make_a_tier_look_faster() -> None:
     """One read takes a second; every 0.1 s another one fails."""
     meter, now = SpeedMeter(), 0.0

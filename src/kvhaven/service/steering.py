@@ -7,8 +7,8 @@ Requests and answers are JSON; every request is a struct of this module, with it
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -43,6 +43,7 @@ MOST_TTL_S: Final = 30 * 86400.0
 MOST_WAIT_S: Final = 3600.0
 _UNKNOWN: Final = 404
 CHUNK_ID_BYTES: Final = 8
+INTERNAL_ERROR: Final = "internal error; the log of the service has the details"
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_WAIT_S)]
 Ttl = Annotated[float, msgspec.Meta(gt=0, le=MOST_TTL_S)]
@@ -240,7 +241,7 @@ class Steering:
         """Answer a request now, or by a job or task."""
         try:
             request = _decoder.decode(message.request)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             _send(connection, message.id, 400, Refusal(f"request: not valid ({error})"))
             return None
         if isinstance(request, LookUp):
@@ -248,11 +249,8 @@ class Steering:
         if isinstance(request, PinChain):
             self._spawn(self._pin(connection, message.id, request))
             return None
-        try:
-            status, answer = self._answer(request)
-        except KVHavenError as error:
-            status, answer = _refusal(error)
-        _send(connection, message.id, status, answer)
+        with _failures_answered(connection, message.id):
+            _send(connection, message.id, *self._answer(request))
         return None
 
     def _answer(self, request: AnyRequest) -> tuple[int, msgspec.Struct]:
@@ -306,17 +304,14 @@ class Steering:
         return ChainKeys(namespace, tenant_of(request.tenant), KeyList(request.keys), size)
 
     def _look_up(self, connection: Connection, id_: int, request: LookUp) -> Job:
-        try:
+        with _failures_answered(connection, id_):
             chain = self._chain(request)
-        except KVHavenError as error:
-            _send(connection, id_, *_refusal(error))
-            return
-        places: list[TierName] = []
-        yield from self._walk(chain, places, {})
-        if len(places) < len(chain.keys) and self._shared:
-            self._spawn(self._look_up_further(connection, id_, chain, places))
-        else:
-            _send(connection, id_, 200, self._found(chain, places))
+            places: list[TierName] = []
+            yield from self._walk(chain, places, {})
+            if len(places) < len(chain.keys) and self._shared:
+                self._spawn(self._look_up_further(connection, id_, chain, places))
+            else:
+                _send(connection, id_, 200, self._found(chain, places))
 
     def _walk(
         self, chain: ChainKeys, places: list[TierName], told: Mapping[ChunkKey, TierName]
@@ -352,6 +347,12 @@ class Steering:
         self, connection: Connection, id_: int, chain: ChainKeys, places: list[TierName]
     ) -> None:
         """Ask the shared tiers for the chunks behind the known ones, and answer."""
+        with _failures_answered(connection, id_):
+            await self._ask_shared(chain, places)
+            _send(connection, id_, 200, self._found(chain, places))
+
+    async def _ask_shared(self, chain: ChainKeys, places: list[TierName]) -> None:
+        """Extend `places` by the chunks behind the known ones that the shared tiers have."""
         namespace = self._driver.catalog.namespace(chain.namespace)
         most = max(1, _PIECE // len(namespace.table.shards))
         known = -1
@@ -366,7 +367,6 @@ class Steering:
                         told.setdefault(key, name)
             for _ in self._walk(chain, places, told):
                 await asyncio.sleep(0)
-        _send(connection, id_, 200, self._found(chain, places))
 
     @property
     def _shared(self) -> list[TierName]:
@@ -392,11 +392,8 @@ class Steering:
         )
 
     async def _pin(self, connection: Connection, id_: int, request: PinChain) -> None:
-        try:
+        with _failures_answered(connection, id_):
             row = await self._pins.pin(self._chain(request), request.ttl_s, _PIN_S)
-        except KVHavenError as error:
-            _send(connection, id_, *_refusal(error))
-        else:
             _send(connection, id_, 201, row)
 
     # --- jobs -------------------------------------------------------------------------------
@@ -498,8 +495,17 @@ def _known(found: R | None, kind: str, id_: str) -> R:
     return found
 
 
-def _refusal(error: KVHavenError) -> tuple[int, Refusal]:
-    return error.status if isinstance(error, ConflictError) else 400, Refusal(str(error))
+@contextmanager
+def _failures_answered(connection: Connection, id_: int) -> Iterator[None]:
+    """Answer a request that fails; its connection, which all clients of the API share, remains."""
+    try:
+        yield
+    except KVHavenError as error:
+        status = error.status if isinstance(error, ConflictError) else 400
+        _send(connection, id_, status, Refusal(str(error)))
+    except Exception:  # a bug must not end the other requests, nor show its details
+        logger.exception("a request of the HTTP API failed")
+        _send(connection, id_, 500, Refusal(INTERNAL_ERROR))
 
 
 def _send(connection: Connection, id_: int, status: int, answer: msgspec.Struct) -> None:

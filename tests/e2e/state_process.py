@@ -79,7 +79,7 @@ def schedule_ahead() -> None:
         check(config)
         config.scheduler_config.async_scheduling = True
 
-    CpuPlatform.check_and_update_config = classmethod(checked)  # type: ignore[assignment]
+    CpuPlatform.check_and_update_config = classmethod(checked)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,20 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvhaven.catalog import StoreOn, TierSpec
-from kvhaven.catalog.actions import LeaseId, MemberId, TierLookup, TierName, TierRead, TierWrite
+from kvhaven.catalog.actions import (
+    LeaseId,
+    MemberId,
+    SessionId,
+    TierLookup,
+    TierName,
+    TierRead,
+    TierWrite,
+)
 from kvhaven.catalog.entries import Entry
 from kvhaven.catalog.tier_spec import WriteMode
+from kvhaven.catalog.worth import Price, TierSpeed
 from kvhaven.keys import tenant_id
+from kvhaven.protocol import batches
 from kvhaven.tenants import Quotas
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 from tests.unit.catalog_kit import (
@@ -28,6 +38,25 @@ from tests.unit.catalog_kit import (
 
 ANN = tenant_id("ann")
 FS = TierName("fs")
+
+
+Event = Callable[[], object]
+
+
+def calls_of(event: Event) -> int:
+    """Count the functions that an event calls."""
+    calls = 0
+
+    def note(_: object, what: str, __: object) -> None:
+        nonlocal calls
+        calls += what in {"call", "c_call"}
+
+    sys.setprofile(note)
+    try:
+        event()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 class CountingDict(dict[ChunkKey, Entry]):
@@ -60,6 +89,36 @@ def test_an_acquire_looks_each_chunk_up_once() -> None:
     with lookups_counted(node) as lookups:
         assert len(node.acquire(keys).chunks) == 512
         assert lookups() == 512
+
+
+def interleaved(count: int) -> tuple[Node, Event]:
+    """Return an acquire with a price, of chunks of which each other one is in memory."""
+    node, keys = Node(pages=4 * count, tiers=[spec(chunks=count)]), keys_of("a", count)
+    for batch in batches(keys[::2], 512):
+        assert node.save(batch) == len(batch)
+    node.store(keys[1::2])
+    node.catalog.tier_speed(DISK, TierSpeed(0.0, 0.001 / PAGE))
+    node.catalog.take_actions()
+    session, digest, price = SessionId("s"), node.namespace.digest, Price(0.01, 1e-6)
+    return node, lambda: node.catalog.acquire(session, LeaseId(1), digest, keys, price=price)
+
+
+def test_an_acquire_costs_the_same_for_each_place_that_its_chunks_alternate_between() -> None:
+    """A piece judges up to 1024 chunks."""
+    costs = [calls_of(interleaved(count)[1]) for count in (256, 1024)]
+    assert costs[1] < 1.5 * 4 * costs[0], costs
+
+
+def test_pieces_of_an_interleaved_prompt_cost_the_same_in_a_long_one() -> None:
+    costs = []
+    for count in (1024, 4096):
+        node, acquire = interleaved(count)
+        cost = calls_of(acquire)
+        while node.catalog.busy:
+            cost += calls_of(node.catalog.work)
+        assert len(node.reads()) == count // 2
+        costs.append(cost)
+    assert costs[1] < 1.5 * 4 * costs[0], costs
 
 
 def test_a_tenant_at_its_quota_costs_the_same_beside_many_others() -> None:
@@ -114,25 +173,6 @@ def test_no_garbage_is_left_for_a_collector_that_is_off() -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
-
-
-Event = Callable[[], object]
-
-
-def calls_of(event: Event) -> int:
-    """Count the functions that an event calls."""
-    calls = 0
-
-    def note(_: object, what: str, __: object) -> None:
-        nonlocal calls
-        calls += what in {"call", "c_call"}
-
-    sys.setprofile(note)
-    try:
-        event()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def test_totals_cost_the_same_with_any_number_of_chunks_tenants_and_namespaces() -> None:

@@ -19,6 +19,7 @@ from kvhaven.config.values import (
     shown_value,
 )
 from kvhaven.errors import ConfigError
+from kvhaven.tenants import parse_quotas
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,48 @@ def test_none_can_be_written(written: object) -> None:
     assert parse_value(settings_of(Example)[0], RawValue(written, "x")) is None
 
 
-@given(st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.lists(st.text())))
+long_numbers = st.sampled_from((300, 320, 400, 4000, 5000)).flatmap(
+    lambda digits: st.sampled_from(
+        (10**digits, -(10**digits), "9" * digits, f"{'9' * digits}.5", f"{'9' * digits}GiB")
+    )
+)
+
+
+@given(
+    st.one_of(
+        *(st.text(), st.integers(), st.floats(), st.booleans(), st.lists(st.text())),
+        *(long_numbers, st.lists(long_numbers), st.dictionaries(st.text(), long_numbers)),
+    )
+)
 def test_any_rubbish_is_either_understood_or_a_config_error(value: object) -> None:
     for info in setting_infos():
         with contextlib.suppress(ConfigError):
-            parse_value(info, RawValue(value, "x"))
+            # Settings travel between processes.
+            msgspec.json.encode(parse_value(info, RawValue(value, "x")))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step_budget_ms", 10**400),
+        ("step_budget_ms", 10**5000),
+        ("priority_limit", 10**400),
+        ("priority_limit", -(1 << 63) - 1),
+        ("chunk_size", 10**400),
+        ("max_local_cpu_size", 10**400),
+        ("max_local_cpu_size", "9" * 320 + ".5"),
+        ("max_local_disk_size", "9" * 5000),
+    ],
+    ids=range(8),  # the values are too long for names
+)
+def test_an_enormous_number_is_refused_with_all_that_is_needed(name: str, value: object) -> None:
+    (info,) = (info for info in setting_infos() if info.name == name)
+    with pytest.raises(ConfigError, match=rf"^setting {name} = .*, from file:1, is") as error:
+        parse_value(info, RawValue(value, "file:1"))
+    assert str(error.value).endswith(f"allowed: {info.allowed}")
+    assert len(str(error.value)) < 600
+
+
+def test_a_quota_of_enormous_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="pair 1: no valid size"):
+        parse_quotas(f"ann={'9' * 320}.5")

@@ -131,6 +131,50 @@ def _tier(api: GatewayThread, name: str, **wanted: object) -> dict[str, Any] | N
     return row if wanted.items() <= row.items() else None
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step_budget_ms", 10**400),
+        ("priority_limit", 10**400),
+        ("max_local_disk_size", "9" * 320 + ".5"),
+        ("tenant_memory", {"ann": "9" * 320 + ".5"}),
+    ],
+    ids=range(4),  # the values are too long for names
+)
+def test_an_enormous_number_is_refused_and_the_connection_remains(
+    node: NodeThread, api: GatewayThread, name: str, value: object
+) -> None:
+    before = node.call(lambda: list(node.service._observers))
+    answer = post(api, "/config", {name: value})
+    (allowed,) = (info.allowed for info in setting_infos() if info.name == name)
+    assert answer.status == 409
+    assert answer.json["error"].startswith(f"setting {name} = ")
+    assert answer.json["error"].endswith(f"allowed: {allowed}")
+    assert api.get("/config").status == 200
+    assert node.call(lambda: list(node.service._observers)) == before
+
+
+def test_an_unexpected_error_of_one_request_leaves_the_connection_to_the_others(
+    node: NodeThread, api: GatewayThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: logging.LogRecord) -> bool:
+        raise RuntimeError("a bug in a filter")
+
+    before = node.call(lambda: list(node.service._observers))
+    log = logging.getLogger("kvhaven.service.runtime_settings")
+    caplog.set_level(logging.INFO)
+    log.addFilter(fail)
+    try:
+        answer = post(api, "/config", {"verify_memory": "always"})
+    finally:
+        log.removeFilter(fail)
+    assert answer.status == 500
+    assert answer.json == {"error": "internal error; the log of the service has the details"}
+    assert "a bug in a filter" in caplog.text
+    assert post(api, "/config", {"verify_memory": "off"}).status == 200
+    assert node.call(lambda: list(node.service._observers)) == before
+
+
 def test_a_change_needs_the_etag_that_it_was_made_for(api: GatewayThread) -> None:
     etag = api.get("/config").headers["etag"]
     assert post(api, "/config", {"log_level": "INFO"}, If_Match='"other"').status == 412
@@ -585,6 +629,8 @@ def test_no_body_makes_the_api_fail(api: GatewayThread, engine: Engine) -> None:
         *("", "{", "null", "[]", "1", '""', "true", "{}", "\x00", '{"a": {"b": {}}}'),
         *('{"state": 1}', '{"wait_s": -1}', '{"wait_s": 1e999}', '{"on": 3}', '{"memory": -1}'),
         *('{"tenant_memory": {"*": "1XB"}}', '{"tenant_memory": {"\\ud800": 1}}'),
+        *(f'{{"step_budget_ms": 1{"0" * 400}}}', f'{{"priority_limit": 1{"0" * 400}}}'),
+        *(f'{{"max_local_disk_size": "{"9" * 320}.5"}}', '{"a":' * 5000),
         *('{"\\ud800": 1}', '{"log_level": "\\u0000"}', '{"lmcache.kvhaven.": 1}'),
         *(prompt, prompt.replace("token_ids", "tokens"), prompt[:-1], "[" * 5000),
         '{"namespace": "' + "0" * 64 + '", "token_ids": [4294967296], "ttl_s": 1}',

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load or recompute in the catalog: which chunks of slow tiers are read, tried or skipped."""
 
+import itertools
+
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvhaven.catalog.actions import Acquisition, LeaseId, SessionId, TierName
 from kvhaven.catalog.work import Pace
@@ -129,6 +133,48 @@ def test_a_short_slow_segment_before_a_long_fast_one_is_worth_its_time() -> None
     assert best_ratios([*segments[:1], Segment(2, 1, 21, None)], PRICE) == [None, None]
 
 
+def plain_ratios(segments: list[Segment], price: Price) -> list[float | None]:
+    """Compute what `best_ratios` is defined to return: the smallest figure over all ends."""
+    found: list[float | None] = []
+    for first in range(len(segments)):
+        behind = segments[first:]
+        ratios = []
+        for end in range(1, len(behind) + 1):
+            load = sum(s.load_s or 0.0 for s in behind[:end])
+            compute = sum(price.seconds(s.start, s.end) for s in behind[:end])
+            ratios.append(load / compute if compute else 0.0)
+        found.append(None if any(s.load_s is None for s in behind) else min(ratios))
+    return found
+
+
+whole = st.integers(0, 6).map(float)
+"""Sums of whole numbers are exact, so that results must be equal, not only close."""
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.none() | whole), max_size=4),
+    st.lists(st.tuples(st.integers(1, 3), whole), max_size=16),
+    st.builds(Price, whole, whole),
+)
+@example([], [], Price(1.0, 0.0))
+@example([], [(2, 3.0)], Price(1.0, 0.0))
+@example([], [(1, 2.0)] * 5, Price(1.0, 0.0))  # equal slopes
+@example([], [(1, 0.0), (1, 5.0)] * 4, Price(1.0, 0.0))  # memory between slow chunks
+@example([], [(1, 3.0), (2, 4.0)], Price(0.0, 1.0))  # the first chunk takes no time to compute
+@example([], [(1, 3.0)] * 3, Price(0.0, 0.0))
+@example([(1, None)], [(1, 3.0)] * 3, Price(1.0, 0.0))
+def test_the_best_ratios_are_those_of_the_plain_definition(
+    some_unmeasured: list[tuple[int, float | None]], measured: list[tuple[int, float]], price: Price
+) -> None:
+    parts = [*some_unmeasured, *measured]
+    ends = list(itertools.accumulate((count for count, _ in parts), initial=0))
+    segments = [
+        Segment(1, start, end, load_s)
+        for (start, end), (_, load_s) in zip(itertools.pairwise(ends), parts, strict=True)
+    ]
+    assert best_ratios(segments, price) == plain_ratios(segments, price)
+
+
 def test_the_second_of_two_tiers_can_be_skipped_alone() -> None:
     node = node_with(DISK, OTHER)
     node.catalog.tier_speed(DISK, FAST)
@@ -223,6 +269,29 @@ def test_failed_reads_do_not_count() -> None:
     for _ in range(5):
         meter.end(PAGE, meter.begin(PAGE, 2000.0), 2030.0, ok=False)
     assert meter.speed == before
+
+
+def fail_reads(meter: SpeedMeter, count: int) -> None:
+    """Have reads begin and fail, one after another."""
+    for at in range(count):
+        meter.end(PAGE, meter.begin(PAGE, 2000.0 + at), 2000.5 + at, ok=False)
+
+
+@pytest.mark.parametrize("measured", [[], [4, 8]])
+def test_failed_reads_leave_nothing_behind(measured: list[int]) -> None:
+    meter = meter_of(measured, 0.0, 1e-6, together=False)
+    rows = len(meter._busy)
+    fail_reads(meter, 1000)
+    assert len(meter._busy) <= rows + 1
+    assert not meter._under_way
+
+
+def test_reads_that_fail_do_not_push_measured_ones_out() -> None:
+    failing, other = (meter_of([1, 8, 3, 16], 0.005, 1e-6, together=False) for _ in range(2))
+    fail_reads(failing, 100)
+    for meter in (failing, other):
+        meter.end(PAGE, meter.begin(PAGE, 3000.0), 3000.005 + PAGE * 1e-6, ok=True)
+    assert failing.speed == other.speed
 
 
 def test_reads_that_fail_beside_others_do_not_make_a_tier_look_faster() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load or recompute: whether chunks in tiers are read, or left to the engine to compute."""
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -119,18 +120,35 @@ def best_ratios(segments: Sequence[Segment], price: Price) -> list[float | None]
     one over all ends at or behind its own: a slow short segment before a fast long one is worth its
     time. Tiers are read concurrently, but the sum of their times is used: the slower one counts
     most. None: a tier was not measured yet.
+
+    With the total times to compute and to load as x and y, each end of a segment is a point, and a
+    figure is the smallest slope from a start to any point behind it. That is the slope of the first
+    edge of the lower convex hull of these points. So the hull is extended from the last segment to
+    the first: a new edge absorbs the following ones while they are less steep than it is. Each
+    segment is absorbed at most once, so the time is linear; a chain may alternate between places
+    with each chunk.
     """
     found: list[float | None] = []
-    for at in range(len(segments)):
-        load = compute = 0.0
-        best: float | None = None
-        for segment in segments[at:]:
-            if segment.load_s is None:
-                best = None
-                break
-            load += segment.load_s
-            compute += price.seconds(segment.start, segment.end)
-            ratio = load / compute if compute > 0 else 0.0
-            best = ratio if best is None else min(best, ratio)
-        found.append(best)
-    return found
+    hull: list[_Edge] = []  # the first edge last, so each is at most as steep as the one before
+    for segment in reversed(segments):
+        if segment.load_s is None:
+            break
+        load, compute = segment.load_s, price.seconds(segment.start, segment.end)
+        slope = load / compute if compute > 0 else math.inf
+        free = compute <= 0
+        while hull and hull[-1].slope < slope:
+            behind = hull.pop()
+            load, compute = load + behind.load_s, compute + behind.compute_s
+            slope = load / compute
+        hull.append(_Edge(slope, load, compute))
+        found.append(0.0 if free else slope)
+    found += [None] * (len(segments) - len(found))
+    return found[::-1]
+
+
+class _Edge(NamedTuple):
+    """Edge of a convex hull: the times to load and to compute some consecutive segments."""
+
+    slope: float
+    load_s: float
+    compute_s: float

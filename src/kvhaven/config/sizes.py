@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsing and formatting of sizes."""
 
+import math
 import re
 
 MIB = 1 << 20
@@ -38,4 +39,9 @@ def parse_size(value: object) -> int:
     if unit and unit not in _UNITS:
         raise ValueError(f"unknown unit {unit}")
     number, factor = match["number"], _UNITS[unit] if unit else GIB
-    return int(number) * factor if number.isdigit() else round(float(number) * factor)
+    if number.isdigit():
+        return int(number) * factor
+    size = float(number) * factor
+    if math.isinf(size):
+        raise ValueError("too large")
+    return round(size)

@@ -35,6 +35,7 @@ RENAMED = {"remote_believe_s": "remote_lookup_ttl_s"}
 NOT_SETTINGS_PREFIXES = ("KVHAVEN_TEST_", "KVHAVEN_BENCH_", "KVHAVEN_DEMO_")
 """Prefixes of variables for this project's tests, benchmarks and demo."""
 
+_MOST_SHOWN = 300
 _SECRET_LIKE = re.compile(r"password|secret|token|credential|tenant|salt|key$", re.IGNORECASE)
 _SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?)")
 _SERVICE_LINK_URL = re.compile(r"(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)?")
@@ -214,4 +215,17 @@ def _check_known(names: Collection[str], name: str, key: str, value: object, whe
 
 def _shown(key: str, value: object) -> str:
     """Return a value for a message, masked if it may be secret."""
-    return MASK if _SECRET_LIKE.search(key) else repr(value)
+    return MASK if _SECRET_LIKE.search(key) else shortened(represented(value))
+
+
+def represented(value: object) -> str:
+    """Return the text of a raw value for a message."""
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "a number with too many digits"
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a text for a message, behind which the advice is still read."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -12,13 +12,15 @@ import msgspec
 
 from kvhaven import plugins
 from kvhaven.config.sizes import GIB, MIB, format_size, parse_size
-from kvhaven.config.sources import MASK, RawValue
+from kvhaven.config.sources import MASK, RawValue, represented, shortened
 from kvhaven.config.urls import parse_urls, redacted
 from kvhaven.errors import ConfigError
 from kvhaven.tenants import parse_quotas
 
 _PLUGIN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|[\w.-]+", re.ASCII)
 _MAX_SOCKET_BYTES = 107  # sun_path of unix(7) without its terminating null
+_INT_LIMIT = 1 << 63
+"""Messages between processes have integers of 64 bits."""
 _SWITCH = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
@@ -170,7 +172,8 @@ def _check_limits(info: SettingInfo, value: Value) -> None:
 
 def refuse(info: SettingInfo, raw: RawValue, reason: str = "") -> NoReturn:
     """Raise a `ConfigError` with the key, its origin, its value and the allowed values."""
-    shown = MASK if info.secret or info.kind == "quotas" else redacted(repr(raw.value))
+    masked = info.secret or info.kind == "quotas"
+    shown = MASK if masked else shortened(redacted(represented(raw.value)))
     because = f" ({reason})" if reason else ""
     raise ConfigError(
         f"setting {info.name} = {shown}, from {raw.origin}, is refused{because}; "
@@ -202,13 +205,19 @@ def _parse_int(_info: SettingInfo, value: object) -> int:
         raise ValueError("not a number")
     if isinstance(value, float) and not value.is_integer():
         raise ValueError("not a whole number")
-    return int(value)
+    number = int(value)
+    if not -_INT_LIMIT <= number < _INT_LIMIT:
+        raise ValueError("too large" if number > 0 else "too small")
+    return number
 
 
 def _parse_float(_info: SettingInfo, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("not a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer, not a text
+        raise ValueError("too large") from None
     if not math.isfinite(number):
         raise ValueError("not a finite number")
     return number

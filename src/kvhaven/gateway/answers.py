@@ -29,7 +29,7 @@ async def body_of(request: web.Request, kind: type[T], default: T | None = None)
         return msgspec.json.decode(body, type=kind)
     except TimeoutError as error:
         raise KVHavenError(f"body: incomplete after {HEADER_S:g} s") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise KVHavenError(f"body: not valid ({error})") from error
 
 

@@ -5,7 +5,8 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 from kvhaven.arena.allocator import SlabAllocator
@@ -68,7 +69,7 @@ from kvhaven.service.runtime_settings import RuntimeSettings
 from kvhaven.service.saves import Saves
 from kvhaven.service.snapshot import Observation
 from kvhaven.service.status import ChainStatus, describe
-from kvhaven.service.steering import Steering
+from kvhaven.service.steering import INTERNAL_ERROR, Steering
 from kvhaven.service.stored_chains import StoredChains
 from kvhaven.service.tier_runner import TierRunner
 from kvhaven.service.tier_setup import specs_of
@@ -286,12 +287,9 @@ class Service:
             self._membership.attach(connection, message)
         elif isinstance(message, Status):
             return self._status(connection, message)
-        elif isinstance(message, Clear):
-            self._admin.clear(connection, message)
-        elif isinstance(message, Limit):
-            self._admin.limit(connection, message)
-        elif isinstance(message, Flush):
-            self._admin.answer_flush(connection, message)
+        elif isinstance(message, Clear | Limit | Flush):
+            with _failures_refused(connection, message.id):
+                self._handle_admin(connection, message)
         elif isinstance(message, Observe | Steer | List):
             return self._handle_api(connection, message)
         elif member is None:
@@ -299,6 +297,14 @@ class Service:
         else:
             return self._on_member_message(connection, member, message)
         return None
+
+    def _handle_admin(self, connection: Connection, message: Clear | Limit | Flush) -> None:
+        if isinstance(message, Clear):
+            self._admin.clear(connection, message)
+        elif isinstance(message, Limit):
+            self._admin.limit(connection, message)
+        else:
+            self._admin.answer_flush(connection, message)
 
     def _handle_api(self, connection: Connection, message: Observe | Steer | List) -> AnyJob | None:
         if isinstance(message, Steer):
@@ -386,10 +392,8 @@ class Service:
         connection.send(StatusReply(message.id, status))
 
     def _list(self, connection: Connection, message: List) -> AnyJob:
-        try:
+        with _failures_refused(connection, message.id):
             connection.send((yield from self._observation.rows(message)))
-        except KVHavenError as error:
-            connection.send(Refused(message.id, str(error)))
 
     @property
     def _plane(self) -> ListenerStatus:
@@ -442,6 +446,20 @@ class Service:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task of the service failed", exc_info=task.exception())
+
+
+@contextmanager
+def _failures_refused(connection: Connection, id_: int) -> Iterator[None]:
+    """Refuse a request that fails; its connection remains. Raises `ProtocolError`."""
+    try:
+        yield
+    except ProtocolError:
+        raise
+    except KVHavenError as error:
+        connection.send(Refused(id_, str(error)))
+    except Exception:  # a bug must not end the other requests of the connection
+        logger.exception("a request of an operator failed")
+        connection.send(Refused(id_, INTERNAL_ERROR))
 
 
 def _catalog(

@@ -4,8 +4,8 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Final, TypeVar
 
 import msgspec
@@ -63,6 +63,7 @@ _MOVE_S: Final = 600.0
 _MOST_DIGITS: Final = 20
 _UNKNOWN: Final = 404
 CHUNK_ID_BYTES: Final = 8
+INTERNAL_ERROR: Final = "internal error; the log of the service has the details"
 
 R = TypeVar("R", bound=msgspec.Struct)
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Steering:
         """Answer a request now, or by a job or task."""
         try:
             request = _decoder.decode(message.request)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             _send(connection, message.id, 400, Refusal(f"request: not valid ({error})"))
             return None
         if isinstance(request, LookUp):
@@ -110,11 +111,8 @@ class Steering:
         if isinstance(request, PinChain) or (request.dry_run and isinstance(request, ChainJob)):
             self._spawn(self._answer_later(connection, message.id, request))
             return None
-        try:
-            status, answer = self._answer(request)
-        except KVHavenError as error:
-            status, answer = _refusal(error)
-        _send(connection, message.id, status, answer)
+        with _failures_answered(connection, message.id):
+            _send(connection, message.id, *self._answer(request))
         return None
 
     def _answer(self, request: AnyRequest) -> tuple[int, msgspec.Struct]:
@@ -171,17 +169,14 @@ class Steering:
         return ChainKeys(namespace, tenant_of(request.tenant), KeyList(request.keys), size)
 
     def _look_up(self, connection: Connection, id_: int, request: LookUp) -> Job:
-        try:
+        with _failures_answered(connection, id_):
             chain = self._chain(request)
-        except KVHavenError as error:
-            _send(connection, id_, *_refusal(error))
-            return
-        places: list[TierName] = []
-        yield from self._walk(chain, places, {})
-        if len(places) < len(chain.keys) and self._shared:
-            self._spawn(self._look_up_further(connection, id_, chain, places))
-        else:
-            _send(connection, id_, 200, self._found(chain, places))
+            places: list[TierName] = []
+            yield from self._walk(chain, places, {})
+            if len(places) < len(chain.keys) and self._shared:
+                self._spawn(self._look_up_further(connection, id_, chain, places))
+            else:
+                _send(connection, id_, 200, self._found(chain, places))
 
     def _walk(
         self, chain: ChainKeys, places: list[TierName], told: Mapping[ChunkKey, TierName]
@@ -217,8 +212,9 @@ class Steering:
         self, connection: Connection, id_: int, chain: ChainKeys, places: list[TierName]
     ) -> None:
         """Ask the shared tiers for the chunks behind the known ones, and answer."""
-        await self._extend_by_shared(chain, places)
-        _send(connection, id_, 200, self._found(chain, places))
+        with _failures_answered(connection, id_):
+            await self._extend_by_shared(chain, places)
+            _send(connection, id_, 200, self._found(chain, places))
 
     async def _places(self, chain: ChainKeys) -> list[TierName]:
         """Return the places of a chain's chunks, up to the first that is nowhere."""
@@ -274,19 +270,17 @@ class Steering:
         self, connection: Connection, id_: int, request: PinChain | ChainJob
     ) -> None:
         """Pin a chain, or answer a dry run that has to look a chain up first."""
-        answer: msgspec.Struct
-        try:
+        status, answer = 200, msgspec.Struct()
+        with _failures_answered(connection, id_):
             if isinstance(request, ChainJob):
-                status, answer = 200, await self._plan(request)
+                answer = await self._plan(request)
             elif request.dry_run:
                 chain = self._chain(request)
-                status, answer = 200, self._pins.plan(chain, await self._places(chain))
+                answer = self._pins.plan(chain, await self._places(chain))
             else:
                 status = 201
                 answer = await self._pins.pin(self._chain(request), request.ttl_s, _PIN_S)
-        except KVHavenError as error:
-            status, answer = _refusal(error)
-        _send(connection, id_, status, answer)
+            _send(connection, id_, status, answer)
 
     async def _plan(self, request: ChainJob) -> JobPlan:
         """Return what the job of a request would do. Raises as `_start` does."""
@@ -473,8 +467,17 @@ def _known(found: R | None, kind: str, id_: str) -> R:
     return found
 
 
-def _refusal(error: KVHavenError) -> tuple[int, Refusal]:
-    return error.status if isinstance(error, ConflictError) else 400, Refusal(str(error))
+@contextmanager
+def _failures_answered(connection: Connection, id_: int) -> Iterator[None]:
+    """Answer a request that fails; its connection, which all clients of the API share, remains."""
+    try:
+        yield
+    except KVHavenError as error:
+        status = error.status if isinstance(error, ConflictError) else 400
+        _send(connection, id_, status, Refusal(str(error)))
+    except Exception:  # a bug must not end the other requests, nor show its details
+        logger.exception("a request of the HTTP API failed")
+        _send(connection, id_, 500, Refusal(INTERNAL_ERROR))
 
 
 def _send(connection: Connection, id_: int, status: int, answer: msgspec.Struct) -> None:

@@ -61,7 +61,8 @@ class SpeedMeter:
         """Note that a read begins."""
         if not self._under_way:
             self._since = now
-            self._busy.append(_Busy(opens=True))
+            if not self._busy or self._busy[-1].reads:  # reads that failed leave it unused
+                self._busy.append(_Busy(opens=True))
         self._queued += bytes_
         self._total += bytes_
         begun = self._under_way[self._total] = Begun(now, self._queued, self._total)

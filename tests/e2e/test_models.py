@@ -23,7 +23,15 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import CHUNK, PATIENT, Engine, await_stored, engine, stored_chunks
+from tests.e2e.engines import (
+    CHUNK,
+    PATIENT,
+    Engine,
+    await_stored,
+    difference,
+    engine,
+    stored_chunks,
+)
 from tests.e2e.oracle_models import IMAGE_TOKEN, make_vision_model, write_adapter
 from tests.e2e.test_hybrid import TOLERANCE
 from tests.e2e.zoo import REFUSED, SERVED, SHORT, Served, make_eagle, make_zoo_model
@@ -141,7 +149,7 @@ def worst(found: Answers, expected: Answers) -> float:
     Infinite if no answer's first token is.
     """
     differences = (
-        abs(a - b)
+        difference(a, b)
         for one, other in zip(found, expected, strict=True)
         for a, b in zip(*equal_part(one, other), strict=True)
     )

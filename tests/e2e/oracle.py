@@ -497,7 +497,7 @@ class Oracle:
             return
         if expected["embedding"] and found["embedding"]:
             pairs = zip(expected["embedding"], found["embedding"], strict=True)
-            worst = max(difference(a, b) for a, b in pairs)
+            worst: float | None = max(difference(a, b) for a, b in pairs)
         else:
             worst = _worst(expected, found)
         if worst is None:

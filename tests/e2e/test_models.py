@@ -55,7 +55,7 @@ def rows() -> Iterator[dict[str, list[str]]]:
     found: dict[str, list[str]] = {name: ["", "-", "-", "-", "-", "-"] for name in SERVED}
     yield found
     for name, (said, *cells) in found.items():
-        if said:
+        if said or cells[-1] != "-":
             print("|", " | ".join([f"`{name}`", SERVED[name].what, said, *cells]), "|")  # noqa: T201
 
 

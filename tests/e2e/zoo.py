@@ -209,13 +209,17 @@ SERVED = {
         "DeepSeek V3: the same, with grouped experts chosen by a bias", "deepseek-v3-amx",
         "bfloat16", _MLA, needs="amx_tile", ranks=_ONE_AND_TWO,
     ),
-    "fp8": Served("KV in fp8 (e4m3)", "llama", options={"kv_cache_dtype": "fp8"}),
+    "fp8": Served(
+        "KV in fp8 (e4m3)", "llama", options={"kv_cache_dtype": "fp8"}, ranks=_ONE_AND_TWO
+    ),
     "fp8_e5m2": Served("KV in fp8 (e5m2)", "llama", options={"kv_cache_dtype": "fp8_e5m2"}),
     "gemma3 fp8": Served(
         "windows, with KV in fp8", "gemma3", options={"kv_cache_dtype": "fp8"}
     ),
-    "lora": Served("a LoRA adapter", "llama", options=_LORA, feature="lora"),
-    "n-gram": Served("n-gram speculation", "llama", options=_NGRAMS),
+    "lora": Served(
+        "a LoRA adapter", "llama", options=_LORA, feature="lora", ranks=_ONE_AND_TWO
+    ),
+    "n-gram": Served("n-gram speculation", "llama", options=_NGRAMS, ranks=_ONE_AND_TWO),
     "draft model": Served(
         "speculation by a draft model", "llama", options=_TOKENIZER, drafter="draft_model"
     ),
@@ -224,15 +228,18 @@ SERVED = {
         "DeepSeek V3 with speculation by its own layer (MTP)", "deepseek-v3-amx", "bfloat16",
         _MLA, needs="amx_tile", drafter="mtp",
     ),
-    "salts": Served("cache salts", "llama", feature="salts"),
+    "salts": Served("cache salts", "llama", feature="salts", ranks=_ONE_AND_TWO),
     "prompt_logprobs": Served(
         "log-probabilities of the prompt: every token is computed", "llama",
         feature="prompt_logprobs",
     ),
-    "pictures": Served("pictures (Idefics 3)", "vision", options=_TOKENIZER, feature="pictures"),
+    "pictures": Served(
+        "pictures (Idefics 3)", "vision", options=_TOKENIZER, feature="pictures",
+        ranks=_ONE_AND_TWO,
+    ),
     "pooling": Served(
         "embeddings (Llama)", "llama", options=_TOKENIZER | {"runner": "pooling"},
-        feature="pooling",
+        feature="pooling", ranks=_ONE_AND_TWO,
     ),
 }  # fmt: skip
 """By name. `flat` is without vLLM's hybrid KV manager."""

@@ -23,7 +23,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.engines import Engine
+from tests.e2e.engines import Engine, difference
 from tests.e2e.oracle_models import IMAGE_TOKEN, write_adapter
 
 TOLERANCE = 2e-3
@@ -497,7 +497,7 @@ class Oracle:
             return
         if expected["embedding"] and found["embedding"]:
             pairs = zip(expected["embedding"], found["embedding"], strict=True)
-            worst = max(abs(a - b) for a, b in pairs)
+            worst: float | None = max(difference(a, b) for a, b in pairs)
         else:
             worst = _worst(expected, found)
         if worst is None:
@@ -564,7 +564,7 @@ def _worst(expected: Answer, found: Answer) -> float | None:
         zip(expected["logprobs"], found["logprobs"], strict=False)
     ):
         both = one.keys() & other.keys()
-        here = max((abs(one[token] - other[token]) for token in both), default=100.0)
+        here = max((difference(one[token], other[token]) for token in both), default=100.0)
         worst = max(worst or 0.0, here)
         if expected["tokens"][position] != found["tokens"][position]:
             chosen = [str(answer["tokens"][position]) for answer in (expected, found)]

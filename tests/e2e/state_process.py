@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine whose handling of recurrent states can be broken on purpose."""
 
+import ctypes
 import json
 import sys
 from collections.abc import Sequence
@@ -67,6 +68,28 @@ class Commands(engine_process.Commands):
 
         PATCHES.setattr(SchedulerSide, "matched_tokens", found)
         PATCHES.setattr(LoadPlanner, "plan", plan)
+
+    @staticmethod
+    def flip_a_bit_of_each_state(llm: Any, byte: int, bit: int) -> None:
+        """Load states in which a bit of one byte is not as it was saved, nor as it is verified."""
+        from kvhaven.engine.loader import Loader
+
+        original = Loader._copy
+
+        def flip(loader: Any, sources: Sequence[int]) -> None:
+            for source in sources:
+                ctypes.c_ubyte.from_address(source + byte).value ^= 1 << bit
+
+        def copy(loader: Any, job: Any, sources: Sequence[int], groups: Any) -> Any:
+            if not job.part:
+                return original(loader, job, sources, groups)
+            flip(loader, sources)
+            try:
+                return original(loader, job, sources, groups)
+            finally:
+                flip(loader, sources)
+
+        PATCHES.setattr(Loader, "_copy", copy)
 
 
 def schedule_ahead() -> None:

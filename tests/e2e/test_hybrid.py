@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import CHUNK, Engine, await_stored, engine, stored_chunks
+from tests.e2e.engines import CHUNK, Engine, await_stored, difference, engine, stored_chunks
 from tests.e2e.zoo import make_zoo_model
 
 pytest.importorskip("vllm", reason="real engines")
@@ -92,7 +92,7 @@ def assert_equal(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, A
     for one, other in zip(found, expected, strict=True):
         assert one["tokens"] == other["tokens"]
         pairs = zip(one["logprobs"], other["logprobs"], strict=True)
-        assert max(abs(a - b) for a, b in pairs) < TOLERANCE
+        assert max(difference(a, b) for a, b in pairs) < TOLERANCE
 
 
 def whole(prompt: Sequence[int], chunk: int = CHUNK) -> int:

@@ -16,7 +16,7 @@ import pytest
 
 from examples.demo.processes import free_port
 from tests.e2e.conftest import Control
-from tests.e2e.engines import CHUNK, PATIENT, assert_same, engine, prompts
+from tests.e2e.engines import CHUNK, PATIENT, assert_same, difference, engine, prompts
 from tests.e2e.test_engine import full_chunks
 
 pytestmark = pytest.mark.vllm
@@ -139,7 +139,8 @@ def test_pooling_gives_the_same_embeddings(model: Path, tmp_path: Path, short_di
             started.ask("reset")
             again = started.ask("embed", prompts=asked)
             for one, other in zip(again, first, strict=True):
-                assert max(abs(a - b) for a, b in zip(one, other, strict=True)) < 1e-3
+                pairs = zip(one, other, strict=True)
+                assert max(difference(a, b) for a, b in pairs) < 1e-3
 
 
 def wait_for(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvhaven.tiers.format.manifest import MANIFEST_NAME, unpack_manifest
-from tests.e2e.engines import Engine, await_stored, engine, stored_chunks
+from tests.e2e.engines import Engine, await_stored, difference, engine, stored_chunks
 from tests.e2e.test_hybrid import OUTPUT, answers
 from tests.e2e.test_restart import damage
 from tests.e2e.zoo import make_zoo_model
@@ -113,7 +113,7 @@ def worst(control: Any, asked: list[list[int]], found: list[dict[str, Any]]) -> 
         if one["tokens"] != right["tokens"]:
             return math.inf
         pairs = zip(one["logprobs"], right["logprobs"], strict=True)
-        largest = max(largest, *(abs(a - b) for a, b in pairs))
+        largest = max(largest, *(difference(a, b) for a, b in pairs))
     return largest
 
 
@@ -231,13 +231,32 @@ def test_a_session_whose_state_has_a_dropped_token_leaves_nothing_to_others(
         assert_no_errors(started)
 
 
-@pytest.mark.parametrize("mutation", ["store_states_of_the_chunk_after", "load_synchronously"])
+CONVOLUTION = 512 * 3 * 2
+"""Bytes of the convolution's state, in bfloat16, before the recurrent one, in float32."""
+
+
+@pytest.mark.parametrize(
+    ("mutation", "more"),
+    [
+        ("store_states_of_the_chunk_after", {}),
+        ("load_synchronously", {}),
+        # The lowest bit of a number's exponent, and the highest one of another number's.
+        ("flip_a_bit_of_each_state", {"byte": 0, "bit": 7}),
+        ("flip_a_bit_of_each_state", {"byte": CONVOLUTION + 3, "bit": 6}),
+    ],
+)
 def test_a_breakage_is_seen_in_the_log_probabilities(
-    mutation: str, stateful: Path, size: int, control: Any, tmp_path: Path, short_dir: Path
+    mutation: str,
+    more: dict[str, int],
+    stateful: Path,
+    size: int,
+    control: Any,
+    tmp_path: Path,
+    short_dir: Path,
 ) -> None:
     ours = settings(short_dir, tmp_path)
     with engine(stateful, tmp_path / "log", ours, **OPTIONS) as started:
-        started.ask(mutation)
+        started.ask(mutation, **more)
         asked = prompts(size)[3:]
         answers(started, asked)
         started.ask("reset")

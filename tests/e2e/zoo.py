@@ -26,6 +26,31 @@ _UNEVEN = (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_atten
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _MOSTLY_LINEAR = [_LINEAR, _LINEAR, _FULL, _LINEAR, _FULL, _LINEAR, _LINEAR]
 """Five layers with a recurrent state, two without: three KV groups of states, one half empty."""
+_SMALL_HEADS = {
+    "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+_REAL_HEADS = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+"""The latent heads of DeepSeek V2 and V3: vLLM's kernels for AMX take no smaller ones."""
+_DEEPSEEK_V2 = _COMMON | {
+    "num_hidden_layers": 2, "num_key_value_heads": 4, "q_lora_rank": None, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_DEEPSEEK_V3 = _COMMON | {
+    # Queries through a latent, too; experts in groups, chosen by sigmoid and a bias; YaRN.
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 96, "n_routed_experts": 16,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 1,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 256,
+    },
+}  # fmt: skip
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", _COMMON | {
@@ -84,19 +109,10 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
         "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 257,
     }),
-    "deepseek-v2": ("DeepseekV2", _COMMON | {
-        "num_hidden_layers": 2, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None,
-        "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-        "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-    }),
-    "deepseek-v2-amx": ("DeepseekV2", _COMMON | {
-        # The heads of the real models: vLLM's kernels for AMX take no smaller ones.
-        "num_hidden_layers": 2, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None,
-        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-        "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-    }),
+    "deepseek-v2": ("DeepseekV2", _DEEPSEEK_V2 | _SMALL_HEADS),
+    "deepseek-v2-amx": ("DeepseekV2", _DEEPSEEK_V2 | _REAL_HEADS),
+    "deepseek-v3": ("DeepseekV3", _DEEPSEEK_V3 | _SMALL_HEADS),
+    "deepseek-v3-amx": ("DeepseekV3", _DEEPSEEK_V3 | _REAL_HEADS),
     "bert": ("Bert", {
         "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": 512,
@@ -131,6 +147,8 @@ class Served(NamedTuple):
     """Tensor-parallel degrees that are tried."""
     needs: str = ""
     """A flag of the CPU."""
+    drafter: str = ""
+    """vLLM's method of speculation, by a drafter that has KV of its own."""
 
     @property
     def exact(self) -> bool:
@@ -187,22 +205,41 @@ SERVED = {
         "DeepSeek V2: multi-head latent attention, on a CPU with AMX", "deepseek-v2-amx",
         "bfloat16", _MLA, needs="amx_tile", ranks=_ONE_AND_TWO,
     ),
-    "fp8": Served("KV in fp8 (e4m3)", "llama", options={"kv_cache_dtype": "fp8"}),
+    "deepseek-v3": Served(
+        "DeepSeek V3: the same, with grouped experts chosen by a bias", "deepseek-v3-amx",
+        "bfloat16", _MLA, needs="amx_tile", ranks=_ONE_AND_TWO,
+    ),
+    "fp8": Served(
+        "KV in fp8 (e4m3)", "llama", options={"kv_cache_dtype": "fp8"}, ranks=_ONE_AND_TWO
+    ),
     "fp8_e5m2": Served("KV in fp8 (e5m2)", "llama", options={"kv_cache_dtype": "fp8_e5m2"}),
     "gemma3 fp8": Served(
         "windows, with KV in fp8", "gemma3", options={"kv_cache_dtype": "fp8"}
     ),
-    "lora": Served("a LoRA adapter", "llama", options=_LORA, feature="lora"),
-    "n-gram": Served("n-gram speculation", "llama", options=_NGRAMS),
-    "salts": Served("cache salts", "llama", feature="salts"),
+    "lora": Served(
+        "a LoRA adapter", "llama", options=_LORA, feature="lora", ranks=_ONE_AND_TWO
+    ),
+    "n-gram": Served("n-gram speculation", "llama", options=_NGRAMS, ranks=_ONE_AND_TWO),
+    "draft model": Served(
+        "speculation by a draft model", "llama", options=_TOKENIZER, drafter="draft_model"
+    ),
+    "eagle": Served("speculation by EAGLE", "llama", options=_TOKENIZER, drafter="eagle"),
+    "deepseek-v3 mtp": Served(
+        "DeepSeek V3 with speculation by its own layer (MTP)", "deepseek-v3-amx", "bfloat16",
+        _MLA, needs="amx_tile", drafter="mtp",
+    ),
+    "salts": Served("cache salts", "llama", feature="salts", ranks=_ONE_AND_TWO),
     "prompt_logprobs": Served(
         "log-probabilities of the prompt: every token is computed", "llama",
         feature="prompt_logprobs",
     ),
-    "pictures": Served("pictures (Idefics 3)", "vision", options=_TOKENIZER, feature="pictures"),
+    "pictures": Served(
+        "pictures (Idefics 3)", "vision", options=_TOKENIZER, feature="pictures",
+        ranks=_ONE_AND_TWO,
+    ),
     "pooling": Served(
         "embeddings (Llama)", "llama", options=_TOKENIZER | {"runner": "pooling"},
-        feature="pooling",
+        feature="pooling", ranks=_ONE_AND_TWO,
     ),
 }  # fmt: skip
 """By name. `flat` is without vLLM's hybrid KV manager."""
@@ -221,6 +258,11 @@ REFUSED = {
     ),
     "deepseek-v2 reference": Refused(
         "DeepSeek V2 on a CPU without AMX", "deepseek-v2",
+        "uses multi-head latent attention on a CPU with prefix caching off",
+        {"attention_config": {"backend": "CPU_MLA"}},
+    ),
+    "deepseek-v3 reference": Refused(
+        "DeepSeek V3 on a CPU without AMX", "deepseek-v3",
         "uses multi-head latent attention on a CPU with prefix caching off",
         {"attention_config": {"backend": "CPU_MLA"}},
     ),
@@ -256,5 +298,55 @@ def make_zoo_model(folder: Path, name: str, *, weights: bool) -> Path:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.normal_(0, 1.0 / weight.shape[-1] ** 0.5)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
+    if prefix == "DeepseekV3":
+        _add_predictor(folder, config)
+    return folder
+
+
+def _add_predictor(folder: Path, config: Any) -> None:
+    """Add the layer that predicts a further token, a copy of the last one.
+
+    transformers leaves it out. `Any`: one of its configurations.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    last, added = (f"model.layers.{config.num_hidden_layers - at}." for at in (1, 0))
+    for name in [name for name in weights if name.startswith(last)]:
+        weights[added + name.removeprefix(last)] = weights[name].clone()
+    size = config.hidden_size
+    weights[f"{added}eh_proj.weight"] = torch.randn(size, 2 * size) / (2 * size) ** 0.5
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{added}{norm}.weight"] = torch.ones(size)
+    weights[f"{added}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{added}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def make_eagle(folder: Path, target: Path) -> Path:
+    """Write a drafter of EAGLE's form for a Llama: a random layer on the target's last one."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    config: Any = transformers.LlamaConfig.from_pretrained(target)
+    config.num_hidden_layers = 1
+    config.save_pretrained(folder)
+    torch.manual_seed(0)
+    size = config.hidden_size
+    layer = transformers.LlamaModel(config).layers[0]
+    weights = {
+        f"layers.0.{name}": torch.randn_like(weight) / weight.shape[-1] ** 0.5
+        for name, weight in layer.state_dict().items()
+        if weight.dim() > 1
+    }
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(size)
+    weights["fc.weight"] = torch.randn(size, 2 * size) / (2 * size) ** 0.5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

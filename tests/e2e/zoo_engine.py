@@ -11,6 +11,22 @@ from tests.e2e import engine_process
 from tests.e2e.oracle_models import picture
 
 OUTPUT = 12
+_DRAFTS: list[list[int]] = []
+"""What a drafter with KV of its own has proposed, one list for each step."""
+
+
+def record_drafts() -> None:
+    """Note the tokens that a drafter proposes: only these tell of its KV, not the output."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    original = SpecDecodeBaseProposer.propose
+
+    def propose(proposer: Any, *args: Any, **more: Any) -> Any:
+        found = original(proposer, *args, **more)
+        _DRAFTS.append(found[0].tolist())
+        return found
+
+    SpecDecodeBaseProposer.propose = propose
 
 
 class Commands(engine_process.Commands):
@@ -65,6 +81,7 @@ def _answer(
         wanted["multi_modal_data"] = {"image": [picture(1)]}
     lora = LoRARequest("adapter", 1, adapter) if feature == "lora" else None
     skip = True if cold else None
+    _DRAFTS.clear()
     if feature == "pooling":
         params = PoolingParams(skip_reading_prefix_cache=skip)
         (pooled,) = llm.embed([wanted], pooling_params=params, use_tqdm=False)
@@ -97,8 +114,10 @@ def _answer(
         "logprobs": [place[token].logprob for place, token in zip(places, said, strict=True)],
         "cached": output.num_cached_tokens,
         "length": len(output.prompt_token_ids),
+        "drafts": list(_DRAFTS),
     }
 
 
 if __name__ == "__main__":
+    record_drafts()
     engine_process.main(Commands)

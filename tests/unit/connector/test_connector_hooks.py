@@ -95,6 +95,8 @@ def test_a_prompt_is_computed_once_and_then_loaded(engine: Engine, node: Node) -
 def test_the_answers_that_do_not_depend_on_requests(engine: Engine) -> None:
     connector = engine.connector
     assert connector.requires_kv_delivery is False
+    # Else vLLM lets its own hits end elsewhere in each group, and expects states from us.
+    assert connector.supports_divergent_local_hybrid_hits is False
     connector.set_xfer_handshake_metadata_pp_aware({(1, 0): object()})
     assert connector.get_handshake_metadata() is None
     assert connector.get_finished_count() is None

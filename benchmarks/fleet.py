@@ -150,12 +150,15 @@ async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview]) -> None:
 
 
 def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) -> float:
-    """Read the same bytes; return GB/s."""
+    """Read the same bytes; return GB/s.
 
-    def read(sock: socket.socket, part: Sequence[memoryview]) -> None:
+    Each connection asks for shards of its own: those that both send would be in the cache.
+    """
+
+    def read(sock: socket.socket, part: Sequence[tuple[int, memoryview]]) -> None:
         lower_thread_priority()
-        for buffer in part:
-            sock.sendall(b"!")
+        for number, buffer in part:
+            sock.sendall(bytes([number]))
             got, hashed = 0, xxhash.xxh3_128()
             while got < _SHARD:
                 count = sock.recv_into(buffer[got : got + (1 << 20)])
@@ -165,7 +168,7 @@ def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) ->
 
     began = time.perf_counter()
     threads = [
-        threading.Thread(target=read, args=(sock, buffers[at :: len(socks)]))
+        threading.Thread(target=read, args=(sock, [*enumerate(buffers)][at :: len(socks)]))
         for at, sock in enumerate(socks)
     ]
     for thread in threads:
@@ -192,10 +195,9 @@ def _serve(host: str, orders: Connection) -> None:
 
     def serve(sock: socket.socket) -> None:
         lower_thread_priority()
-        at = 0
-        while sock.recv(1):
+        while number := sock.recv(1):
+            at = number[0]
             sock.sendall(whole[at * _SHARD : (at + 1) * _SHARD])
-            at = (at + 1) % _SHARDS
 
     while True:
         sock, _ = bare.accept()

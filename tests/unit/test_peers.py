@@ -25,6 +25,7 @@ from kvhaven.peers.tier import PeerTier
 from kvhaven.peers.wire import (
     HANDSHAKE_LIMIT,
     MOST_KEYS,
+    PONG,
     REQUEST,
     Announce,
     Chunk,
@@ -299,6 +300,73 @@ def test_a_stream_ends_at_its_deadline_although_bytes_keep_moving(direction: str
             call = functools.partial(stream.receive_into, data, deadline, silence_s=30)
         with contextlib.closing(stream), pytest.raises(SilentPeerError):
             call()
+
+
+class Counted(socket.socket):
+    """A socket that counts the options that are set."""
+
+    set = 0
+
+    def setsockopt(self, *option: Any) -> None:
+        self.set += 1
+        super().setsockopt(*option)
+
+
+def test_a_timeout_that_an_earlier_call_left_ends_no_later_call() -> None:
+    """The kernel's timeout of the first call is shorter than what the second one may take."""
+
+    def move(sock: socket.socket) -> None:
+        sock.sendall(b"1")
+        time.sleep(2)
+        sock.sendall(b"2")
+        silent(sock)
+
+    with rogue(move) as port:
+        stream = Stream(socket.create_connection(("127.0.0.1", port)), "test")
+        data = memoryview(bytearray(1))
+        with contextlib.closing(stream):
+            stream.receive_into(data, time.monotonic() + 1.5)
+            stream.receive_into(data, time.monotonic() + 2.9)
+            assert bytes(data) == b"2"
+
+
+def test_a_silence_ends_a_call_at_its_own_time() -> None:
+    """Not at the kernel's timeout, which is shorter, nor at twice of it."""
+    with rogue(silent) as port:
+        stream = Stream(socket.create_connection(("127.0.0.1", port)), "test")
+        data = memoryview(bytearray(1))
+        with contextlib.closing(stream):
+            for silence_s in (0.2, 0.35):
+                began = time.monotonic()
+                with pytest.raises(SilentPeerError):
+                    stream.receive_into(data, began + 60, silence_s=silence_s)
+                assert time.monotonic() - began >= silence_s
+
+
+def test_shards_in_a_row_set_no_timeouts() -> None:
+    """Each would be a call of the kernel, eight a shard."""
+
+    def move(sock: socket.socket) -> None:
+        stream = Stream(sock, "test")
+        with contextlib.suppress(PeerError):
+            while True:
+                stream.receive(REQUEST, time.monotonic() + 60)
+                stream.send(Pong(), time.monotonic() + 60)
+                stream.send_bytes(memoryview(bytes(1000)), time.monotonic() + 60)
+
+    with rogue(move) as port:
+        sock = Counted()
+        sock.connect(("127.0.0.1", port))
+        stream = Stream(sock, "test")
+        data = memoryview(bytearray(1000))
+        with contextlib.closing(stream):
+            counts = []
+            for _ in range(5):
+                stream.send(Ping(), time.monotonic() + 60)
+                stream.receive(PONG, time.monotonic() + 60)
+                stream.receive_into(data, time.monotonic() + 600, silence_s=60)
+                counts.append(sock.set)
+            assert counts[0] == counts[-1]
 
 
 async def test_a_peer_that_was_away_returns_when_it_answers_however_long_it_was(

@@ -460,7 +460,8 @@ class Stream:
             try:
                 sent += self._socket.send(data[sent:])
             except OSError as error:
-                raise self._failed(error) from error
+                if not self._may_be_early(error):
+                    raise self._failed(error) from error
 
     def receive_into(
         self,
@@ -474,17 +475,22 @@ class Stream:
 
         Raises `PeerError` also if no byte comes for `silence_s` seconds.
         """
-        got = 0
+        got, heard = 0, time.monotonic()
+        now = heard
         while got < len(into):
-            self._wait_at_most(min(deadline - time.monotonic(), silence_s), socket.SO_RCVTIMEO)
+            self._wait_at_most(min(deadline, heard + silence_s) - now, socket.SO_RCVTIMEO)
             try:
                 count = self._socket.recv_into(into[got : got + _RECEIVE])
             except OSError as error:
-                raise self._failed(error) from error
+                if not self._may_be_early(error):
+                    raise self._failed(error) from error
+                now = time.monotonic()
+                continue
             if not count:
                 raise PeerError(f"{self.title}: the connection was closed")
             each(into[got : got + count])
             got += count
+            now = heard = time.monotonic()
 
     def shut_down(self) -> None:
         """End the connection; a call in another thread ends. That thread then calls `close`."""
@@ -504,11 +510,16 @@ class Stream:
         return body
 
     def _wait_at_most(self, seconds: float, option: int) -> None:
+        """Limit the next call to `seconds`, or to less: see `_may_be_early`.
+
+        A timeout that is somewhat shorter stays, so that a shard does not cost eight more calls.
+        """
         if seconds <= 0:
             raise SilentPeerError(f"{self.title}: no answer in time")
         if self.encrypted:  # TLS tries again for ever when one of the kernel's timeouts has passed
             option = 0
-        if seconds == self._waits.get(option):
+        known = self._waits.get(option, 0.0)
+        if known == seconds or (not self.encrypted and seconds / 2 <= known < seconds):
             return
         try:
             if self.encrypted:
@@ -518,6 +529,13 @@ class Stream:
         except OSError as error:  # closed by another thread
             raise self._failed(error) from error
         self._waits[option] = seconds
+
+    def _may_be_early(self, error: OSError) -> bool:
+        """Whether a timeout of the kernel has passed, which may be shorter than the caller's.
+
+        The call is then repeated: there, `_wait_at_most` sees whether the caller's has passed.
+        """
+        return isinstance(error, BlockingIOError) and not self.encrypted
 
     def _failed(self, error: OSError) -> PeerError:
         if isinstance(error, TimeoutError | BlockingIOError):

@@ -102,8 +102,9 @@ def acquire_all(
     repetitions: int = _REPETITIONS,
     *,
     as_requests: bool = False,
+    pause_s: float = _PAUSE_S,
 ) -> list[float]:
-    """Return the duration of each acquire in milliseconds.
+    """Return the duration of each acquire in milliseconds, with a pause after each.
 
     `as_requests`: as requests of an engine, which the service counts and tells.
     """
@@ -123,7 +124,7 @@ def acquire_all(
         if not isinstance(lease, LeasedChunks) or len(lease.extents) != len(keys):
             raise ProcessError(f"the service leased {lease}; expected {len(keys)} chunks")
         scheduler.release([lease.lease_id])
-        time.sleep(_PAUSE_S)
+        time.sleep(pause_s)
     return times
 
 

@@ -187,6 +187,17 @@ def test_the_second_of_two_tiers_can_be_skipped_alone() -> None:
         assert (answer.promoting, answer.skipped) == (expected, 8 - expected)
 
 
+def test_a_tiers_delay_counts_once_where_chunks_alternate_between_tiers() -> None:
+    node = node_with(DISK, OTHER)
+    for tier in (DISK, OTHER):
+        node.catalog.tier_speed(tier, TierSpeed(0.05, 1e-4 / PAGE))
+    for number in range(1, 5):
+        keys = keys_of(f"chain {number}", 40)  # 0.4 s to compute, 0.1 s to wait for the tiers
+        node.store(keys[::2])
+        node.store(keys[1::2], OTHER)
+        assert ask(node, keys, number).skipped == 0
+
+
 def test_memory_behind_a_slow_tier_counts_wherever_it_begins() -> None:
     """The last chunks of a piece are in the tier, and those of the next one in memory."""
     node = node_with(DISK, pages=4096)

@@ -81,6 +81,7 @@ class TierChoice:
         """Yield the runs of chunks in one place each, up to the first that is in no known one."""
         size = namespace.extent_bytes
         begun, place, reads = first, -1, 0
+        asked: set[int] = set()
         for at, key in enumerate(keys, first):
             entry = self._space.find(key)
             tier = self._tiers.source(key, namespace) if entry is None else None
@@ -92,18 +93,19 @@ class TierChoice:
                 found = -1
             if found != place:
                 if place >= 0:
-                    yield Segment(place, begun, at, self._load_s(place, reads * size))
+                    yield Segment(place, begun, at, self._load_s(place, reads * size, asked))
                 begun, place, reads = at, found, 0
             if found < 0:
                 return
             reads += entry is None
         if place >= 0:
-            yield Segment(place, begun, first + len(keys), self._load_s(place, reads * size))
+            yield Segment(place, begun, first + len(keys), self._load_s(place, reads * size, asked))
 
-    def _load_s(self, number: int, bytes_: int) -> float | None:
+    def _load_s(self, number: int, bytes_: int, asked: set[int]) -> float | None:
         """Return how long reading more bytes from a tier takes; None: not measured yet.
 
-        A tier that has sent nothing for a while takes at least that long.
+        A tier that has sent nothing for a while takes at least that long. Its delay and its queue
+        count once for a request: with the first of its segments, as `asked` says.
         """
         if not number:
             return 0.0
@@ -111,4 +113,7 @@ class TierChoice:
         silent_s = self._space.now - tier.progress if tier.reads else 0.0
         if tier.speed is None:
             return silent_s or None
+        if number in asked:
+            return bytes_ * tier.speed.byte_s
+        asked.add(number)
         return max(silent_s, tier.speed.seconds(tier.reading_bytes + bytes_))

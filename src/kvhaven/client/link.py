@@ -15,6 +15,7 @@ from typing import Protocol
 
 from kvhaven.client.handshake import RefusedError, shake_hands
 from kvhaven.errors import IncompleteEngineError, KVHavenError, ServiceUnavailableError
+from kvhaven.niceness import run_soon_after_waking
 from kvhaven.protocol import (
     Ack,
     Attached,
@@ -170,6 +171,7 @@ class Link:
 
     def _run(self) -> None:
         pause = _RETRY_FIRST_S
+        run_soon_after_waking()  # an answer that comes late is a miss
         while not self._closing.is_set():
             try:
                 self._connect()

@@ -7,6 +7,7 @@ Each leads a process group, which `kill` ends as a whole. The kernel kills it if
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import secrets
@@ -329,7 +330,12 @@ def free_port(host: str = "127.0.0.1") -> int:
     """
     while True:
         port = secrets.choice(_PORTS)
-        with contextlib.suppress(OSError), socket.create_server((host, port)):
+        try:
+            socket.create_server((host, port)).close()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
             return port
 
 

@@ -71,9 +71,12 @@ def run_soon_after_waking() -> None:
 def _set_slice(nanoseconds: int) -> None:
     """Set this thread's slice; 0: the usual length. Threads with a policy of their own keep it."""
     call = _SCHED_SETATTR.get(platform.machine())
-    if call is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    try:
+        policy, niceness = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
+    except OSError:  # some sandboxes and C libraries refuse the question
         return
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if call is None or policy != os.SCHED_OTHER:
+        return
     # struct sched_attr: size, policy, flags, nice, priority, runtime (the slice), deadline, period
     attributes = struct.pack("=IIQiIQQQ", 48, os.SCHED_OTHER, 0, niceness, 0, nanoseconds, 0, 0)
     ctypes.CDLL(None).syscall(call, 0, ctypes.c_char_p(attributes), 0)  # refused: as it was

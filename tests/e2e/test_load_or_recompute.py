@@ -53,7 +53,7 @@ def test_chunks_in_a_tier_slower_than_the_prefill_are_computed_and_the_tier_is_s
         remote_url=f"throttled://{tier}",
     )
     service.start()
-    asked = prompts(51, 16, least=600, most=700)[::2]
+    asked = prompts(51, 40, least=600, most=700)[::2]
     settings = {"service_address": str(service.socket)}
     compare = {"load_or_recompute": "auto", "promote_deadline_ms": 60_000}
     common: dict[str, Any] = {"in_process": True, "enable_prefix_caching": False}
@@ -69,31 +69,34 @@ def test_chunks_in_a_tier_slower_than_the_prefill_are_computed_and_the_tier_is_s
             service.stop(signal.SIGKILL)
             service.start()
             service.await_ranks()
-            for prompt in asked:
+            # How many requests it takes until the tier counts as slow depends on the machine.
+            asking = iter(asked)
+            slow: list[list[int]] = []
+            while len(slow) < 3:
+                prompt, before = next(asking), counted(started).get("skipped_slow_tokens", 0)
                 found = started.generate([prompt], max_tokens=4)
                 assert_same(found, control([prompt], max_tokens=4))
                 # The first ones wait as long as they take to compute, which reads few chunks.
                 assert found[0]["cached"] < len(prompt) // 2
-            counts = counted(started)
-            # Together all but those few; how soon the tier counts as slow depends on the machine.
-            skipped = counts["skipped_late_tokens"] + counts["skipped_slow_tokens"]
+                counts = counted(started)
+                whole = len(prompt) // CHUNK * CHUNK
+                if counts.get("skipped_slow_tokens", 0) - before >= whole - CHUNK:
+                    slow.append(prompt)
             assert counts["skipped_late_tokens"] >= CHUNK
-            assert counts["skipped_slow_tokens"] >= 600 // CHUNK * CHUNK
-            assert skipped >= 3 * 600 // CHUNK * CHUNK
             assert counts.get("errors", 0) == 0
             # Those that no read was begun for are saved again: now they come from memory.
-            for prompt in asked[-2:]:
+            for prompt in slow[-2:]:
                 found = started.generate([prompt], max_tokens=4)
                 assert found[0]["cached"] >= len(prompt) // CHUNK * CHUNK - 1
             limited = {"kvhaven.max_load_tokens": 3 * CHUNK}
-            found = generate(started, asked[-1], limited, 4)
-            assert_same(found, control([asked[-1]], max_tokens=4))
+            found = generate(started, slow[-1], limited, 4)
+            assert_same(found, control([slow[-1]], max_tokens=4))
             assert found[0]["cached"] == 3 * CHUNK
             assert (
-                generate(started, asked[-1], {"kvhaven.max_load_tokens": "0"}, 4)[0]["cached"] == 0
+                generate(started, slow[-1], {"kvhaven.max_load_tokens": "0"}, 4)[0]["cached"] == 0
             )
             limit = counted(started)["skipped_limit_tokens"]
-            assert limit == 2 * len(asked[-1]) - 3 * CHUNK
+            assert limit == 2 * len(slow[-1]) - 3 * CHUNK
         assert_nothing_held(service.settled(300))  # reads of the slow tier end late
     finally:
         service.stop()

@@ -224,7 +224,8 @@ def test_a_session_whose_state_has_a_dropped_token_leaves_nothing_to_others(
         assert kept[: len(first) + stop] == [*first, *tokens[:stop]]
         after = kept[: len(first) + stop + size + 6]
         assert after[-1] == 65 + size, "the second turn's input follows"
-        started.ask("reset")
+        answers(started, prompts(size)[:1])  # which also ends the step that vLLM has begun
+        assert started.ask("reset")
         found = answers(started, [after])
         assert cached(found) == [2 * size], "the states of the first turn's prompt alone"
         assert worst(control, [after], found) == 0

@@ -110,9 +110,11 @@ class TierChoice:
         if not number:
             return 0.0
         tier = self._tiers.numbered(number)
-        silent_s = self._space.now - tier.progress if tier.reads else 0.0
+        silent_s = self._space.now - tier.progress if tier.reads and number not in asked else 0.0
         if tier.speed is None:
-            return silent_s or None
+            if silent_s:
+                asked.add(number)
+            return silent_s or (0.0 if number in asked else None)
         if number in asked:
             return bytes_ * tier.speed.byte_s
         asked.add(number)

@@ -479,7 +479,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     api_read_token_file: Annotated[
         str | None,
         setting(
-            "File with a further token of the HTTP API that reads everything beyond loopback, and "
+            "File with a further token of the HTTP API for all GET requests beyond loopback, which "
             "changes nothing.",
             "a path, or none",
             kind="path",

@@ -3,7 +3,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
@@ -138,6 +138,8 @@ class SchedulerSide:
         self._models: Mapping[int, ModelState] = {}
         self._left_alone: set[str] = set()
         self._complaints: set[str] = set()
+        self._turns: dict[str, Hashable] = {}
+        """The turn in which a session was last admitted, if a part keeps states."""
         self._in_doubt = False
         self.held_blocks: HeldBlocks | None = None if shared else tuple
         """Set by engines that keep KV of finished requests (a prefix cache, `shared`)."""
@@ -377,6 +379,7 @@ class SchedulerSide:
         self._left_alone.discard(request.request_id)
         self._offered_layered.discard(request.request_id)
         self._to_ask_again.discard(request.request_id)
+        self._turns.pop(request.request_id, None)
         if not self._requests:
             self._steps.idle()
 
@@ -677,10 +680,12 @@ class SchedulerSide:
         turn goes on from a state of other tokens, and so does all KV that is computed from it.
         None: no such doubt, for other models, new requests, and those computed from the start.
         """
-        request, state = self._requests.get(request_id), self._states.get(request_id)
-        if not self._keeps_states or request is None or not request.resumable or not computed:
+        request = self._requests.get(request_id)
+        if not self._keeps_states or request is None or not request.resumable:
             return None
-        if state is not None and state.turn == request.turn:
+        before = self._turns.get(request_id, NO_TURN)
+        self._turns[request_id] = request.turn
+        if before in {NO_TURN, request.turn} or not computed:
             return None
         ends = {group: part.is_state for part in self._parts for group in part.groups}
         return [

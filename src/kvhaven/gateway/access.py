@@ -129,6 +129,11 @@ def access_of(settings: Settings) -> Access:
         read_token(settings.api_read_token_file, "api_read_token_file"),
         read_token(settings.api_metrics_token_file, "api_metrics_token_file"),
     )
+    if token and token in {access.read_token, access.metrics_token}:
+        raise ConfigError(
+            "api_token_file: the same token as one that must not change anything; expected "
+            "different contents of api_token_file, api_read_token_file and api_metrics_token_file"
+        )
     missing = [
         name
         for name, value in (

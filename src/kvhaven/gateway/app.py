@@ -75,7 +75,7 @@ class Gateway:
         self._access = access
         self._requests = requests
         self._steering = Steering(observer, self._all)
-        self._plugins = Plugins(observer, plugins, self._steering.keys_of)
+        self._plugins = Plugins(observer, plugins, self._steering.keys_of, self._steering.engines)
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
         self._history = History()
         self._tenants = Tenants(observer)

@@ -35,6 +35,9 @@ ChainKeys = tuple[bytes, bytes, bytes]
 KeysOf = Callable[[models.Chain], Awaitable[tuple[ChainKeys, int]]]
 """Function that returns namespace, keys and tenant of a prompt, and the tokens of a chunk."""
 
+Engines = Callable[[Callable[[list[EngineRow]], bool]], Awaitable[list[EngineRow]]]
+"""Function that returns the attached engines; older ones than now only if they are enough."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,10 +65,13 @@ def plugin_settings(settings: Settings) -> PluginSettings:
 class Plugins:
     """All plugins. They start when the service answers for the first time."""
 
-    def __init__(self, observer: Observer, settings: PluginSettings, keys_of: KeysOf) -> None:
+    def __init__(
+        self, observer: Observer, settings: PluginSettings, keys_of: KeysOf, engines: Engines
+    ) -> None:
         self._observer = observer
         self._settings = settings
         self._keys_of = keys_of
+        self._engines = engines
         self._all: list[Supervised] = []
         self._values: dict[str, Any] = {}
         self._generation = 0
@@ -249,9 +255,8 @@ class Plugins:
             raise KVHavenError(f"prompt: expected a text or token ids ({error})") from error
 
     async def _only_engine(self) -> str:
-        raw, _ = await self._observer.rows("engines")
-        engines = msgspec.json.decode(raw, type=list[EngineRow])
-        if len({engine.namespace for engine in engines}) != 1:
+        engines = await self._engines(_is_one)
+        if not _is_one(engines):
             raise KVHavenError(
                 f"{len(engines)} engines are attached; expected one, or the argument engine"
             )
@@ -272,6 +277,11 @@ class Plugins:
                 return found
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise KVHavenError(f"{url}: {str(error) or 'no answer in time'}") from error
+
+
+def _is_one(engines: list[EngineRow]) -> bool:
+    """Return whether all engines have one namespace."""
+    return len({engine.namespace for engine in engines}) == 1
 
 
 def _files(locations: tuple[str, ...]) -> list[Path]:

@@ -51,6 +51,8 @@ _MOST_NAMES: Final = 256
 _MOST_CHUNKS: Final = 1 << 16
 """Chunks whose ids are known: those of the last lookups that asked for them."""
 
+_ENGINES_S: Final = 1.0
+
 Rows = Callable[[ListKind, type[Any]], Awaitable[list[Any]]]
 """Function that returns all rows of a kind."""
 
@@ -62,6 +64,8 @@ class Steering:
         self._observer = observer
         self._chunks: dict[str, tuple[bytes, bytes, bytes]] = {}
         self._rows = rows
+        self._engines: list[EngineRow] = []
+        self._engines_until = 0.0
 
     async def configure(self, request: web.Request) -> web.Response:
         """Change settings."""
@@ -184,6 +188,17 @@ class Steering:
             await self._observer.refresh()
         return answered(answer)
 
+    async def engines(self, enough: Callable[[list[EngineRow]], bool]) -> list[EngineRow]:
+        """Return the attached engines, as they were at most a second ago if that is `enough`.
+
+        Each question about a prompt needs them, and a plugin may ask for every request.
+        """
+        now = asyncio.get_running_loop().time()
+        if now >= self._engines_until or not enough(self._engines):
+            self._engines = await self._rows("engines", EngineRow)
+            self._engines_until = now + _ENGINES_S
+        return self._engines
+
     async def keys_of(self, chain: models.Chain) -> tuple[tuple[bytes, bytes, bytes], int]:
         """Return namespace, keys and tenant of a prompt, and the tokens of a chunk.
 
@@ -192,7 +207,7 @@ class Steering:
         if bool(chain.engine) == bool(chain.namespace):
             raise KVHavenError("expected engine or namespace")
         if chain.engine:
-            engines = await self._rows("engines", EngineRow)
+            engines = await self.engines(lambda rows: any(row.id == chain.engine for row in rows))
             known = [(row.namespace, row.chunk_tokens) for row in engines if row.id == chain.engine]
         else:
             namespaces = await self._rows("namespaces", NamespaceRow)

@@ -37,7 +37,7 @@ _ROWS_OF_A_TURN: Final = 8
 """Most characters of a namespace's field in a row: some fields are long lists of settings."""
 
 
-class ServiceSnapshot(msgspec.Struct, frozen=True):
+class ServiceSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of a service. Sizes are in bytes; counters start with the service."""
 
     version: str
@@ -56,7 +56,7 @@ class ServiceSnapshot(msgspec.Struct, frozen=True):
     """Of `catalog.leased_bytes`, pinned through the API."""
     pins: int
     draining: bool
-    protocol_errors: int
+    protocol_errors: int = 0
     """Connections that were closed for a malformed, unexpected or overdue message."""
     config_generation: int
     switched: dict[str, TierSwitch]

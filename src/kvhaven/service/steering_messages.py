@@ -35,7 +35,7 @@ class Request(
 
     With `dry_run`, a change is checked, refused and answered as without it, and nothing changes:
     the answer says what the change would do now. Questions change nothing anyway. It is left out
-    otherwise, so that an older service refuses dry runs alone.
+    otherwise, so that an older service refuses dry runs, and the quotas that it knows as `Limit`.
     """
 
     dry_run: bool = False

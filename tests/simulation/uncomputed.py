@@ -4,8 +4,10 @@
 With priority scheduling, vLLM may preempt a request that it has scheduled in the same step, and
 leaves the blocks of the tokens that it then does not compute in its prefix cache. The simulation
 must not take the wrong answers that follow for ours, but wrong KV that we save for them is ours.
+All KV groups count: a window's block may stay in the cache when the full group's is gone.
 """
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,12 +51,12 @@ class UncomputedBlocks:
             if name in news.resumed_req_ids:
                 started[name] = blocks, news.num_computed_tokens[index]
             elif blocks is not None:
-                self._written(blocks[0])
+                self._written(*blocks)
         for name, (blocks, computed) in started.items():
             hits = -(-computed // self._block_size)
-            self._written(blocks[0][hits:])
+            self._written(*(ids[hits:] for ids in blocks))
             self.misled.discard(name)
-            if not self._bad.keys().isdisjoint(blocks[0][:hits]):
+            if any(not self._bad.keys().isdisjoint(ids[:hits]) for ids in blocks):
                 self.misled.add(name)
         self.ever_misled |= self.misled
         left = {
@@ -69,24 +71,30 @@ class UncomputedBlocks:
         computed_now = {
             block
             for name in output.num_scheduled_tokens
-            for block in manager.get_block_ids(name)[0]
+            for ids in manager.get_block_ids(name)
+            for block in ids
         }
         for block, key in cached.items():
             fresh = self._cached.get(block) != key and block not in computed_now
             if fresh and key[:-_GROUP_BYTES] in left:
                 self._bad[block] = key
         for name in self.misled & live.keys():
-            blocks = manager.get_block_ids(name)[0]
-            first = next((at for at, one in enumerate(blocks) if one in self._bad), len(blocks))
-            self._bad |= {one: cached[one] for one in blocks[first:] if one in cached}
+            tables = manager.get_block_ids(name)
+            first = min(
+                (at for ids in tables for at, one in enumerate(ids) if one in self._bad),
+                default=self._ends.get(name, 0),
+            )
+            self._bad |= {
+                one: cached[one] for ids in tables for one in ids[first:] if one in cached
+            }
 
     @property
     def count(self) -> int:
         """Number of bad blocks that a request may find now."""
         return len(self._bad)
 
-    def _written(self, blocks: Any) -> None:
-        for block in blocks:
+    def _written(self, *tables: Any) -> None:
+        for block in itertools.chain.from_iterable(tables):
             self._bad.pop(block, None)
 
     def _hashes(self) -> dict[int, bytes]:

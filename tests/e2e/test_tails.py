@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact repeats with real vLLM: with tails only the last token of a prompt is computed again."""
 
+import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,15 @@ pytestmark = pytest.mark.vllm
 CHUNK = 256
 LENGTHS = (2, 31, 32, 33, 255, 256, 257, 300, 511, 512, 513, 767, 768, 800)
 """Prompts shorter than a chunk, and N mod 256 of 0, 1, 255 and others."""
+EVERY_LENGTH = range(CHUNK + 1, 2 * CHUNK + 1)
+"""Of the long form (`KVHAVEN_EVENTS` is set)."""
 
 
-def prompts(seed: int) -> list[list[int]]:
+def prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     """Return a prompt of each length; every other one begins like the one before it."""
     chance = random.Random(seed)
     found: list[list[int]] = []
-    for at, length in enumerate(LENGTHS):
+    for at, length in enumerate(lengths):
         shared = found[-1] if at % 2 else []
         found.append([*shared, *(chance.randrange(250) for _ in range(length - len(shared)))])
     return found
@@ -129,7 +133,8 @@ def test_the_decode_node_computes_one_token(
 
     Portable ones also between engines with other block sizes.
     """
-    asked, ports = prompts(45), [free_port(), free_port()]
+    lengths = EVERY_LENGTH if "KVHAVEN_EVENTS" in os.environ else LENGTHS
+    asked, ports = prompts(45, lengths), [free_port(), free_port()]
     settings: dict[str, Any] = {"chunk_size": CHUNK, "format": kv_format}
     other = 64 if kv_format == "portable" else 32
     common: dict[str, Any] = {"in_process": True, "enable_prefix_caching": False}

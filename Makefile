@@ -5,9 +5,8 @@ PYTHON3 ?= python3
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
-# More than there are cores: tests wait for servers, engines that start, and deadlines. With 4, two
-# cores are no quicker (16:51 and 17:13 minutes), but engines wait for each other.
-WORKERS ?= 3
+# More than there are cores: tests wait for servers, engines that start, and deadlines.
+WORKERS ?= 4
 # Without compiled files every process of vLLM compiles what it imports: 35 s a start, not 13.
 unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL := -n $(WORKERS) --no-loadscope-reorder

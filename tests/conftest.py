@@ -26,8 +26,10 @@ _IN_LINE = "tests/crash/"
 """Tells when things happen: one worker runs all of the folder, beside the quick tests."""
 
 _BY_MODULE = "tests/e2e/"
-"""Real vLLM comes last. A module's tests share engines, so one worker runs them; two modules
-go on side by side, since an engine that starts leaves the other cores idle."""
+"""Real vLLM comes last. A module's tests share engines, so one worker runs them."""
+
+_MODULES_AT_ONCE = 3
+"""An engine that starts leaves a core idle, but engines that compute wait for each other."""
 
 # No deadline for an example: the machine may be busy with other work, and pytest has a limit.
 hypothesis.settings.register_profile("kvhaven", deadline=None, print_blob=True)
@@ -67,6 +69,15 @@ class _Scheduler(LoadScopeScheduling):
         if nodeid.startswith(_IN_LINE):
             return _IN_LINE
         return nodeid.partition("::")[0] if nodeid.startswith(_BY_MODULE) else nodeid
+
+    def _reschedule(self, node: Any) -> None:
+        """Give a worker more to do, or end it, if what is left is for fewer workers."""
+        at_work = sum(not one.shutting_down for one in self.nodes)
+        only_modules = next(iter(self.workqueue), "").startswith(_BY_MODULE)
+        if only_modules and at_work > _MODULES_AT_ONCE and not node.shutting_down:
+            node.shutdown()
+        else:
+            super()._reschedule(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduler:

@@ -40,7 +40,7 @@ def test_no_acquire_fails_while_the_api_is_killed_and_stopped(short_dir: Path) -
         api.start()
         try:
             with Loading(engine, KEYS) as loading:
-                for number in range(events_of_this_run(10)):
+                for number in range(events_of_this_run(6)):
                     eventually(lambda: state_at(url) == "ok")
                     before, started, loads = api.process, api.started, loading.loads
                     assert before is not None

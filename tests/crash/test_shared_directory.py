@@ -17,7 +17,7 @@ import pytest
 from kvhaven.tiers.filesystem.ownership import NAME, Owner
 
 ROOT = Path(__file__).parents[2]
-QUOTA = int(os.environ.get("TEST_QUOTA_MIB", "128")) << 20
+QUOTA = int(os.environ.get("TEST_QUOTA_MIB", "64")) << 20
 WRITTEN = 5 * QUOTA
 """In total, by all nodes together."""
 KILLS = 3

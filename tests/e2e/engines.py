@@ -120,7 +120,7 @@ def engine(
     *,
     in_process: bool = False,
     program: str = "engine_process.py",
-    threads: int | None = None,
+    threads: int | None = 1,
     environment: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Iterator[Engine]:
@@ -130,7 +130,7 @@ def engine(
 
     With `in_process` vLLM's engine core and worker are one process, as on CUDA with one rank.
     `program` is a file beside this one that answers commands. `threads` is how many compute
-    (None: one for each core). `environment` has further variables.
+    (None: one for each core): with more, engines that share the cores wait for each other's. `environment` has further variables.
     """
     options: dict[str, Any] = {
         "model": str(model),
@@ -165,7 +165,7 @@ def engine(
     }
     if options.get("tensor_parallel_size", 1) > 1:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    if threads is not None:
+    elif threads is not None:
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     variables |= environment or {}
     read, write = os.pipe()

@@ -120,6 +120,7 @@ class Bench:
         drops_last_block: bool = False,
         layered_tokens: int = 0,
         parts: Sequence[KvPart] = (),
+        groups: int = 1,
         **settings: Any,
     ) -> VllmSide:
         """Return an attached scheduler's side; `settings` are the settings that differ."""
@@ -136,7 +137,7 @@ class Bench:
         side = SchedulerSide(
             chosen,
             client,
-            block_sizes=[BLOCK],
+            block_sizes=[BLOCK] * groups,
             world_size=self.world_size,
             asynchronous=asynchronous,
             shared=shared,

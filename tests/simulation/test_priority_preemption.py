@@ -16,12 +16,15 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvhaven.engine.epoch import Epoch
+from kvhaven.engine.request_state import NULL_BLOCK
+from kvhaven.integrations.vllm.parts import REPORTS_FAILED_REQUESTS
 from kvhaven.integrations.vllm.requests import leaves_uncomputed_blocks
 from tests.simulation.connector_kit import wait_until
+from tests.simulation.engine_hybrid import MIXED
 from tests.simulation.engine_model import Model
 from tests.simulation.engine_world import (
     BLOCK,
@@ -32,8 +35,11 @@ from tests.simulation.engine_world import (
     make_kv_cache_config,
 )
 from tests.simulation.node import Node, running_node
+from tests.simulation.uncomputed import UncomputedBlocks
 
 pytestmark = pytest.mark.slow
+
+windows = pytest.mark.skipif(not REPORTS_FAILED_REQUESTS, reason="refused before vLLM 0.30")
 
 TIGHT = Setup(
     asynchronous_scheduling=False,
@@ -47,6 +53,8 @@ TIGHT = Setup(
 """An engine that preempts a prompt of 50 tokens in the step that scheduled its last 8.
 
 Lookups are answered within their step: the schedule must not depend on the load of the machine."""
+WINDOWS = replace(TIGHT, blocks=60, budget=100, window=17, grouping=MIXED)
+"""The same with two KV groups of windows behind the one of full attention."""
 LOW, HIGH = [at * at % 5 for at in range(50)], [4, 4, 4, 0, 4, 4, 1]
 
 
@@ -63,40 +71,53 @@ def starts_of(output: SchedulerOutput) -> dict[str, int]:
     return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
 
-def test_a_preemption_in_the_step_that_scheduled_a_request_is_noticed(tmp_path: Path) -> None:
-    """If this fails because `low` resumes at 40, vLLM has mended it: then drop the distrust."""
-    config = make_config(tmp_path, TIGHT)
-    config.kv_transfer_config = None
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    scheduler = Scheduler(
-        config,
-        make_kv_cache_config(TIGHT),
-        StructuredOutputManager(config),
-        block_size=BLOCK,
-        log_stats=True,
-    )
-    requests: dict[str, Request] = {}
+class Alone:
+    """vLLM's scheduler without a connector. All prompts of a test differ in all tokens.
 
-    def add(name: str, prompt: range, priority: int) -> None:
-        requests[name] = Request(
+    `written` is what each place of a block holds: the KV group and the token.
+    """
+
+    def __init__(self, folder: Path, setup: Setup) -> None:
+        self.config = make_config(folder, setup)
+        self.config.kv_transfer_config = None
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.scheduler = Scheduler(
+            self.config,
+            make_kv_cache_config(setup),
+            StructuredOutputManager(self.config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.uncomputed = UncomputedBlocks(self.scheduler, BLOCK)
+        self.requests: dict[str, Request] = {}
+        self.done: dict[str, int] = {}
+        """Number of tokens that are computed of each request."""
+        self.written: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def add(self, name: str, prompt: range, priority: int) -> None:
+        self.requests[name] = Request(
             request_id=name,
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(max_tokens=3, ignore_eos=True),
             pooling_params=None,
             priority=priority,
-            block_hasher=hasher,
+            block_hasher=self._hasher,
         )
-        scheduler.add_request(requests[name])
+        self.scheduler.add_request(self.requests[name])
 
-    def step() -> SchedulerOutput:
-        output = scheduler.schedule()
+    def step(self) -> SchedulerOutput:
+        self.uncomputed.before()
+        output = self.scheduler.schedule()
+        self.uncomputed.after(output)
         names = list(output.num_scheduled_tokens)
         starts = starts_of(output)
         ends = {name: starts[name] + output.num_scheduled_tokens[name] for name in names}
-        done.update(ends)
-        sampled = [[7] if ends[name] >= requests[name].num_tokens else [] for name in names]
-        scheduler.update_from_output(
+        for name in names:
+            self._compute(name, starts[name], ends[name])
+        self.done.update(ends)
+        sampled = [[7] if ends[name] >= self.requests[name].num_tokens else [] for name in names]
+        self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=names,
@@ -109,21 +130,72 @@ def test_a_preemption_in_the_step_that_scheduled_a_request_is_noticed(tmp_path: 
         )
         return output
 
-    done: dict[str, int] = {}
-    add("low", range(50), priority=1)
-    while done.get("low", 0) < 24:  # vLLM 0.29 and 0.30 limit a prompt's step also if it is alone
-        assert not leaves_uncomputed_blocks(config, step())
-    add("high", range(100, 107), priority=0)
-    output = step()
+    def blocks(self, name: str) -> tuple[list[int], ...]:
+        """Return a request's blocks of each KV group."""
+        return tuple(self.scheduler.kv_cache_manager.get_block_ids(name))
+
+    def wrong(self, name: str, start: int) -> set[tuple[int, int]]:
+        """Return the KV group and the token of wrong KV that a request has found in the cache."""
+        tokens = self.requests[name].all_token_ids
+        return {
+            (group, at)
+            for group, ids in enumerate(self.blocks(name))
+            for at in range(start)
+            if ids[at // BLOCK] != NULL_BLOCK
+            and self.written.get((ids[at // BLOCK], at % BLOCK)) != (group, tokens[at])
+        }
+
+    def _compute(self, name: str, begin: int, end: int) -> None:
+        tokens = self.requests[name].all_token_ids
+        for group, ids in enumerate(self.blocks(name)):
+            for at in range(begin, end):
+                self.written[ids[at // BLOCK], at % BLOCK] = group, tokens[at]
+
+
+def test_a_preemption_in_the_step_that_scheduled_a_request_is_noticed(tmp_path: Path) -> None:
+    """If this fails because `low` resumes at 40, vLLM has mended it: then drop the distrust."""
+    alone = Alone(tmp_path, TIGHT)
+    alone.add("low", range(50), priority=1)
+    while alone.done.get("low", 0) < 24:  # 0.29 and 0.30 limit a prompt's step also if it is alone
+        assert not leaves_uncomputed_blocks(alone.config, alone.step())
+    alone.add("high", range(100, 107), priority=0)
+    output = alone.step()
     while not output.preempted_req_ids:
-        assert not leaves_uncomputed_blocks(config, output)
-        assert requests["low"].num_output_tokens == 0, "it was never preempted"
-        output = step()
+        assert not leaves_uncomputed_blocks(alone.config, output)
+        assert alone.requests["low"].num_output_tokens == 0, "it was never preempted"
+        output = alone.step()
     assert output.preempted_req_ids == {"low"}
-    assert leaves_uncomputed_blocks(config, output)
-    assert done["low"] == 40
-    output = step()
+    assert leaves_uncomputed_blocks(alone.config, output)
+    assert alone.done["low"] == 40
+    output = alone.step()
     assert starts_of(output)["low"] == 44  # of these, 4 were never computed
+    assert alone.wrong("low", 44) == {(0, at) for at in range(40, 44)}
+    assert alone.uncomputed.misled == {"low"}
+
+
+def test_a_windows_block_stays_when_that_of_full_attention_is_gone(tmp_path: Path) -> None:
+    """vLLM evicts the blocks of a preempted request by KV group.
+
+    `high` takes those of `low` with full attention, `twin` computes the same tokens after `low`,
+    and vLLM finds the older block of each group: the one of `twin`, but for the windows, the ones
+    of `low`, which were never computed.
+    """
+    alone = Alone(tmp_path, WINDOWS)
+    alone.add("twin", range(50), priority=0)  # finds the first blocks of the other, and is behind
+    alone.add("low", range(50), priority=1)
+    while alone.done.get("low", 0) < 24:
+        alone.step()
+    alone.add("high", range(100, 123), priority=0)
+    while not alone.requests["low"].num_preemptions:
+        assert alone.requests["low"].num_output_tokens == 0, "it was never preempted"
+        alone.step()
+    alone.scheduler.finish_requests("high", RequestStatus.FINISHED_ABORTED)
+    output = alone.step()
+    while "low" not in output.num_scheduled_tokens:
+        output = alone.step()
+    wrong = alone.wrong("low", starts_of(output)["low"])
+    assert {group for group, _ in wrong} == {1, 2}
+    assert alone.uncomputed.misled == {"low"}
 
 
 def save_after_the_preemption(engine: Engine, who: str) -> None:
@@ -141,6 +213,21 @@ def save_after_the_preemption(engine: Engine, who: str) -> None:
         engine.add("equal", LOW, 3, priority=1)
     drain(engine)
     assert engine.uncomputed.ever_misled == {who}
+
+
+def save_windows_after_the_preemption(engine: Engine) -> None:
+    """Have `low` resumed on blocks of windows that were never computed; only it is saved."""
+    engine.wait_ready()
+    engine.add("twin", LOW, 3, params={"kv_transfer_params": {"kvhaven.skip_save": True}})
+    engine.add("low", LOW, 3, priority=1)
+    while engine.requests["low"].num_computed_tokens < 24:
+        engine.step()
+    engine.add("high", (HIGH * 4)[:23], 3)
+    while not engine.requests["low"].num_preemptions:
+        engine.step()
+    engine.abort("high")
+    drain(engine)
+    assert engine.uncomputed.ever_misled == {"low"}
 
 
 def load_everything_again(engine: Engine, node: Node) -> None:
@@ -209,6 +296,37 @@ def test_without_the_distrust_it_would_be_saved_and_served(
     engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
     try:
         save_after_the_preemption(engine, who)
+        with pytest.raises(AssertionError, match="is not that of its prompt"):
+            load_everything_again(engine, node)
+    finally:
+        for device in engine.devices:
+            device.abandon()
+        engine.close()
+
+
+@windows
+def test_nor_a_windows_kv_that_was_never_computed(
+    short_dir: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = replace(WINDOWS, load_mode="async", service_address=node.address)
+    engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
+    try:
+        save_windows_after_the_preemption(engine)
+        load_everything_again(engine, node)
+        assert engine.counters["saved_chunks"] > 0  # of what was computed before
+    finally:
+        engine.close()
+
+
+@windows
+def test_a_windows_kv_would_be_saved_without_the_distrust(
+    short_dir: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Epoch, "distrust_cache", lambda *_: None)
+    setup = replace(WINDOWS, load_mode="async", service_address=node.address)
+    engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
+    try:
+        save_windows_after_the_preemption(engine)
         with pytest.raises(AssertionError, match="is not that of its prompt"):
             load_everything_again(engine, node)
     finally:

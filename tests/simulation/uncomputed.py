@@ -27,6 +27,8 @@ class UncomputedBlocks:
         self._ends: dict[str, int] = {}
         self._cached: dict[int, bytes] = {}
         self._bad: dict[int, bytes] = {}
+        self._starts: dict[str, int] = {}
+        """The first block, by its number in the request, that a misled request computes."""
         self.misled: set[str] = set()
         """Requests that compute from such blocks now."""
         self.ever_misled: set[str] = set()
@@ -58,6 +60,7 @@ class UncomputedBlocks:
             self.misled.discard(name)
             if any(not self._bad.keys().isdisjoint(ids[:hits]) for ids in blocks):
                 self.misled.add(name)
+                self._starts[name] = computed // self._block_size
         self.ever_misled |= self.misled
         left = {
             key
@@ -79,14 +82,8 @@ class UncomputedBlocks:
             if fresh and key[:-_GROUP_BYTES] in left:
                 self._bad[block] = key
         for name in self.misled & live.keys():
-            tables = manager.get_block_ids(name)
-            first = min(
-                (at for ids in tables for at, one in enumerate(ids) if one in self._bad),
-                default=self._ends.get(name, 0),
-            )
-            self._bad |= {
-                one: cached[one] for ids in tables for one in ids[first:] if one in cached
-            }
+            written = [ids[self._starts[name] :] for ids in manager.get_block_ids(name)]
+            self._bad |= {one: cached[one] for ids in written for one in ids if one in cached}
 
     @property
     def count(self) -> int:

@@ -14,7 +14,7 @@ from kvhaven.types import NamespaceDigest
 logger = logging.getLogger(__name__)
 
 HeldBlocks = Callable[[], Iterable[int]]
-"""Returns the blocks of group 0 whose KV the engine uses, or may reuse for other requests.
+"""Returns the blocks, of all KV groups, whose KV the engine uses, or may reuse for other requests.
 
 Where it is None, the engine did not tell: then every block may be one.
 """

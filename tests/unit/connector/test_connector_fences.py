@@ -224,6 +224,20 @@ def test_what_is_found_in_a_cache_in_doubt_is_not_saved(bench: Bench, *, bound: 
     assert saved_chunks(plan) == 2  # the others are being saved already
 
 
+@pytest.mark.parametrize("doubtful", [60, 90], ids=["found", "another"])
+def test_a_block_of_any_group_that_is_in_doubt_is_enough(bench: Bench, doubtful: int) -> None:
+    """vLLM may find a block of one group that was never computed beside good ones of the others."""
+    side, hitting = bench.side(groups=2), make_request(64, "hitting")
+    bind(side, Pool([doubtful]))
+    side.plan_step(scheduled(), cache_in_doubt=True)
+    ask(side, hitting, 32)
+    blocks = ([*range(16)], [*range(60, 76)])
+    side.allocated(hitting, blocks, 0)
+    output = scheduled(new=[(hitting, [], 32, 32)])
+    output.scheduled_new_reqs[0].block_ids = blocks
+    assert saved_chunks(side.plan_step(output)) == (0 if doubtful == 60 else 4)
+
+
 @BOUND
 def test_what_is_computed_from_old_kv_is_not_saved_in_the_new_epoch(
     bench: Bench, *, bound: bool

@@ -130,7 +130,8 @@ def engine(
 
     With `in_process` vLLM's engine core and worker are one process, as on CUDA with one rank.
     `program` is a file beside this one that answers commands. `threads` is how many compute
-    (None: one for each core): with more, engines that share the cores wait for each other's. `environment` has further variables.
+    (None: one for each core): with more, engines on the same cores wait for each other's threads.
+    `environment` has further variables.
     """
     options: dict[str, Any] = {
         "model": str(model),

@@ -28,6 +28,12 @@ _IN_LINE = "tests/crash/"
 _BY_MODULE = "tests/e2e/"
 """Real vLLM comes last. A module's tests share engines, so one worker runs them."""
 
+_LONG = tuple(
+    f"{_BY_MODULE}test_{name}.py"
+    for name in ("hybrid", "hybrid_portable", "tails", "state", "engine", "interfaces")
+)
+"""Modules of minutes, which begin first: none of them is to run alone at the end."""
+
 _MODULES_AT_ONCE = 3
 """An engine that starts leaves a core idle, but engines that compute wait for each other."""
 
@@ -93,10 +99,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             build.library()
 
 
-def _rank(item: pytest.Item) -> int:
-    """0 for what is quick; sorting by it keeps the order within each rank."""
+def _rank(item: pytest.Item) -> tuple[int, bool]:
+    """Return the lowest for what is quick; sorting by it keeps the order within each rank."""
     ranks = [len(_ORDER) - i for i, marker in enumerate(_ORDER) if item.get_closest_marker(marker)]
-    return max(ranks, default=0)
+    return max(ranks, default=0), not item.nodeid.startswith(_LONG)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -299,3 +300,52 @@ def children_of(pid: int) -> list[int]:
     """Return the processes that a process, or a thread of it, has started."""
     files = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for file in files for child in file.read_text().split()]
+
+
+@contextlib.contextmanager
+def engine_server(tokens: object) -> Iterator["EngineServer"]:
+    """Run a server that tokenizes every text to the same tokens, and computes prompts.
+
+    It stands for the HTTP server of an engine.
+    """
+    server = EngineServer(tokens)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class EngineServer(ThreadingHTTPServer):
+    """Server that remembers what it was asked."""
+
+    def __init__(self, tokens: object) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.tokens = tokens
+        self.texts: list[str] = []
+        self.computed: list[dict[str, Any]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: EngineServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.texts.append(str(body["prompt"]))
+        answer: dict[str, Any] = {"tokens": self.server.tokens}
+        if self.path == "/v1/completions":
+            self.server.computed.append(body)
+            answer = {"choices": []}
+        raw = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None:
+        pass

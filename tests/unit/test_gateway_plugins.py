@@ -8,9 +8,7 @@ import os
 import re
 import signal
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from tests.gateway_kit import (
     GatewayThread,
     Loading,
     children_of,
+    engine_server,
     keys_of,
     post,
     state_at,
@@ -220,48 +219,6 @@ def test_the_recipes_plugin_runs_unchanged(
             assert node.status().catalog.resident_chunks == 2
             engine.load(known)
             eventually(lambda: "cache hit for request" in caplog.text)
-
-
-@contextlib.contextmanager
-def engine_server(tokens: list[int]) -> Iterator["EngineServer"]:
-    """Run a server that tokenizes every text to the same tokens, and computes prompts."""
-    server = EngineServer(tokens)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-class EngineServer(ThreadingHTTPServer):
-    def __init__(self, tokens: list[int]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.tokens = tokens
-        self.computed: list[dict[str, Any]] = []
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: EngineServer
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        answer: dict[str, Any] = {"tokens": self.server.tokens}
-        if self.path == "/v1/completions":
-            self.server.computed.append(body)
-            answer = {"choices": []}
-        raw = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 ASKING = """

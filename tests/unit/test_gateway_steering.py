@@ -21,10 +21,12 @@ from tests.crash.node import MIB, NodeThread, eventually, flush
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
+from kvhaven.gateway.plugins import PluginSettings
 from tests.gateway_kit import (
     TOKEN,
     Answer,
     GatewayThread,
+    engine_server,
     keys_of,
     post,
     send,
@@ -355,6 +357,8 @@ def test_a_prompt_must_be_named_well(api: GatewayThread, engine: Engine) -> None
         good | {"namespace": "00" * 32},
         good | {"namespace": "zz"},
         good | {"token_ids": []},
+        good | {"text": "both"},
+        good | {"token_ids": [], "text": "no engine tokenizes it"},
         good | {"token_ids": [-1]},
         good | {"token_ids": [1 << 40]},
         good | {"unknown": 1},
@@ -364,6 +368,34 @@ def test_a_prompt_must_be_named_well(api: GatewayThread, engine: Engine) -> None
             answer = post(api, path, body)
             assert answer.status == 400, (path, body)
             assert answer.json["error"]
+
+
+def test_a_text_is_a_prompt_that_the_engine_tokenizes(
+    node: NodeThread, engine: Engine, short_dir: Path
+) -> None:
+    tokens = tokens_of(1, 2, 3)
+    engine.save(keys_of(engine, tokens[:20]))
+    with engine_server(tokens) as server:
+        own = PluginSettings(engine_url=f"{server.url}/")
+        with steerable(node, short_dir, plugins=own) as api:
+            prompt = prompt_of(engine, []) | {"text": "What is cached of this?"}
+            answer = post(api, "/v1/lookup", prompt)
+            assert (answer.json["tokens"], answer.json["cached_tokens"]) == (23, 20)
+            assert answer.json["reason"] == "partial_chunk"
+            assert server.texts == ["What is cached of this?"]
+            pin = post(api, "/v1/pins", prompt | {"ttl_s": 60})
+            assert pin.status == 201, pin.json
+            assert done(api, post(api, "/v1/verify", prompt))["intact_chunks"] == 2
+            for wrong in (None, [], "abc", [-1], [1.5], {"a": 1}, [1 << 40]):
+                server.tokens = wrong
+                answer = post(api, "/v1/lookup", prompt)
+                assert answer.status == 400, wrong
+                assert "prompt: " in answer.json["error"]
+            server.shutdown()
+            server.server_close()
+            answer = post(api, "/v1/lookup", prompt)
+            assert answer.status == 400
+            assert f"{server.url}/tokenize" in answer.json["error"]
 
 
 def test_a_prefetch_is_a_job_that_promotes(

@@ -541,8 +541,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plugin_engine_url: Annotated[
         str | None,
         setting(
-            "URL of an engine's OpenAI-compatible server, which tokenizes the texts that plugins "
-            "prefetch, and computes prompts that are not cached.",
+            "URL of an engine's OpenAI-compatible server, which tokenizes texts that plugins or "
+            "requests to the API name, and computes prompts that plugins prefetch.",
             "a URL such as http://127.0.0.1:8000, or none",
             least=1,
             most=4096,

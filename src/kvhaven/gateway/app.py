@@ -19,6 +19,7 @@ from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
 from kvhaven.gateway.answers import answered, audit, hex_of, json_of, problem, switch
+from kvhaven.gateway.engine_server import EngineServer
 from kvhaven.gateway.history import History
 from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
 from kvhaven.gateway.observer import Observer, Seen
@@ -74,8 +75,9 @@ class Gateway:
         self._observer = observer
         self._access = access
         self._requests = requests
-        self._steering = Steering(observer, self._all)
-        self._plugins = Plugins(observer, plugins, self._steering.keys_of, self._steering.engines)
+        server = EngineServer(plugins.engine_url)
+        self._steering = steering = Steering(observer, self._all, server)
+        self._plugins = Plugins(observer, plugins, steering.keys_of, steering.engines, server)
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
         self._history = History()
         self._tenants = Tenants(observer)

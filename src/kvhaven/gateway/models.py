@@ -224,14 +224,19 @@ class Plugins(msgspec.Struct, frozen=True):
     next: str | None
 
 
-class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt: its tokens, and the engine or the namespace that they are for.
+TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=1 << 23)]
 
+
+class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt: its tokens or its text, and the engine or the namespace that they are for.
+
+    A text is tokenized by the engine at `plugin_engine_url`, as `/v1/completions` does.
     `cache_salt` is that of the request. Prompts with LoRA adapters or media, and engines after a
     reset of their cache, have other keys.
     """
 
-    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=1 << 23)]
+    token_ids: TokenIds = []
+    text: str = ""
     engine: str = ""
     namespace: str = ""
     cache_salt: str = ""

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import aiohttp
 import msgspec
 
 from kvhaven.config import Settings
 from kvhaven.errors import KVHavenError
 from kvhaven.gateway import models
+from kvhaven.gateway.engine_server import EngineServer, token_ids
 from kvhaven.gateway.observer import Observer, Seen
 from kvhaven.gateway.plugin_process import Limits, Plugin, Script, Supervised
 from kvhaven.gateway.views import tier_state_of, tiers_of
@@ -28,7 +28,6 @@ from kvhaven.service.steering_messages import Found, GetConfig, GetJob, LookUp, 
 _SCRIPT: Final = re.compile(r"(worker|scheduler|all)(_\d+)?(_.*)?\.(py|sh)", re.IGNORECASE)
 _JOB_S: Final = 60.0
 _JOB_POLL_S: Final = 0.2
-_ENGINE_S: Final = 120.0
 _CONFIG_PAUSE_S: Final = 0.5
 
 ChainKeys = tuple[bytes, bytes, bytes]
@@ -66,9 +65,15 @@ class Plugins:
     """All plugins. They start when the service answers for the first time."""
 
     def __init__(
-        self, observer: Observer, settings: PluginSettings, keys_of: KeysOf, engines: Engines
+        self,
+        observer: Observer,
+        settings: PluginSettings,
+        keys_of: KeysOf,
+        engines: Engines,
+        server: EngineServer,
     ) -> None:
         self._observer = observer
+        self._server = server
         self._settings = settings
         self._keys_of = keys_of
         self._engines = engines
@@ -228,8 +233,8 @@ class Plugins:
         self, chain: ChainKeys, tokens: list[int], size: int, found: Found
     ) -> dict[str, Any]:
         """Promote a prompt, and wait for it; have the engine compute it if it is not cached."""
-        if found.cached_tokens < len(tokens) // size * size and self._settings.engine_url:
-            await self._post("/v1/completions", prompt=tokens, max_tokens=1, temperature=0)
+        if found.cached_tokens < len(tokens) // size * size and self._server.known:
+            await self._server.compute(tokens)
             return {"computed_tokens": len(tokens)}
         if set(found.by_place) <= {"memory"}:
             return {"cached_tokens": found.cached_tokens}
@@ -242,17 +247,8 @@ class Plugins:
 
     async def _tokens(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):
-            if self._settings.engine_url is None:
-                raise KVHavenError(
-                    "a text needs plugin_engine_url, whose engine tokenizes it; give token ids, or "
-                    "set it"
-                )
-            answer = await self._post("/tokenize", prompt=prompt)
-            prompt = answer.get("tokens")
-        try:
-            return msgspec.convert({"token_ids": prompt, "engine": "-"}, models.Chain).token_ids
-        except msgspec.ValidationError as error:
-            raise KVHavenError(f"prompt: expected a text or token ids ({error})") from error
+            return await self._server.tokenize(prompt)
+        return token_ids(prompt)
 
     async def _only_engine(self) -> str:
         engines = await self._engines(_is_one)
@@ -261,22 +257,6 @@ class Plugins:
                 f"{len(engines)} engines are attached; expected one, or the argument engine"
             )
         return engines[0].id
-
-    async def _post(self, path: str, **body: object) -> dict[str, Any]:
-        """Send a request to the engine's server. Raises `KVHavenError` if it fails."""
-        url = f"{(self._settings.engine_url or '').rstrip('/')}{path}"
-        limits = aiohttp.ClientTimeout(total=_ENGINE_S)
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=limits) as session,
-                session.post(url, json=body) as answer,
-            ):
-                if answer.status != 200:  # noqa: PLR2004  OK
-                    raise KVHavenError(f"{url} answered {answer.status}")
-                found: dict[str, Any] = await answer.json()
-                return found
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise KVHavenError(f"{url}: {str(error) or 'no answer in time'}") from error
 
 
 def _is_one(engines: list[EngineRow]) -> bool:

@@ -3,7 +3,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -21,6 +21,7 @@ from kvhaven.gateway.answers import (
     require_known,
     switch,
 )
+from kvhaven.gateway.engine_server import EngineServer
 from kvhaven.gateway.observer import Observer
 from kvhaven.keys import Extras, KeyChain, tenant_id
 from kvhaven.protocol import MOST_KEYS, NO_LIMIT, KeyList, ListKind
@@ -53,6 +54,7 @@ _MOST_CHUNKS: Final = 1 << 16
 
 _ENGINES_S: Final = 1.0
 
+C = TypeVar("C", bound=models.Chain)
 Rows = Callable[[ListKind, type[Any]], Awaitable[list[Any]]]
 """Function that returns all rows of a kind."""
 
@@ -60,8 +62,9 @@ Rows = Callable[[ListKind, type[Any]], Awaitable[list[Any]]]
 class Steering:
     """Handlers, each with the name that its route has."""
 
-    def __init__(self, observer: Observer, rows: Rows) -> None:
+    def __init__(self, observer: Observer, rows: Rows, server: EngineServer) -> None:
         self._observer = observer
+        self._server = server
         self._chunks: dict[str, tuple[bytes, bytes, bytes]] = {}
         self._rows = rows
         self._engines: list[EngineRow] = []
@@ -83,7 +86,7 @@ class Steering:
         """Say where a prompt's chunks are."""
         require_known(request, {"chunks"})
         with_chunks = switch(request.query, "chunks")
-        wanted = await body_of(request, models.Chain)
+        wanted = await self._prompt(request, models.Chain)
         chain, size = await self.keys_of(wanted)
         answer = await self._observer.steer(LookUp(*chain))
         if answer.status != 200:  # noqa: PLR2004  OK
@@ -120,17 +123,17 @@ class Steering:
 
     async def prefetch(self, request: web.Request) -> web.Response:
         """Promote a prompt's chunks."""
-        chain, _ = await self.keys_of(await body_of(request, models.Chain))
+        chain, _ = await self.keys_of(await self._prompt(request, models.Chain))
         return await self._steered(request, Promote(*chain))
 
     async def verify(self, request: web.Request) -> web.Response:
         """Verify a prompt's chunks."""
-        chain, _ = await self.keys_of(await body_of(request, models.Chain))
+        chain, _ = await self.keys_of(await self._prompt(request, models.Chain))
         return await self._steered(request, Verify(*chain))
 
     async def move(self, request: web.Request) -> web.Response:
         """Write a prompt's chunks to a tier, or promote them."""
-        wanted = await body_of(request, models.MovedChain)
+        wanted = await self._prompt(request, models.MovedChain)
         chain, _ = await self.keys_of(wanted)
         if wanted.to == "memory":
             return await self._steered(request, Promote(*chain))
@@ -138,7 +141,7 @@ class Steering:
 
     async def pin(self, request: web.Request) -> web.Response:
         """Pin a prompt's chunks."""
-        wanted = await body_of(request, models.PinnedChain)
+        wanted = await self._prompt(request, models.PinnedChain)
         chain, _ = await self.keys_of(wanted)
         return await self._steered(request, PinChain(*chain, ttl_s=wanted.ttl_s))
 
@@ -187,6 +190,18 @@ class Steering:
         if answer.status < 400:  # noqa: PLR2004  Bad Request: nothing has changed
             await self._observer.refresh()
         return answered(answer)
+
+    async def _prompt(self, request: web.Request, kind: type[C]) -> C:
+        """Return the prompt in a body, with the tokens of its text if it has a text.
+
+        Raises `KVHavenError` if it has neither or both, or the engine does not tokenize it.
+        """
+        given = await body_of(request, kind)
+        if bool(given.token_ids) == bool(given.text):
+            raise KVHavenError("expected token_ids or text")
+        if not given.text:
+            return given
+        return msgspec.structs.replace(given, token_ids=await self._server.tokenize(given.text))
 
     async def engines(self, enough: Callable[[list[EngineRow]], bool]) -> list[EngineRow]:
         """Return the attached engines, as they were at most a second ago if that is `enough`.

@@ -177,8 +177,8 @@ class NodeProcess:
         }
         self.process: subprocess.Popen[bytes]
 
-    def start(self) -> None:
-        """Start it and wait until it answers."""
+    def launch(self) -> Self:
+        """Start it, and do not wait; entering its context then does."""
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *self.program, "serve", "--socket", self.address],
@@ -186,7 +186,12 @@ class NodeProcess:
                 stderr=output,
                 env=self._environment,
             )
-        eventually(self._answers, 30)
+        return self
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        self.launch()
+        eventually(self._answers)
 
     def kill(self) -> None:
         """Kill -9."""
@@ -208,7 +213,9 @@ class NodeProcess:
             self.process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
-        self.start()
+        if not hasattr(self, "process"):
+            self.launch()
+        eventually(self._answers)
         return self
 
     def __exit__(self, *_: object) -> None:

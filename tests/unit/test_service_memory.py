@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvhaven.catalog.actions import TierName
@@ -336,6 +337,20 @@ def test_the_second_service_on_a_disk_says_who_holds_it_and_serves(short_dir: Pa
                 assert eventually(lambda: other.load(KEYS) == 6)
             second.check()
         assert engine.load(KEYS) == 6
+
+
+def test_lookups_use_what_a_status_shows_as_online(short_dir: Path) -> None:
+    """The catalog hears of a tier's health once a second; whoever saw a status need not wait."""
+    with serving(short_dir) as (node, _):
+        tier = node.service.tiers[DISK]
+        health = tier.health
+        for online in (False, True) * 10:
+            tier.health = lambda o=online: msgspec.structs.replace(health(), online=o)  # type: ignore[method-assign]
+            status = node.status()
+            assert (status.tiers["disk"].online, status.catalog.tiers[DISK].online) == (
+                online,
+                online,
+            )
 
 
 def test_what_is_cleared_while_another_holds_the_disk_does_not_come_back(short_dir: Path) -> None:

@@ -14,7 +14,15 @@ import pytest
 from kvhaven.client.link import Link
 from kvhaven.client.scheduler import Outcome
 from kvhaven.errors import KVHavenError, ServiceUnavailableError
-from kvhaven.protocol import Attached, AttachRank, AttachScheduler, Granted, Reserve, ServiceMessage
+from kvhaven.protocol import (
+    Attached,
+    AttachRank,
+    AttachScheduler,
+    Granted,
+    Message,
+    Reserve,
+    ServiceMessage,
+)
 from tests.crash.engine import EXTENT_BYTES, Engine, Rank, Scheduler, prompt
 from tests.crash.node import NodeThread, eventually, settled
 from tests.crash.proxy import Proxy
@@ -115,6 +123,49 @@ def test_a_grant_whose_answer_got_lost_is_given_back(
     assert engine.ranks[0].client.grants(reservation, time.monotonic()) == [None] * 4
     settled(node.address, members=2)
     assert engine.save(prompt("p", 4)) == 4
+
+
+@contextlib.contextmanager
+def lost_before_the_next_message(link: Link, proxy: Proxy) -> Iterator[None]:
+    """Lose a connection just before the next message, and give it a second to be remade."""
+    post, before = link.post, link._socket
+
+    def late(message: Message) -> bool:
+        proxy.drop()
+        with contextlib.suppress(AssertionError):
+            eventually(lambda: link._socket not in {None, before}, 1)
+        return post(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "post", late)
+        yield
+
+
+def test_a_request_at_the_moment_of_a_loss_leaves_no_grant(
+    engine: Engine, proxy: Proxy, node: NodeThread
+) -> None:
+    """The loss ends all requests. One that is sent after it must not count among these."""
+    rank, keys = engine.ranks[0], prompt("p", 2)
+    with lost_before_the_next_message(rank.client._link, proxy):
+        rank.reserve(keys)
+    eventually(lambda: both_up(engine))
+    rank.client.abort(rank.reserve(prompt("q", 2)))  # the service has handled all before it
+    settled(node.address, members=2)
+
+
+def test_a_question_at_the_moment_of_a_loss_leaves_no_lease(
+    engine: Engine, proxy: Proxy, node: NodeThread
+) -> None:
+    keys, client = prompt("p", 2), engine.scheduler.client
+    engine.save(keys)
+    eventually(lambda: engine.load(keys))
+    with lost_before_the_next_message(client._link, proxy):
+        proxy.delay_s = 0.2  # of answers
+        lease_id = client.ask(keys)
+        assert lease_id is None or client.look_up(lease_id) is Outcome.MISS
+        proxy.delay_s = 0
+    eventually(lambda: both_up(engine) and engine.load(keys))
+    settled(node.address, members=2)
 
 
 def test_what_was_granted_before_the_loss_is_discarded_when_it_is_committed(

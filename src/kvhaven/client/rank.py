@@ -363,14 +363,11 @@ class RankClient:
 
     def _ask(self, request: Reserve, keys: Sequence[ChunkKey], now: float) -> Reservation | None:
         """Send a request under a new id."""
-        reservation = Reservation(keys, now)
-        with self._lock:
+        with self._lock:  # held, so that `detached` ends it only if this connection is lost
             id_ = next(self._ids)
-            self._reservations[id_] = reservation
-        if not self._link.post(msgspec.structs.replace(request, id=id_)):
-            with self._lock:
-                self._reservations.pop(id_, None)
-            return None
+            if not self._link.post(msgspec.structs.replace(request, id=id_)):
+                return None
+            reservation = self._reservations[id_] = Reservation(keys, now)
         return reservation
 
     def _post_model(self, model: ModelState, service: str) -> None:

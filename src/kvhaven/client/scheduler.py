@@ -261,12 +261,10 @@ class SchedulerClient:
             return None
         lease_id = next(self._lease_ids)
         patience_s = self._promote_deadline_s if promote_s is None else promote_s
-        with self._lock:
+        with self._lock:  # held, so that `detached` releases it only if this connection is lost
+            if not self._post_question(lease_id, keys, tenant, tail, patience_s, about, worth):
+                return None
             self._questions[lease_id] = _Question(now, len(keys), patience_s)
-        if not self._post_question(lease_id, keys, tenant, tail, patience_s, about, worth):
-            with self._lock:
-                self._questions.pop(lease_id, None)
-            return None
         return lease_id
 
     def locate(self, keys: Sequence[ChunkKey], tenant: TenantId = NO_TENANT) -> int | None:

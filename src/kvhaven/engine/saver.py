@@ -75,7 +75,6 @@ class Saver:
         self._chunk_size = chunk_size
         self._chunk_bytes = layout.shard_bytes(chunk_blocks) * layout.shards
         self._reserved: list[tuple[SaveJob, Reservation | None]] = []
-        self._withheld: list[RankGrant] = []
         self._running: dict[int, _Save] = {}
         self._ended: queue.SimpleQueue[_Save] = queue.SimpleQueue()
         self._report = StepReport()
@@ -106,16 +105,12 @@ class Saver:
         for save in tuple(self._running.values()) if saves is None else saves:
             save.spoiled = True
 
-    def reserve(self, jobs: Sequence[SaveJob], *, trusted: bool) -> None:
+    def reserve(self, jobs: Sequence[SaveJob]) -> None:
         """Request space for this step's saves. Answers arrive while the forward is launched.
 
-        Jobs of an earlier step that `start` was not called for are dropped. If the step is
-        `trusted`, withheld grants are released too: all ranks have finished their parts by now.
+        Jobs of an earlier step that `start` was not called for are dropped.
         """
         self.give_up()
-        if trusted and self._withheld:
-            self._client.abort(self._withheld)
-            self._withheld = []
         self._reserved = [
             (
                 job,
@@ -134,9 +129,9 @@ class Saver:
         """Copy the step's complete chunks, after its forward, which waited for `loads`.
 
         Chunks whose space is not granted by `deadline` (`time.monotonic`) are skipped. If the
-        step is not `trusted`, nothing is copied but the space is kept: if this rank released it
-        immediately, another rank could reserve the chunk again and commit its part, computed
-        from the same wrong KV, and a later computation of this rank would complete the chunk.
+        step is not `trusted`, nothing is copied. Other ranks may commit their parts, computed from
+        the same wrong KV; without this rank's part the save stays incomplete, and no other save
+        completes its chunks.
         """
         while self._reserved:
             job, reservation = self._reserved.pop(0)
@@ -145,14 +140,11 @@ class Saver:
                 self._stats.add("skipped_saves", len(job.keys))
             else:
                 granted = self._client.grants(reservation, deadline)
-            if not trusted:
-                self._withheld += [grant for grant in granted if grant is not None]
-                self._count_ended(job, range(len(job.keys)))
-            elif not self._is_current(job):
+            if trusted and self._is_current(job):
+                self._start(job, granted, loads)
+            else:
                 self._client.abort([grant for grant in granted if grant is not None])
                 self._count_ended(job, range(len(job.keys)))
-            else:
-                self._start(job, granted, loads)
 
     def give_up(self) -> None:
         """Release the space that was reserved for saves that will not be started."""
@@ -189,8 +181,6 @@ class Saver:
     def finish(self, deadline: float) -> bool:
         """Drop saves that were not started, and wait for copies as `Loader.finish` does."""
         self.give_up()
-        self._client.abort(self._withheld)
-        self._withheld = []
         return all_ended([save.copy for save in self._running.values()], deadline)
 
     def _start(

@@ -142,8 +142,7 @@ class WorkerSide:
                 self._parts_loading[job.request_id] = self._parts_loading.get(job.request_id, 0) + 1
         self.fence(plan)
         for part, saves in enumerate(self._saves):
-            jobs = [job for job in plan.saves if job.part == part]
-            saves.reserve(jobs, trusted=self._trusted)
+            saves.reserve([job for job in plan.saves if job.part == part])
 
     def start_loads(self, *, layer_hooks: bool = False) -> None:
         """Start this step's loads; the forward waits for synchronous ones.

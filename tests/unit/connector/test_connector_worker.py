@@ -136,7 +136,7 @@ def test_nothing_is_saved_after_a_failed_load_until_the_scheduler_knows(rank: Ra
     _, _, report = rank.step(StepPlan(saves=[save_job(1)]))
     assert report is not None
     assert report.unwritten == {1: {0}}
-    assert rank.reserved > 0  # kept, so that no other rank completes it from wrong KV
+    wait_until(lambda: rank.reserved == 0)  # needs no step: the engine may be idle for long
     rank.step(StepPlan(failed_loads={0: 1}, saves=[save_job(2, first_block=4)]))
     rank.settle(StepPlan(failed_loads={0: 1}))
     wait_until(lambda: rank.resident == 1 and rank.reserved == 0)
@@ -154,18 +154,27 @@ def test_what_followed_a_synchronous_load_that_failed_is_not_committed(rank: Ran
     assert rank.resident == 0
 
 
-def test_a_withheld_chunk_is_not_completed_by_the_other_rank(fresh_node: Node) -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_chunk_of_a_failed_load_is_not_completed_by_a_later_save(
+    fresh_node: Node, failing: int
+) -> None:
+    """Rank 0 asks first, so it has given its part up before rank 1 asks, or asks before that."""
     ranks = [Rank(fresh_node, LateDevice(Random(number)), number, 2) for number in range(2)]
-    ranks[0].device.fail_loads = 1
-    ranks[0].step(StepPlan(loads=[ranks[0].load()]))
-    ranks[0].settle()
+    ranks[failing].device.fail_loads = 1
+    ranks[failing].step(StepPlan(loads=[ranks[failing].load()]))
+    ranks[failing].settle()
     for one in ranks:
         one.step(StepPlan(saves=[save_job()]))
-    ranks[1].settle()
+    known = StepPlan(failed_loads={failing: 1})
     for one in ranks:
-        one.settle(StepPlan(failed_loads={0: 1}))
-    wait_until(lambda: fresh_node.status().catalog.reserved_bytes == 0)
-    assert fresh_node.status().catalog.resident_chunks == 0
+        one.settle(known)
+        assert one.resident == 0
+    for one in (ranks[failing], ranks[1 - failing]):
+        assert one.resident == 0
+        one.step(replace(known, saves=[replace(save_job(), id=2)]))
+        one.settle(known)
+    wait_until(lambda: ranks[0].resident == 1)
+    assert ranks[0].reserved == 0
     for one in ranks:
         one.worker.close()
 
@@ -212,8 +221,9 @@ def test_a_failed_load_keeps_a_chunk_from_sight_whichever_twin_writes_it(
         assert bool(report.unwritten) == (rank is twins[failing])
     for rank in twins:
         rank.settle(StepPlan(failed_loads={failing: 1}))
-    wait_until(lambda: twins[0].reserved == 0)
     assert twins[0].resident == 0
+    twins[0].node.clear()  # drops a chunk that only the other one has committed
+    wait_until(lambda: twins[0].reserved == 0)
 
 
 def test_a_twin_that_had_nothing_to_copy_can_be_fenced(twins: list[Rank]) -> None:

@@ -76,14 +76,13 @@ class _Scheduler(LoadScopeScheduling):
             return _IN_LINE
         return nodeid.partition("::")[0] if nodeid.startswith(_BY_MODULE) else nodeid
 
-    def _reschedule(self, node: Any) -> None:
-        """Give a worker more to do, or end it, if what is left is for fewer workers."""
+    def _assign_work_unit(self, node: Any) -> None:
+        """Give a worker its next work, or end it, if what is left is for fewer workers."""
         at_work = sum(not one.shutting_down for one in self.nodes)
-        only_modules = next(iter(self.workqueue), "").startswith(_BY_MODULE)
-        if only_modules and at_work > _MODULES_AT_ONCE and not node.shutting_down:
+        if next(iter(self.workqueue)).startswith(_BY_MODULE) and at_work > _MODULES_AT_ONCE:
             node.shutdown()
         else:
-            super()._reschedule(node)
+            super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduler:

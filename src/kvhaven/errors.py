@@ -15,7 +15,7 @@ class ProtocolError(KVHavenError):
 
 
 class ServiceUnavailableError(KVHavenError):
-    """The node service is unreachable or did not answer in time."""
+    """The node service, or an engine's server, is unreachable or did not answer well in time."""
 
 
 class IncompleteEngineError(ServiceUnavailableError):

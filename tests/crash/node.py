@@ -213,7 +213,7 @@ class NodeProcess:
             self.process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
-        if not hasattr(self, "process"):
+        if not hasattr(self, "process") or self.process.poll() is not None:
             self.launch()
         eventually(self._answers)
         return self

@@ -162,7 +162,7 @@ def test_a_question_at_the_moment_of_a_loss_leaves_no_lease(
     with lost_before_the_next_message(client._link, proxy):
         proxy.delay_s = 0.2  # of answers
         lease_id = client.ask(keys)
-        assert lease_id is None or client.look_up(lease_id) is Outcome.MISS
+        eventually(lambda: lease_id is None or client.look_up(lease_id) is Outcome.MISS)
         proxy.delay_s = 0
     eventually(lambda: both_up(engine) and engine.load(keys))
     settled(node.address, members=2)

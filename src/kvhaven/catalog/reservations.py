@@ -119,7 +119,7 @@ class Reservations:
         return CommitResult.WAITING, None
 
     def open(self, part: NamespaceState, key: ChunkKey) -> bool:
-        """Return whether ranks are writing this chunk, and none has given it up."""
+        """Return whether this chunk is reserved: ranks write it, or some have and others do not."""
         entry = self._space.find(key)
         reserved = entry is not None and entry.state is State.RESERVED
         return reserved and entry is not None and entry.namespace is part

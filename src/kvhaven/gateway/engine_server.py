@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's HTTP server, as far as the API asks it: texts of prompts, and prompts to compute."""
 
-from typing import Any, Final
+import asyncio
+from typing import Final
 
 import aiohttp
 import msgspec
 
-from kvhaven.errors import KVHavenError
+from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.gateway.models import TokenIds
 
 _TOKENIZE_S: Final = 10.0
 _COMPUTE_S: Final = 120.0
+_MOST_TEXTS: Final = 16
+"""Texts that the engine tokenizes at a time; others wait."""
+_MOST_BYTES: Final = 64 << 20
+_PIECE: Final = 1 << 16
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: TokenIds
 
 
 class EngineServer:
-    """OpenAI-compatible server at `url` (the setting `plugin_engine_url`; None: there is none)."""
+    """OpenAI-compatible server at `url` (the setting `plugin_engine_url`; None: there is none).
+
+    Methods raise `KVHavenError` if there is no server, and `ServiceUnavailableError` if it fails.
+    """
 
     def __init__(self, url: str | None) -> None:
         self._url = (url or "").rstrip("/")
+        self._texts = asyncio.Semaphore(_MOST_TEXTS)
 
     @property
     def known(self) -> bool:
@@ -25,36 +38,45 @@ class EngineServer:
         return bool(self._url)
 
     async def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text, at least one.
-
-        Raises `KVHavenError` if there is no server, it fails, or it gives none.
-        """
+        """Return the token ids of a text, at least one."""
         if not self._url:
             raise KVHavenError(
-                "a text needs plugin_engine_url, whose engine tokenizes it; give token ids, or "
-                "set it"
+                "a text needs plugin_engine_url, whose engine tokenizes it (for the API's own "
+                "service only); give token ids, or set it"
             )
-        answer = await self._post("/tokenize", _TOKENIZE_S, prompt=text)
-        return token_ids(answer.get("tokens"))
+        async with self._texts:
+            raw = await self._post("/tokenize", _TOKENIZE_S, prompt=text)
+        try:
+            tokens = msgspec.json.decode(raw, type=_Tokenized).tokens
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ServiceUnavailableError(
+                f"{self._url}/tokenize: it gave no token ids ({error})"
+            ) from error
+        return token_ids(tokens)
 
     async def compute(self, tokens: list[int]) -> None:
-        """Have the engine compute a prompt. Raises `KVHavenError` if it fails."""
+        """Have the engine compute a prompt."""
         await self._post("/v1/completions", _COMPUTE_S, prompt=tokens, max_tokens=1, temperature=0)
 
-    async def _post(self, path: str, timeout_s: float, **body: object) -> dict[str, Any]:
+    async def _post(self, path: str, timeout_s: float, **body: object) -> bytes:
         url = f"{self._url}{path}"
         limits = aiohttp.ClientTimeout(total=timeout_s)
+        found = bytearray()
         try:
             async with (
                 aiohttp.ClientSession(timeout=limits) as session,
-                session.post(url, json=body) as answer,
+                session.post(url, json=body, allow_redirects=False) as answer,
             ):
                 if answer.status != 200:  # noqa: PLR2004  OK
-                    raise KVHavenError(f"{url} answered {answer.status}")
-                found = msgspec.convert(await answer.json(), dict[str, Any])
-        except (aiohttp.ClientError, TimeoutError, ValueError, msgspec.ValidationError) as error:
-            raise KVHavenError(f"{url}: {str(error) or 'no answer in time'}") from error
-        return found
+                    raise ServiceUnavailableError(f"{url} answered {answer.status}")
+                async for piece in answer.content.iter_chunked(_PIECE):
+                    found += piece
+                    if len(found) > _MOST_BYTES:
+                        raise ServiceUnavailableError(f"{url}: its answer is too long")
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            reason = str(error) or "no answer in time"
+            raise ServiceUnavailableError(f"{url}: {reason}") from error
+        return bytes(found)
 
 
 def token_ids(given: object) -> list[int]:

@@ -379,7 +379,7 @@ class Service:
         member.unacknowledged = True
 
     def _status(self, connection: Connection, message: Status) -> Job:
-        self.runner.check_health()  # lookups use what this status will show as online
+        self.runner.check_health(scan=False)  # lookups use what this status will show as online
         status = yield from describe(
             self.id,
             self.catalog,

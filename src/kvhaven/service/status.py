@@ -122,6 +122,7 @@ def describe(
     listener: ListenerStatus,
 ) -> Generator[None, None, bytes]:
     """Return a service's `ServiceStatus` as JSON, in pieces of about a millisecond."""
+    healths = {str(name): tier.health() for name, tier in tiers.items()}  # as the catalog's are now
     stats = yield from catalog.survey()
     yield
     tenants = []
@@ -156,7 +157,7 @@ def describe(
             for session in sessions
             for member in session.members
         ],
-        tiers={str(name): tier.health() for name, tier in tiers.items()},
+        tiers=healths,
         catalog=msgspec.structs.replace(stats, namespaces={}, tenants={}),
         tenants=tenants,
         peers=[p for tier in tiers.values() if isinstance(tier, PeerTier) for p in tier.peers()],

@@ -199,8 +199,11 @@ class TierRunner:
                 self._spawn(self._delete_all(action.tier))
             deletes.waiting[_name(action)] = action
 
-    def check_health(self) -> None:
-        """Report to the catalog which tiers are online; scan local tiers that were opened."""
+    def check_health(self, *, scan: bool = True) -> None:
+        """Report to the catalog which tiers are online; scan local tiers that were opened.
+
+        Without `scan`, the next check scans: a tier whose scan fails is not scanned at each call.
+        """
         with self._driver.event() as catalog:
             for name, tier in self.tiers.items():
                 health = tier.health()
@@ -209,7 +212,7 @@ class TierRunner:
                 elif not tier.shared:
                     if health.capacity_bytes is not None:
                         catalog.tier_capacity(name, health.capacity_bytes)
-                    if self._scanned.get(name) != health.epoch:
+                    if scan and self._scanned.get(name) != health.epoch:
                         self._scanned[name] = health.epoch
                         catalog.tier_scanned(name, ended=False)
                         self._spawn(self._scan(name, tier, health.epoch))

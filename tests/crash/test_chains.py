@@ -494,6 +494,8 @@ def test_a_chain_is_pulled_from_the_node_that_computed_it_with_its_tail(short_di
             rank.client.commit([rank.write(grant) for grant in late])
             rank.client.commit([rank.write(grant, tail=TAIL_TOKENS) for grant in behind])
             assert asking.result() == len(KEYS) + 1
+            chains = status_of(nodes.d.address).chains
+            assert chains.pulled == chains.expected == 1
         nodes.quiet()
 
 
@@ -510,7 +512,8 @@ def test_a_chain_that_is_announced_or_here_is_not_pulled_as_well(short_dir: Path
             again = Pulling(d, name_of(nodes.p), KEYS)
             again.start()
             assert again.result() == len(KEYS) + 1
-            assert status_of(nodes.d.address).chains.expected == 1
+            chains = status_of(nodes.d.address).chains
+            assert (chains.expected, chains.pulled) == (1, 0)
         nodes.quiet()
 
 

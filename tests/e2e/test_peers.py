@@ -103,7 +103,9 @@ def test_chunks_reach_an_unlike_engine_while_another_node_prefills(
             metrics = decode.ask("metrics")
             hits = metrics["vllm:external_prefix_cache_hits"] + metrics["vllm:prefix_cache_hits"]
             assert hits >= full
-            assert d.status().chains.expected == len(asked)
+            # A chain that comes late, on a busy machine, is asked for as well.
+            chains = d.status().chains
+            assert chains.expected - chains.pulled == len(asked)
             assert d.status().catalog.tiers[TierName("peer")].looked_up == 0
             assert metrics.get("vllm:kvhaven_failed_loads", 0) == 0
         for node in (p, d):

@@ -182,9 +182,10 @@ async def test_answers_are_those_of_one_server_also_when_the_prefill_node_is_kil
         session = await stack.enter_async_context(connected())
         found = [await complete(session, url, PROMPTS[0])]
         found.append(await complete(session, url, PROMPTS[1], stream=True))
+        # The decode request may overtake the announcement, and asks for the chain then.
+        await until(lambda: _offered(service) == 2)
         status = service.status()
         full = sum(len(prompt) // CHUNK for prompt in PROMPTS[:2])
-        assert status.chains.expected == 2
         assert status.catalog.hit_chunks + status.catalog.awaited_chunks >= full
         asking = asyncio.create_task(complete(session, url, PROMPTS[2]))
         await until(lambda: chooser.prefill[0].running)
@@ -195,3 +196,9 @@ async def test_answers_are_those_of_one_server_also_when_the_prefill_node_is_kil
         alone = [await complete(session, decode.url, one, cache_salt="x") for one in PROMPTS]
     assert found == alone
     assert len(set(alone)) > 1
+
+
+def _offered(service: NodeService) -> int:
+    """Return how many chains other nodes have announced."""
+    chains = service.status().chains
+    return chains.expected - chains.pulled

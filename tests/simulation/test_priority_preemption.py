@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own scheduler, which leaves blocks in its prefix cache that were never computed."""
 
+import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -252,84 +253,77 @@ def drain(engine: Engine) -> None:
         device.synchronize()
 
 
+Start = Callable[[Setup], Engine]
+
+
+@pytest.fixture
+def start(short_dir: Path, node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Return a function that starts an engine; after the test it is closed, whatever it does."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(setup: Setup) -> Engine:
+            beside = replace(setup, service_address=node.address)
+            engine = Engine(short_dir, beside, Model(), random.Random(0), monkeypatch)
+            stack.callback(engine.close)
+            for device in engine.devices:
+                stack.callback(device.abandon)
+            return engine
+
+        yield begin
+
+
 @pytest.mark.parametrize("tails", [False, True], ids=["chunks", "tails"])
 @pytest.mark.parametrize("who", ["low", "equal"])
 def test_kv_that_vllm_never_computed_is_not_saved(
-    who: str, tails: bool, short_dir: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+    who: str, tails: bool, start: Start, node: Node
 ) -> None:
-    setup = replace(TIGHT, tails=tails, service_address=node.address)
-    engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
-    try:
-        save_after_the_preemption(engine, who)
-        load_everything_again(engine, node)
-        assert engine.counters["hit_tokens"] > 0  # the chunks that were computed
-    finally:
-        engine.close()
+    engine = start(replace(TIGHT, tails=tails))
+    save_after_the_preemption(engine, who)
+    load_everything_again(engine, node)
+    assert engine.counters["hit_tokens"] > 0  # the chunks that were computed
 
 
 @pytest.mark.parametrize("who", ["low", "equal"])
 def test_nor_if_the_scheduler_does_not_give_its_block_pool(
-    who: str, short_dir: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+    who: str, start: Start, node: Node
 ) -> None:
     """All versions since 0.29 give it; schedulers of other packages may not."""
-    setup = replace(TIGHT, service_address=node.address)
-    engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
-    try:
-        assert engine.connector is not None
-        side = engine.connector._scheduler
-        assert side.held_blocks is not None, "vLLM's own scheduler gave none"
-        side.held_blocks = None
-        save_after_the_preemption(engine, who)
-        load_everything_again(engine, node)
-        assert engine.counters["saved_chunks"] > 0  # of what was computed before
-    finally:
-        engine.close()
+    engine = start(TIGHT)
+    assert engine.connector is not None
+    side = engine.connector._scheduler
+    assert side.held_blocks is not None, "vLLM's own scheduler gave none"
+    side.held_blocks = None
+    save_after_the_preemption(engine, who)
+    load_everything_again(engine, node)
+    assert engine.counters["saved_chunks"] > 0  # of what was computed before
 
 
 @pytest.mark.parametrize("tails", [False, True], ids=["chunks", "tails"])
 @pytest.mark.parametrize("who", ["low", "equal"])
 def test_without_the_distrust_it_would_be_saved_and_served(
-    who: str, tails: bool, short_dir: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+    who: str, tails: bool, start: Start, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Epoch, "distrust_cache", lambda *_: None)
-    setup = replace(TIGHT, tails=tails, service_address=node.address)
-    engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
-    try:
-        save_after_the_preemption(engine, who)
-        with pytest.raises(AssertionError, match="is not that of its prompt"):
-            load_everything_again(engine, node)
-    finally:
-        for device in engine.devices:
-            device.abandon()
-        engine.close()
+    engine = start(replace(TIGHT, tails=tails))
+    save_after_the_preemption(engine, who)
+    with pytest.raises(AssertionError, match="is not that of its prompt"):
+        load_everything_again(engine, node)
 
 
 @windows
-def test_nor_a_windows_kv_that_was_never_computed(
-    short_dir: Path, node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setup = replace(WINDOWS, load_mode="async", service_address=node.address)
-    engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
-    try:
-        save_windows_after_the_preemption(engine)
-        load_everything_again(engine, node)
-        assert engine.counters["saved_chunks"] > 0  # of what was computed before
-    finally:
-        engine.close()
+def test_nor_a_windows_kv_that_was_never_computed(start: Start, node: Node) -> None:
+    engine = start(replace(WINDOWS, load_mode="async"))
+    save_windows_after_the_preemption(engine)
+    load_everything_again(engine, node)
+    assert engine.counters["saved_chunks"] > 0  # of what was computed before
 
 
 @windows
 def test_a_windows_kv_would_be_saved_without_the_distrust(
-    short_dir: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+    start: Start, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Epoch, "distrust_cache", lambda *_: None)
-    setup = replace(WINDOWS, load_mode="async", service_address=node.address)
-    engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
-    try:
-        save_windows_after_the_preemption(engine)
-        with pytest.raises(AssertionError, match="is not that of its prompt"):
-            load_everything_again(engine, node)
-    finally:
-        for device in engine.devices:
-            device.abandon()
-        engine.close()
+    engine = start(replace(WINDOWS, load_mode="async"))
+    save_windows_after_the_preemption(engine)
+    with pytest.raises(AssertionError, match="is not that of its prompt"):
+        load_everything_again(engine, node)

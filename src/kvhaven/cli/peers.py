@@ -61,7 +61,8 @@ def peers(context: typer.Context, socket: Socket = None) -> None:
         typer.echo(f"TCP is used: {reason}")
     typer.echo(
         f"chains: {chains.open} open; offered {chains.offered}, refused {chains.refused}; "
-        f"expected {chains.expected}, completed {chains.completed}, stalled {chains.stalled}"
+        f"expected {chains.expected} (asked for {chains.pulled}), completed {chains.completed}, "
+        f"stalled {chains.stalled}"
     )
     listener = status.listener
     if listener.refused or listener.protocol_errors:

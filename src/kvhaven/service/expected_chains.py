@@ -92,7 +92,7 @@ class ExpectedChains:
         self._chains: dict[tuple[str, str], _Chain] = {}
         self._successors: dict[ChunkKey, dict[_Chain, None]] = {}
         """Chains by their `others`."""
-        self.accepted = self.completed = self.stalled = 0
+        self.accepted = self.completed = self.stalled = self.pulled = 0
 
     def __len__(self) -> int:
         """Return the number of chains that have not ended."""
@@ -126,6 +126,7 @@ class ExpectedChains:
             return True
         if self._begin(order.source, peer, pull):
             return False
+        self.pulled += 1
         self._spawn(self._ask(peer, order.source, pull))
         return True
 

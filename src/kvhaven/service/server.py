@@ -409,6 +409,7 @@ class Service:
             expected=self._expected.accepted,
             completed=self._expected.completed,
             stalled=self._expected.stalled,
+            pulled=self._expected.pulled,
         )
 
     # --- background -------------------------------------------------------------------------

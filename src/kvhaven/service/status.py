@@ -72,7 +72,8 @@ class ChainStatus(msgspec.Struct, frozen=True):
 
     `offered` to peers and `refused` (by a peer, or not announced at all) are of this node's
     engines. `expected` from peers, `completed` by them, `stalled` (the peer fell silent) are of
-    other nodes' engines. `open` is the number of both kinds that have not ended.
+    other nodes' engines. Of `expected`, this node asked for `pulled`, because no node offered them
+    in time. `open` is the number of both kinds that have not ended.
     """
 
     open: int = 0
@@ -81,6 +82,7 @@ class ChainStatus(msgspec.Struct, frozen=True):
     expected: int = 0
     completed: int = 0
     stalled: int = 0
+    pulled: int = 0
 
 
 class ServiceStatus(msgspec.Struct, frozen=True):

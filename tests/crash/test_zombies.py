@@ -249,6 +249,34 @@ def test_a_forked_child_keeps_the_quarantine_until_it_is_gone(node: NodeProcess,
     settled(node.address, members=0)
 
 
+FORKING_WHILE_A_THREAD_CALLS = """
+import os, signal, sys, threading
+from tests.crash.engine import Rank, Scheduler, prompt
+rank, scheduler = Rank(sys.argv[1]).start(), Scheduler(sys.argv[1]).start()
+held = threading.Barrier(3)
+def hold(client):
+    with client._lock:
+        held.wait()
+        threading.Event().wait()
+for client in (rank.client, scheduler.client):
+    threading.Thread(target=hold, args=(client,), daemon=True).start()
+held.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    asked = scheduler.client.ask(prompt("p", 4)), rank.client.reserve(None, prompt("p", 4), 1)
+    os._exit(asked != (None, None))
+print(os.waitpid(child, 0)[1], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_child_misses_even_if_a_thread_was_within_a_call(node: NodeProcess) -> None:
+    program = [sys.executable, "-c", FORKING_WHILE_A_THREAD_CALLS, node.address]
+    status = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert int(status) == 0
+
+
 def test_zombies_at_random(node: NodeProcess, short_dir: Path) -> None:
     """Anybody is stopped, cut off, continued or killed, while others fill the arena."""
     seed, events = seed_of_this_run(), events_of_this_run(30)

@@ -342,6 +342,9 @@ class Clumsy:
     def detached(self) -> None:
         pass
 
+    def forked(self) -> None:
+        pass
+
 
 def test_a_mistake_in_the_listener_costs_a_connection_and_not_the_thread(node: NodeThread) -> None:
     clumsy = Clumsy(Rank(node.address).attach)

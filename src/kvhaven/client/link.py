@@ -55,6 +55,9 @@ class Listener(Protocol):
     def detached(self) -> None:
         """Handle the loss of the connection; pending requests will not be answered."""
 
+    def forked(self) -> None:
+        """Renew locks in a forked child, where the threads that held them are gone."""
+
 
 class Link:
     """A connection to the service that attaches again whenever it is lost.
@@ -312,6 +315,7 @@ class Link:
         Otherwise the service would consider the parent connected as long as the child lives.
         """
         self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._listener.forked()
         self._closing.set()
         self._up = False
         if self._socket is not None:

@@ -346,6 +346,10 @@ class RankClient:
             for reservation in reservations:
                 reservation.answered.set()
 
+    def forked(self) -> None:
+        """Renew the lock in a forked child."""
+        self._lock = threading.Lock()
+
     # --- helpers ----------------------------------------------------------------------------
 
     def _share(

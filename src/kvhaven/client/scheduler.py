@@ -466,6 +466,11 @@ class SchedulerClient:
         if void:
             self._post_release(void)
 
+    def forked(self) -> None:
+        """Renew the lock in a forked child."""
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+
     # --- helpers ----------------------------------------------------------------------------
 
     def _post_question(

@@ -325,6 +325,8 @@ class EngineServer(ThreadingHTTPServer):
     def __init__(self, tokens: object) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.tokens = tokens
+        self.status = 200
+        self.location = ""
         self.texts: list[str] = []
         self.computed: list[dict[str, Any]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -341,7 +343,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.computed.append(body)
             answer = {"choices": []}
         raw = json.dumps(answer).encode()
-        self.send_response(200)
+        self.send_response(self.server.status)
+        if self.server.location:
+            self.send_header("Location", self.server.location)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()

@@ -213,7 +213,8 @@ class NodeProcess:
             self.process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
-        if not hasattr(self, "process") or self.process.poll() is not None:
+        # One that ended by itself since its launch is not launched again: `_answers` says why.
+        if not hasattr(self, "process") or self.process.returncode is not None:
             self.launch()
         eventually(self._answers)
         return self

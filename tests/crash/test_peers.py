@@ -77,11 +77,16 @@ def pair_at(
     short_dir: Path, one: int, two: int, **settings: object
 ) -> Iterator[tuple[NodeProcess, NodeProcess]]:
     """Two nodes that listen at these ports."""
-    nodes = [
-        node_of(short_dir, "a", one, two, **settings).launch(),
-        node_of(short_dir, "b", two, one, **settings).launch(),
-    ]
-    with nodes[0] as a, nodes[1] as b:
+    a, b = (
+        node_of(short_dir, "a", one, two, **settings),
+        node_of(short_dir, "b", two, one, **settings),
+    )
+    with contextlib.ExitStack() as stack:
+        for node in (a, b):
+            node.launch()
+            stack.callback(node.kill)
+        for node in (a, b):
+            stack.enter_context(node)
         connected(a)
         connected(b)
         yield a, b

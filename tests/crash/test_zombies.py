@@ -251,6 +251,7 @@ def test_a_forked_child_keeps_the_quarantine_until_it_is_gone(node: NodeProcess,
 
 FORKING_WHILE_A_THREAD_CALLS = """
 import os, signal, sys, threading
+from kvhaven.client.scheduler import Outcome
 from tests.crash.engine import Rank, Scheduler, prompt
 rank, scheduler = Rank(sys.argv[1]).start(), Scheduler(sys.argv[1]).start()
 held = threading.Barrier(3)
@@ -264,8 +265,9 @@ held.wait()
 child = os.fork()
 if not child:
     signal.alarm(60)
-    asked = scheduler.client.ask(prompt("p", 4)), rank.client.reserve(None, prompt("p", 4), 1)
-    os._exit(asked != (None, None))
+    asked = scheduler.client.wait(1, 0.01), rank.client.reserve(None, prompt("p", 4), 1)
+    rank.client.close()
+    os._exit(asked != (Outcome.MISS, None))
 print(os.waitpid(child, 0)[1], flush=True)
 os._exit(0)
 """

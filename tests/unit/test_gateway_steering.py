@@ -371,12 +371,13 @@ def test_a_prompt_must_be_named_well(api: GatewayThread, engine: Engine) -> None
 
 
 def test_a_text_is_a_prompt_that_the_engine_tokenizes(
-    node: NodeThread, engine: Engine, short_dir: Path
+    node: NodeThread, engine: Engine, short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = tokens_of(1, 2, 3)
     engine.save(keys_of(engine, tokens[:20]))
     with engine_server(tokens) as server:
-        own = PluginSettings(engine_url=f"{server.url}/")
+        secret = server.url.replace("://", "://user:secret@")
+        own = PluginSettings(engine_url=f"{secret}/")
         with steerable(node, short_dir, plugins=own) as api:
             prompt = prompt_of(engine, []) | {"text": "What is cached of this?"}
             answer = post(api, "/v1/lookup", prompt)
@@ -391,11 +392,22 @@ def test_a_text_is_a_prompt_that_the_engine_tokenizes(
                 answer = post(api, "/v1/lookup", prompt)
                 assert answer.status == (400 if wrong == [] else 503), wrong
                 assert "token" in answer.json["error"]
+            server.tokens = tokens
+            for status, location in ((500, ""), (404, ""), (307, f"{server.url}/v1/completions")):
+                server.status, server.location = status, location
+                answer = post(api, "/v1/lookup", prompt)
+                assert answer.status == 503
+                assert f"status {status}, expected 200" in answer.json["error"]
+            assert server.computed == []
+            server.status, server.location = 200, ""
+            monkeypatch.setattr("kvhaven.gateway.engine_server._MOST_BYTES", 16)
+            assert "longer than 16 bytes" in post(api, "/v1/lookup", prompt).json["error"]
             server.shutdown()
             server.server_close()
             answer = post(api, "/v1/lookup", prompt)
             assert answer.status == 503
-            assert f"{server.url}/tokenize" in answer.json["error"]
+            assert f"@{server.url.removeprefix('http://')}/tokenize" in answer.json["error"]
+            assert "secret" not in answer.json["error"]
 
 
 def test_a_prefetch_is_a_job_that_promotes(

@@ -373,6 +373,33 @@ def test_what_is_cleared_while_another_holds_the_disk_does_not_come_back(short_d
         assert len(stored_files(short_dir)) == 2 * len(KEYS)
 
 
+def test_what_another_node_saved_and_was_cleared_does_not_come_back(short_dir: Path) -> None:
+    """Whatever asks for a status while the disk is opened anew."""
+    with (
+        serving(short_dir, breaker_pause_s=0.05) as (node, engine),
+        connect(node.address) as control,
+    ):
+        engine.save(KEYS)
+        flush(node.address)
+        shutil.copytree(short_dir / "disk", short_dir / "saved")
+        control.clear()
+        eventually(lambda: not stored_files(short_dir))
+        (short_dir / "disk" / "lock").unlink()
+        with contextlib.closing(Directory(short_dir / "disk")):
+            eventually(lambda: not node.status().tiers["disk"].online)
+            # Files that this node does not know.
+            unknown = shutil.ignore_patterns("lock")
+            shutil.copytree(
+                short_dir / "saved", short_dir / "disk", ignore=unknown, dirs_exist_ok=True
+            )
+            assert stored_files(short_dir)
+            control.clear()
+        eventually(lambda: node.status().catalog.tiers[DISK].online)
+        eventually(lambda: node.status().catalog.tiers[DISK].scanned)
+        eventually(lambda: not stored_files(short_dir))
+        assert engine.load(KEYS) == 0
+
+
 def test_what_is_cleared_before_the_disk_was_ever_open_is_not_found(short_dir: Path) -> None:
     with serving(short_dir) as (node, engine):
         engine.save(KEYS)

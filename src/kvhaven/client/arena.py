@@ -110,6 +110,10 @@ class MappedArena:
             prepared.usable = max(usable, prepared.usable)
             self._changed.notify()
 
+    def forked(self) -> None:
+        """Renew the lock in a forked child, which has no thread of this arena."""
+        self._changed = threading.Condition()
+
     def close(self) -> threading.Thread:
         """Unregister and unmap in the thread that is returned; no copy may be running."""
         with self._changed:
@@ -209,6 +213,10 @@ class SharedArena:
         with self._changed:
             self._usable[segment] = max(usable, self._usable[segment])
             self._changed.notify()
+
+    def forked(self) -> None:
+        """Renew the lock in a forked child, which has no thread of this arena."""
+        self._changed = threading.Condition()
 
     def close(self) -> threading.Thread:
         """Unmap in the thread that is returned; no copy may be running."""

@@ -314,7 +314,9 @@ class Link:
 
         Otherwise the service would consider the parent connected as long as the child lives.
         """
-        self._lock = threading.Lock()  # another thread of the parent may have held it
+        # Another thread of the parent may have held any lock.
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._listener.forked()
         self._closing.set()
         self._up = False

@@ -347,8 +347,10 @@ class RankClient:
                 reservation.answered.set()
 
     def forked(self) -> None:
-        """Renew the lock in a forked child."""
+        """Renew all locks in a forked child."""
         self._lock = threading.Lock()
+        for arena in [*self._arenas.values(), *self._replaced]:
+            arena.forked()
 
     # --- helpers ----------------------------------------------------------------------------
 

@@ -142,6 +142,8 @@ class TierRunner:
         self._introduced: set[tuple[TierName, NamespaceDigest]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._scanned: dict[TierName, int] = {}
+        self._not_scanned: dict[TierName, int] = {}
+        """Epochs of the last scans that failed."""
         self._lookup_s = lookup_s
         self._late: dict[TierName, asyncio.Task[Sequence[bool] | None]] = {}
         self._reads = {name: _Lane[TierRead](self._read, self._spawn) for name in tiers}
@@ -202,7 +204,8 @@ class TierRunner:
     def check_health(self, *, scan: bool = True) -> None:
         """Report to the catalog which tiers are online; scan local tiers that were opened.
 
-        Without `scan`, the next check scans: a tier whose scan fails is not scanned at each call.
+        A tier is scanned before it counts as online: the catalog relies on that. Without `scan`, a
+        scan that failed is not repeated; the next check does.
         """
         with self._driver.event() as catalog:
             for name, tier in self.tiers.items():
@@ -212,7 +215,8 @@ class TierRunner:
                 elif not tier.shared:
                     if health.capacity_bytes is not None:
                         catalog.tier_capacity(name, health.capacity_bytes)
-                    if scan and self._scanned.get(name) != health.epoch:
+                    again = scan or self._not_scanned.get(name) != health.epoch
+                    if again and self._scanned.get(name) != health.epoch:
                         self._scanned[name] = health.epoch
                         catalog.tier_scanned(name, ended=False)
                         self._spawn(self._scan(name, tier, health.epoch))
@@ -263,6 +267,7 @@ class TierRunner:
         except TierError as error:
             if self._scanned.get(name) == epoch:
                 del self._scanned[name]
+                self._not_scanned[name] = epoch
             logger.warning("tier %s: the scan ended early: %s", name, error)
         finally:
             with self._driver.event() as catalog:

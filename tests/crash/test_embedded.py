@@ -131,7 +131,7 @@ def test_a_killed_service_is_started_again_by_the_link(short_dir: Path) -> None:
         eventually(lambda: status_of(address).catalog.tiers["disk"].written == 6)  # type: ignore[index]
         pid = status_of(address).pid
         os.kill(pid, signal.SIGKILL)
-        assert eventually(lambda: engine.load(KEYS) == 6, 20)  # from disk
+        assert eventually(lambda: engine.load(KEYS) == 6)  # from disk
         assert status_of(address).pid != pid
         assert len(services(address)) == 1
         settled(address, members=2)
@@ -201,7 +201,7 @@ def test_stopping_stores_what_is_not_stored_yet(short_dir: Path) -> None:
         engine.save(keys)
         os.kill(status_of(embedded_address(settings, "e")).pid, signal.SIGTERM)
         # The link starts another one, which waits until the first has let the disk go.
-        assert eventually(lambda: engine.load(keys) == 60, 20)
+        assert eventually(lambda: engine.load(keys) == 60)
     eventually(lambda: not left_behind(short_dir))
 
 

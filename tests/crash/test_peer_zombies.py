@@ -104,7 +104,7 @@ def overwritten(into: memoryview) -> int:
 
 
 async def given_up(
-    there: Sender, certificates: Certificates | None, how: str, deadline_s: float = 0.3
+    there: Sender, certificates: Certificates | None, how: str, deadline_s: float = 3.0
 ) -> int:
     """Have a read given up, give its memory away, let the sender go on; return pages overwritten.
 

@@ -70,7 +70,7 @@ def test_a_stalled_store_costs_one_deadline_and_comes_back(
             assert engine.save(KEYS) == len(KEYS)
             flush(node.address)
             forget_memory(node)
-            assert engine.load(KEYS) == len(KEYS)
+            eventually(lambda: engine.load(KEYS) == len(KEYS), 30)
             for again in range(2):
                 forget_memory(node)
                 with server.stopped():

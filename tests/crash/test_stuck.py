@@ -37,8 +37,8 @@ def test_a_stopped_service_costs_a_deadline_and_is_back_at_once(short_dir: Path)
                         assert not scheduler.client.responsive
                 missed = scheduler.client.deadlines_missed + rank.client.deadlines_missed
                 assert missed - before < 10, "who found out waits no more, but for a probe"
-            eventually(lambda: scheduler.load(KEYS, [rank]) == 8, 5)
-            eventually(lambda: rank.save(prompt("r", 2)), 5)
+            eventually(lambda: scheduler.load(KEYS, [rank]) == 8, 60)
+            eventually(lambda: rank.save(prompt("r", 2)), 60)
             settled(node.address, members=2)
             with connect(node.address) as control:
                 control.clear()
@@ -55,6 +55,7 @@ def test_an_engine_starts_without_a_service_that_is_stopped(short_dir: Path) -> 
                 rank.start(0.2)
             assert rank.save(KEYS) == 0
         eventually(lambda: rank.client.up)
+        assert rank.client.wait_ready(60)
         assert rank.save(KEYS) == 8
         with node.frozen():
             rank.close()

@@ -65,6 +65,7 @@ def freeze_in_a_store(node: NodeProcess, engine: WorkingEngine) -> None:
     for _ in range(200):
         eventually(lambda: status_of(node.address).catalog.reserved_bytes)
         engine.freeze(engine.ranks[0])
+        time.sleep(0.2)  # a commit may be on its way
         if status_of(node.address).catalog.reserved_bytes:
             return
         engine.thaw(engine.ranks[0])
@@ -87,13 +88,15 @@ def test_a_rank_stopped_in_a_store_keeps_its_extents_until_it_is_back(
     with (
         Proxy(short_dir / "p.sock", node.address) as proxy,
         working(Work(proxy.address, "zombie", 1, 1, pause_s=SLOW_S)) as zombie,
-        working(Work(node.address, "other", 1, 2, first=6)) as other,
+        contextlib.ExitStack() as stack,
     ):
         freeze_in_a_store(node, zombie)
         proxy.drop()
         eventually(lambda: not member(node, "zombie", "rank 0").connected)
         held = member(node, "zombie", "rank 0").quarantined_bytes
         assert held > 0
+        # Begins only now: what was reserved before was the zombie's.
+        other = stack.enter_context(working(Work(node.address, "other", 1, 2, first=6)))
         churn(node, other)
         assert member(node, "zombie", "rank 0").quarantined_bytes == held
         zombie.thaw(zombie.ranks[0])

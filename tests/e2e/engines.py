@@ -344,7 +344,12 @@ def stored_chunks(runtime_dir: Path) -> int:
 
 def await_stored(runtime_dir: Path, chunks: int) -> None:
     """Wait until an embedded service that has just started knows so many chunks on disk."""
-    eventually(lambda: _on_disk(runtime_dir) == chunks, 60)
+
+    def known() -> bool:
+        # The service of the engine before may still be ending.
+        return len([*runtime_dir.glob("engine-*.sock")]) == 1 and _on_disk(runtime_dir) == chunks
+
+    eventually(known, 60)
 
 
 def _on_disk(runtime_dir: Path) -> int:

@@ -94,7 +94,7 @@ def test_nobody_waits_for_the_load_of_an_equal_prefix(bench: Bench) -> None:
     """vLLM's cache has the blocks from the step on, and its end is never reported."""
     one, other = make_request(40, "one"), make_request(40, "other")
     bench.fill(one)
-    side = layered_side(bench, promote_deadline_ms=60_000)
+    side = layered_side(bench, promote_deadline_ms=60_000, step_budget_ms=1000)
     assert ask(side, one) == (32, False)
     run(side, one, 32)
     assert side.matched_tokens(other, 0)[0] is not None

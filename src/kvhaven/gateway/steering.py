@@ -198,8 +198,8 @@ class Steering:
         """
         given = await body_of(request, kind)
         if bool(given.token_ids) == bool(given.text):
-            given_ = "both" if given.text else "neither"
-            raise KVHavenError(f"prompt: expected token_ids or text, not empty; got {given_}")
+            found = "both" if given.text else "neither"
+            raise KVHavenError(f"prompt: expected token_ids or text, not empty; got {found}")
         if not given.text:
             return given
         return msgspec.structs.replace(given, token_ids=await self._server.tokenize(given.text))

@@ -204,8 +204,8 @@ class TierRunner:
     def check_health(self, *, scan: bool = True) -> None:
         """Report to the catalog which tiers are online; scan local tiers that were opened.
 
-        A tier is scanned before it counts as online: the catalog relies on that. Without `scan`, a
-        scan that failed is not repeated; the next check does.
+        The scan of a tier that was opened begins before the catalog has it online, which relies on
+        that. Without `scan`, a scan that failed is not repeated; the next check repeats it.
         """
         with self._driver.event() as catalog:
             for name, tier in self.tiers.items():
@@ -215,8 +215,8 @@ class TierRunner:
                 elif not tier.shared:
                     if health.capacity_bytes is not None:
                         catalog.tier_capacity(name, health.capacity_bytes)
-                    again = scan or self._not_scanned.get(name) != health.epoch
-                    if again and self._scanned.get(name) != health.epoch:
+                    allowed = scan or self._not_scanned.get(name) != health.epoch
+                    if allowed and self._scanned.get(name) != health.epoch:
                         self._scanned[name] = health.epoch
                         catalog.tier_scanned(name, ended=False)
                         self._spawn(self._scan(name, tier, health.epoch))

@@ -34,7 +34,7 @@ _LONG = tuple(
 )
 """Modules of minutes, which begin first: none of them is to run alone at the end."""
 
-_MODULES_AT_ONCE = 3
+_MODULES_AT_ONCE = 4
 """An engine that starts leaves a core idle, but engines that compute wait for each other."""
 
 # No deadline for an example: the machine may be busy with other work, and pytest has a limit.

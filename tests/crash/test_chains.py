@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvhaven.keys import tenant_id
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.wire import FOLLOWING, Offer, Progress, Stream, greet
+from kvhaven.service.offered_chains import BEAT_S
 from kvhaven.types import NO_TENANT, ChunkKey, TenantId
 from tests.commands import kvhaven
 from tests.crash.engine import CHUNK_SIZE, Engine, prompt
@@ -32,6 +33,8 @@ pytestmark = pytest.mark.crash
 KEYS = prompt("p", 12)
 (TAIL,) = prompt("tail", 1)
 TAIL_TOKENS = 4
+PATIENCE_S = 4 * BEAT_S
+"""Of a node, for what ranks still write of a chain whose request has ended."""
 _names = itertools.count(1)
 
 
@@ -88,6 +91,11 @@ class Fleet:
 def await_no_chains(node: NodeProcess) -> None:
     """Wait until a node neither offers nor expects a chain."""
     eventually(lambda: status_of(node.address).chains.open == 0)
+
+
+def one_in_time(attempt: Callable[[int], bool]) -> bool:
+    """Return whether one of some attempts was quick enough: a busy machine may hold up others."""
+    return any(attempt(number) for number in range(10))
 
 
 @contextlib.contextmanager
@@ -444,22 +452,28 @@ def test_of_two_offers_of_one_prompt_the_one_that_goes_on_is_waited_for(short_di
 
 def test_a_tail_that_is_not_saved_is_given_up_before_chunks_that_may_be(short_dir: Path) -> None:
     """When a request has ended, only what ranks are still writing is worth a wait."""
-    other = prompt("other", 3)
     with fleet(short_dir) as nodes:
         with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
-            names = [nodes.offer(p, KEYS, tail=TAIL), nodes.offer(p, other)]
-            without_tail, without_chunk = Asking(d, KEYS, tail=TAIL), Asking(d, other)
-            for asking in (without_tail, without_chunk):
-                asking.start()
-                asking.pending.wait(60)
-            p.save(KEYS)
-            p.save(other[:-1])
-            nodes.await_resident(len(KEYS) + len(other) - 1)
-            for name in names:
-                p.scheduler.client.end_chain(name)
-            assert without_tail.result() == len(KEYS)
-            assert without_chunk.result() == len(other) - 1
-            assert without_tail.answered < without_chunk.answered
+
+            def attempt(number: int) -> bool:
+                first, other = prompt(f"first {number}", 4), prompt(f"other {number}", 4)
+                names = [nodes.offer(p, first, tail=TAIL), nodes.offer(p, other)]
+                without_tail, without_chunk = Asking(d, first, tail=TAIL), Asking(d, other)
+                for asking in (without_tail, without_chunk):
+                    asking.start()
+                    asking.pending.wait(60)
+                p.save(first)
+                p.save(other[:-1])
+                nodes.await_resident(7 * (number + 1))
+                ended = time.monotonic()
+                for name in names:
+                    p.scheduler.client.end_chain(name)
+                assert without_tail.result() == 4
+                assert without_chunk.result() == 3
+                assert without_chunk.answered - ended >= PATIENCE_S
+                return without_tail.answered - ended < PATIENCE_S
+
+            assert one_in_time(attempt)
         nodes.quiet()
 
 
@@ -471,8 +485,10 @@ def name_of(node: NodeProcess) -> str:
 class Pulling(Asking):
     """An `Asking` that first has another node send what it has of the chain."""
 
-    def __init__(self, engine: Engine, source: str, keys: Sequence[ChunkKey]) -> None:
-        super().__init__(engine, keys, tail=TAIL)
+    def __init__(
+        self, engine: Engine, source: str, keys: Sequence[ChunkKey], tail: ChunkKey = TAIL
+    ) -> None:
+        super().__init__(engine, keys, tail=tail)
         self.source = source
 
     def run(self) -> None:
@@ -522,14 +538,22 @@ def test_a_chain_that_is_announced_after_it_was_pulled_comes_all_the_same(short_
     with fleet(short_dir) as nodes:
         with Engine(nodes.p.address) as p, Engine(nodes.d.address) as d:
             rank = p.ranks[0]
-            late = rank.reserve([TAIL], None, save=99, tail=TAIL_TOKENS)
-            asking = Pulling(d, name_of(nodes.p), [])
-            asking.start()
-            assert asking.pending.wait(120)
-            name = nodes.offer(p, [], tail=TAIL)
-            p.scheduler.client.end_chain(name)
-            rank.client.commit([rank.write(grant, tail=TAIL_TOKENS) for grant in late])
-            assert asking.result() == 1
+
+            def attempt(number: int) -> bool:
+                begun = time.monotonic()
+                (tail,) = prompt(f"tail {number}", 1)
+                late = rank.reserve([tail], None, save=number, tail=TAIL_TOKENS)
+                asking = Pulling(d, name_of(nodes.p), [], tail)
+                asking.start()
+                assert asking.pending.wait(120)
+                name = nodes.offer(p, [], tail=tail)
+                p.scheduler.client.end_chain(name)
+                rank.client.commit([rank.write(grant, tail=TAIL_TOKENS) for grant in late])
+                in_time = time.monotonic() - begun < PATIENCE_S
+                assert asking.result() == 1 or not in_time
+                return in_time
+
+            assert one_in_time(attempt)
         nodes.quiet()
 
 

@@ -3,13 +3,17 @@
 
 import asyncio
 import contextlib
+import copy
+import functools
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvhaven.catalog.actions import TierName
 from kvhaven.gateway import observer as observer_module
 from kvhaven.gateway.observer import Observer
 from kvhaven.service.reuse import decoded
@@ -17,6 +21,7 @@ from tests.crash.engine import Engine, prompt
 from tests.crash.node import NodeThread
 
 NEVER = 3600.0
+DISK = TierName("disk")
 
 
 @pytest.fixture
@@ -63,6 +68,26 @@ def test_a_refresh_shows_what_was_answered_before_it(node: NodeThread) -> None:
                 assert before is not None
                 assert observer.seen is not None
                 assert observer.seen.id != before.id
+
+    asyncio.run(run())
+
+
+def test_lookups_use_what_a_snapshot_shows_as_online(short_dir: Path) -> None:
+    """The catalog hears of a tier's health once a second; whoever saw a snapshot need not wait."""
+
+    async def run() -> None:
+        with NodeThread(short_dir / "s.sock", local_disk=short_dir / "disk") as node:
+            tier = node.service.tiers[DISK]
+            known = tier.health()
+            async with observing(node) as observer:
+                for online in (False, True) * 10:
+                    shown = msgspec.structs.replace(known, online=online)
+                    tier.health = functools.partial(copy.copy, shown)  # type: ignore[method-assign]
+                    await observer.refresh()
+                    assert observer.seen is not None
+                    snapshot = observer.seen.snapshot
+                    assert snapshot.tiers["disk"].online is online
+                    assert snapshot.catalog.tiers[DISK].online is online
 
     asyncio.run(run())
 

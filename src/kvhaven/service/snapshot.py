@@ -32,8 +32,8 @@ from kvhaven.tiers.base import Tier, TierHealth
 
 _MEMORY: Final = "memory"
 _LAG_S: Final = 0.1
-_MOST_FIELD: Final = 256
 _ROWS_OF_A_TURN: Final = 8
+_MOST_FIELD: Final = 256
 """Most characters of a namespace's field in a row: some fields are long lists of settings."""
 
 

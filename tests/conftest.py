@@ -2,6 +2,7 @@
 """What all tests share: their order, their time limits, a clean environment."""
 
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -96,6 +97,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if build is not None and session.items and not session.config.option.collectonly:
         with contextlib.suppress(RuntimeError):  # the tests themselves say it, or skip
             build.library()
+    gc.collect()
+    gc.freeze()  # garbage is looked for among what tests make, not in all that was imported
 
 
 def _rank(item: pytest.Item) -> tuple[int, bool]:

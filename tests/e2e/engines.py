@@ -88,9 +88,14 @@ class Engine:
         self.process.wait()
 
 
+_UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
+"""Also with `enforce_eager`, vLLM compiles some functions at the first request, for seconds."""
+
+
 def _environment() -> dict[str, str]:
     """Return the environment of all engines."""
     return os.environ | {
+        **_UNCOMPILED,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -227,7 +232,7 @@ def forked_server(
         process = _zygote().fork(
             Path(__file__).with_name("server_process.py"),
             json.dumps(server_arguments(model, port, options)),
-            clean_environment() | server_environment(options, cores),
+            clean_environment() | server_environment(options, cores) | _UNCOMPILED,
             answers=write,
             output=output.fileno(),
         )

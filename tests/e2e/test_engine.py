@@ -7,6 +7,7 @@ import pytest
 
 from kvhaven.client.control import connect
 from kvhaven.keys import tenant_id
+from tests.crash.node import eventually
 from tests.e2e.conftest import Control
 from tests.e2e.engines import (
     CHUNK,
@@ -59,7 +60,7 @@ def test_an_embedded_engine_gets_everything_back_from_memory(
         assert metrics["vllm:kvhaven_saved_bytes"] > 0
         assert metrics.get("vllm:kvhaven_errors", 0) == 0
         assert metrics.get("vllm:kvhaven_failed_loads", 0) == 0
-    assert list(short_dir.iterdir()) == []
+    assert eventually(lambda: not list(short_dir.iterdir()))
 
 
 def test_preemption_aborts_and_no_prefix_cache_change_nothing(

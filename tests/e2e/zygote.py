@@ -7,6 +7,7 @@ for itself (engine core, workers) are forked from that.
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -22,7 +23,12 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 _LONGEST = 1 << 20
-_IMPORTED = ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+_IMPORTED = (
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
 
 
 class Forked:
@@ -96,6 +102,11 @@ def _serve(orders: socket.socket) -> None:
         importlib.import_module(name)
     # vLLM names its processes. This finds where names go, as long as the environment is there.
     importlib.import_module("setproctitle").getproctitle()
+    gc.collect()
+    # vLLM collects garbage three times at a start and three times at an end, here without a look
+    # through all modules.
+    gc.freeze()
+    gc.unfreeze = lambda: None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a fork that has ended is not waited for
     while True:
         text, fds, _, _ = socket.recv_fds(orders, _LONGEST, 3)

@@ -173,7 +173,7 @@ def test_a_layer_without_a_hook_fails_the_load_and_the_engine_computes(
     short_dir: Path, node: Node, *, prefix_caching: bool
 ) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(SEED, SEED + 2):
+    for seed in range(SEED, SEED + SEEDS):
         setup = setup_of(
             random.Random(seed),
             node,
@@ -184,6 +184,8 @@ def test_a_layer_without_a_hook_fails_the_load_and_the_engine_computes(
             settings=(*PATIENT, ("layered_load_ms", ALL_MS)),
         )
         counts += run_of(seed, short_dir, node, setup, silent=True)
+        if counts["failed_loads"] and seed > SEED:  # a random run may load nothing after its middle
+            break
     assert counts["failed_loads"], counts
     assert counts["failed_loads"] <= counts["layered"]
 

@@ -38,9 +38,9 @@ _ASKS: Final = frozenset({"prefetch", "lookup", "pin"})
 
 State = Literal["starting", "running", "waiting", "ended", "off"]
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Function that answers what a plugin asks. Raises `KVHavenError` if it refuses."""
 Config = Callable[[], Mapping[str, object]]
 """Function that returns the service's present settings: a program may start at any time."""
-"""Function that answers what a plugin asks. Raises `KVHavenError` if it refuses."""
 
 logger = logging.getLogger(__name__)
 

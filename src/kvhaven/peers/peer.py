@@ -127,11 +127,9 @@ class Peer:
         self._token = token
         self._certificates = certificates
         self._deadline_s = deadline_s
-        # Half of the threads ask for the next shards while the other half receives; over NIXL, they
-        # borrow or verify shards while others wait for their transfers.
+        # Some threads ask for the next shards while others receive; over NIXL, they borrow or
+        # verify shards while others wait for their transfers.
         threads = 2 * streams
-        self._slots = threading.BoundedSemaphore(streams)
-        """Held while the bytes of a shard are received over TCP."""
         self._most_idle = threads + 2
         self._control = TierExecutor(1)
         self._following = TierExecutor(1)
@@ -304,9 +302,8 @@ class Peer:
             if (answer.key, answer.shard) != (shard.key, shard.shard):
                 raise ProtocolError(f"{self.title}: an answer to another request")
             hashed, payload = xxhash.xxh3_128(), into[: shard.payload_bytes]
-            with self._slots:
-                end = time.monotonic() + _LONGEST * self._deadline_s
-                stream.receive_into(payload, end, silence_s=self._deadline_s, each=hashed.update)
+            end = time.monotonic() + _LONGEST * self._deadline_s
+            stream.receive_into(payload, end, silence_s=self._deadline_s, each=hashed.update)
             if hashed.digest() != answer.checksum:
                 raise DamagedShardError(f"{self.title}: wrong bytes arrived", hashed.digest())
             return Checksum(answer.checksum)

@@ -115,7 +115,7 @@ async def _alternate(
     say: Callable[[str], None],
 ) -> tuple[list[float], list[float]]:
     peer_port, bare_port = ports
-    tier = PeerTier([Address(host, peer_port)], token=b"", streams=_STREAMS)
+    tier = PeerTier([Address(host, peer_port)], token=b"", streams=2 * _STREAMS)
     await tier.start()
     bare = [socket.create_connection((host, bare_port)) for _ in range(_STREAMS)]
     rates, limits = [], []
@@ -137,7 +137,7 @@ async def _alternate(
 
 
 async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview]) -> None:
-    """Read all shards; as many wait for a stream as are being read, as in a service."""
+    """Read all shards, as many at a time as the peer has threads, as in a service."""
     waiting = list(enumerate(buffers))
 
     async def worker() -> None:

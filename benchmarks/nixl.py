@@ -113,8 +113,8 @@ async def _alternate(
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     channel.start()
     address = Address("127.0.0.1", port)
-    over_nixl = PeerTier([address], token=b"", streams=_AT_ONCE, channel=channel, deadline_s=5)
-    over_tcp = PeerTier([address], token=b"", streams=_AT_ONCE)
+    over_nixl = PeerTier([address], token=b"", streams=2 * _AT_ONCE, channel=channel, deadline_s=5)
+    over_tcp = PeerTier([address], token=b"", streams=2 * _AT_ONCE)
     ours: list[float] = []
     verified: list[float] = []
     limits: list[float] = []

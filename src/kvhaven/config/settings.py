@@ -358,7 +358,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             least=1,
             most=16,
         ),
-    ] = 2
+    ] = 4
     peer_deadline_ms: Annotated[
         float,
         duration(

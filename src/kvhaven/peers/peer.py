@@ -95,9 +95,9 @@ class AwayError(PeerError):
 class Peer:
     """One other node: its connections, the threads that use them, and its state.
 
-    Pings and lookups have a thread, reads have `streams` threads, so a slow or silent peer delays
-    only its own requests. `up`, `own`, `error` and the counters change on the event loop only,
-    `_idle` under its lock.
+    Pings and lookups have a thread, reads have `streams` threads, of which some ask while others
+    receive; so a slow or silent peer delays only its own requests. `up`, `own`, `error` and the
+    counters change on the event loop only, `_idle` under its lock.
     """
 
     def __init__(
@@ -127,15 +127,12 @@ class Peer:
         self._token = token
         self._certificates = certificates
         self._deadline_s = deadline_s
-        # Some threads ask for the next shards while others receive; over NIXL, they borrow or
-        # verify shards while others wait for their transfers.
-        threads = 2 * streams
-        self._most_idle = threads + 2
+        self._most_idle = streams + 2
         self._control = TierExecutor(1)
         self._following = TierExecutor(1)
         self._followed: Stream | None = None
         """The connection on which the peer is asked for announcements, if it is."""
-        self._data = TierExecutor(threads, per_core=threads)
+        self._data = TierExecutor(streams, per_core=streams)
         self._lock = threading.Lock()
         self._idle: dict[bool, list[Stream]] = {False: [], True: []}
         """Connections without a request, by whether they are for data alone."""

@@ -83,7 +83,7 @@ class PeerTier:
         *,
         token: bytes,
         deadline_s: float = 1.0,
-        streams: int = 2,
+        streams: int = 4,
         certificates: Certificates | None = None,
         tenants: bool = True,
         channel: NixlChannel | TcpOnly | None = None,

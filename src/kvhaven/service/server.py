@@ -312,7 +312,7 @@ class Service:
         if isinstance(message, List):
             return self._list(connection, message)
         self._observers.add(connection)
-        self.runner.check_health(scan=False)  # as for a status
+        self.runner.check_health(scan=False)  # lookups use what it will show as online
         snapshot = self._observation.snapshot(self._chains, self._plane)
         following, sample = 0, b""
         if message.sample >= 0:

@@ -31,7 +31,7 @@ from kvhaven.testing.faulty_tier import Faults, FaultyTier
 from kvhaven.tiers.base import Tier
 from kvhaven.types import ChunkKey
 from tests.crash.engine import CHUNK_SIZE, Engine
-from tests.crash.node import NodeThread, eventually
+from tests.crash.node import NodeProcess, NodeThread, eventually
 from tests.metrics_kit import check_metrics
 
 TOKEN = "0123456789abcdef-token"
@@ -167,7 +167,9 @@ class GatewayThread:
 
 
 @contextlib.contextmanager
-def steerable(node: NodeThread, short_dir: Path, **options: Any) -> Iterator[GatewayThread]:
+def steerable(
+    node: NodeThread | NodeProcess, short_dir: Path, **options: Any
+) -> Iterator[GatewayThread]:
     """Run an API that takes changes with `TOKEN`, and wait until it is well."""
     token = short_dir / "token"
     token.write_text(TOKEN)

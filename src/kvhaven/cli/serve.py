@@ -47,4 +47,4 @@ def serve(
     for note in resolved.notes:
         logging.getLogger(__name__).warning("%s", note)
     origins = resolved.origins | dict.fromkeys(options, "--api-listen")
-    run(settings, address, origins=origins, api_by_default=True)
+    run(settings, address, origins=origins, file=resolved.file, api_by_default=True)

@@ -19,7 +19,7 @@ import msgspec
 from kvhaven.config.lmcache import read_lmcache
 from kvhaven.config.settings import Settings
 from kvhaven.config.sizes import format_size
-from kvhaven.config.sources import DEFAULT, RawValue, read_sources
+from kvhaven.config.sources import DEFAULT, RawValue, read_sources, settings_file
 from kvhaven.config.urls import has_directory
 from kvhaven.config.values import (
     SettingInfo,
@@ -50,12 +50,13 @@ class Resolved(msgspec.Struct, frozen=True):
 
     An origin is an environment variable's name, `kv_connector_extra_config`, `<file>:<line>`
     (`LMCache's <file>:<line>`) or `default`. `notes` are sentences for the log at start, about
-    settings that are set but have no effect.
+    settings that are set but have no effect. `file` is the YAML file, if one was read.
     """
 
     settings: Settings
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
+    file: Path | None = None
 
     def rows(self) -> list[SettingRow]:
         """Every setting in the model's order, with secrets masked."""
@@ -118,7 +119,8 @@ def load_settings(
     cross_check(settings, raws, _BY_NAME)
     origins = {name: raws[name].origin if name in raws else DEFAULT for name in names}
     found = [*notes(settings, raws), lmcache.note]
-    return Resolved(settings, origins, tuple(note for note in found if note is not None))
+    said = tuple(note for note in found if note is not None)
+    return Resolved(settings, origins, said, settings_file(environ, yaml_file))
 
 
 def check_value(name: str, raw: RawValue) -> Value:

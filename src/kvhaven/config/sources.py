@@ -60,11 +60,18 @@ def read_sources(
     Raises `ConfigError` for unknown and duplicate keys, and if the YAML file cannot be read.
     """
     sources = [_read_extra(names, extra or {}), _read_environ(names, environ)]
-    if yaml_file is not None:
-        sources.append(_read_yaml(names, yaml_file, "the command line"))
-    elif environ.get(CONFIG_FILE):
-        sources.append(_read_yaml(names, Path(environ[CONFIG_FILE]).expanduser(), CONFIG_FILE))
+    file = settings_file(environ, yaml_file)
+    if file is not None:
+        named_by = CONFIG_FILE if yaml_file is None else "the command line"
+        sources.append(_read_yaml(names, file, named_by))
     return sources
+
+
+def settings_file(environ: Mapping[str, str], yaml_file: Path | None) -> Path | None:
+    """Return the YAML file of settings, if there is one: `yaml_file` has precedence."""
+    if yaml_file is None and environ.get(CONFIG_FILE):
+        return Path(environ[CONFIG_FILE]).expanduser()
+    return yaml_file
 
 
 def _read_extra(names: Collection[str], extra: Mapping[str, object]) -> dict[str, RawValue]:
@@ -138,22 +145,35 @@ def _refuse_second(found: Mapping[str, RawValue], name: str, origin: str) -> Non
 
 
 def read_yaml(path: Path, named_by: str) -> dict[str, RawValue]:
-    """Return the flat mapping of a YAML file, with scalars as strings.
+    """Return the flat mapping of a YAML file; see `parse_yaml`.
 
-    YAML would read `off` as a boolean and `1e3` as a string. `named_by` is the source of the
-    path, for messages. Raises `ConfigError` if the file cannot be read, is not a mapping, or has
-    a duplicate key.
+    Raises `ConfigError` if the file cannot be read, is not a mapping, or has a duplicate key.
     """
+    return parse_yaml(read_text(path, named_by), path, named_by)
+
+
+def read_text(path: Path, named_by: str) -> str:
+    """Return the text of a file, with its line ends. Raises `ConfigError`."""
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        return path.read_bytes().decode()
     except OSError as error:
         raise ConfigError(
             f"settings file {path} (named by {named_by}) cannot be read: {error.strerror}"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"settings file {path} (named by {named_by}) is not valid YAML: {_without_text(error)}"
-        ) from error
+    except UnicodeDecodeError as error:
+        raise _not_yaml(path, named_by, error) from error
+
+
+def parse_yaml(text: str, path: Path, named_by: str) -> dict[str, RawValue]:
+    """Return the flat mapping of the YAML text of a file, with scalars as strings.
+
+    YAML would read `off` as a boolean and `1e3` as a string. `named_by` is the source of the
+    path, for messages. Raises `ConfigError` if it is not a mapping, or has a duplicate key.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise _not_yaml(path, named_by, error) from error
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
@@ -170,6 +190,12 @@ def read_yaml(path: Path, named_by: str) -> dict[str, RawValue]:
             )
         found[name] = RawValue(value, origin)
     return found
+
+
+def _not_yaml(path: Path, named_by: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"settings file {path} (named by {named_by}) is not valid YAML: {_without_text(error)}"
+    )
 
 
 def _without_text(error: Exception) -> str:

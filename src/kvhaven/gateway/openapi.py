@@ -91,6 +91,12 @@ DRY_RUN: Final[Parameter] = {
     "description": "Change nothing: check, and say what the change would do.",
     "schema": {"type": "boolean", "default": False},
 }
+PERSIST: Final[Parameter] = {
+    "name": "persist",
+    "in": "query",
+    "description": "Also write the settings to the service's settings file.",
+    "schema": {"type": "boolean", "default": False},
+}
 IF_MATCH: Final[Parameter] = {
     "name": "If-Match",
     "in": "header",

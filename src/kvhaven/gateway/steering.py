@@ -2,7 +2,7 @@
 """Handlers of the API that steer the service: settings, prompts, pins, tiers, jobs."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -80,7 +80,13 @@ class Steering:
             if not any(tag.value.startswith(f"{version}-") for tag in request.if_match):
                 return problem(412, "If-Match: the settings have changed; read /config again")
         names = ", ".join(sorted(values))[:_MOST_NAMES]
-        return await self._steered(request, Configure(values, version), f": {names!r}")
+        persist = switch(request.query, "persist")
+        return await self._steered(
+            request,
+            Configure(values, version, persist=persist),
+            f": {names!r}{', persisted' if persist else ''}",
+            {"persist"},
+        )
 
     async def lookup(self, request: web.Request) -> web.Response:
         """Say where a prompt's chunks are."""
@@ -178,10 +184,14 @@ class Steering:
         return answered(await self._observer.steer(GetJob(request.match_info["id"])))
 
     async def _steered(
-        self, request: web.Request, wanted: Request, detail: str = ""
+        self,
+        request: web.Request,
+        wanted: Request,
+        detail: str = "",
+        parameters: Collection[str] = (),
     ) -> web.Response:
         """Answer a change with a line in the log, or the dry run of one."""
-        require_known(request, {"dry_run"})
+        require_known(request, {"dry_run", *parameters})
         dry_run = switch(request.query, "dry_run")
         answer = await self._observer.steer(msgspec.structs.replace(wanted, dry_run=dry_run))
         if dry_run:

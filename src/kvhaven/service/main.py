@@ -63,11 +63,13 @@ def serve(
     embedded: bool = False,
     on_listening: Callable[[], None] = lambda: None,
     origins: Mapping[str, str] | None = None,
+    file: Path | None = None,
     api_by_default: bool = False,
 ) -> None:
     """Run a service at `socket_path` until SIGTERM or SIGINT; embedded: or until it is idle.
 
-    `origins` tell observers where settings come from. With `api_listen`, the HTTP API runs as a
+    `origins` tell observers where settings come from, and `file` may be written by the API's
+    changes. With `api_listen`, the HTTP API runs as a
     child process; with `api_by_default`, also without it, if its address is free.
 
     Raises `KVHavenError` if it cannot start: another service runs there (`AlreadyRunningError`),
@@ -81,7 +83,7 @@ def serve(
     with lock_file(f"{socket_path}.lock", wait_s) as held:
         if not held:
             raise AlreadyRunningError(f"another service runs at {socket_path}")
-        run = _run(settings, socket_path, api, origins or {}, embedded, on_listening)
+        run = _run(settings, socket_path, api, origins or {}, file, embedded, on_listening)
         asyncio.run(run)
 
 
@@ -90,6 +92,7 @@ async def _run(
     socket_path: str,
     api: ApiProcess | None,
     origins: Mapping[str, str],
+    file: Path | None,
     embedded: bool,
     on_listening: Callable[[], None],
 ) -> None:
@@ -100,7 +103,7 @@ async def _run(
     with contextlib.ExitStack() as undo:
         arena = Arena(settings.max_local_cpu_size, strict=settings.arena_strict)
         undo.callback(arena.close)
-        service = Service(settings, arena, make_tiers(settings), origins)
+        service = Service(settings, arena, make_tiers(settings), origins, file)
         # From now on, clients can connect, and wait until the service accepts them.
         listener = Listener(socket_path)
         undo.callback(listener.close)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that can be changed while the service runs, and those that wait for something."""
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -11,13 +13,15 @@ import msgspec
 from kvhaven.catalog.tier_spec import StoreOn, WriteMode
 from kvhaven.config import (
     NEXT_REQUEST,
+    NOW,
     Settings,
     check_value,
     cross_check,
     setting_infos,
     setting_row,
 )
-from kvhaven.config.sources import RawValue
+from kvhaven.config.persist import write_settings
+from kvhaven.config.sources import DEFAULT, RawValue
 from kvhaven.errors import ConfigError, KVHavenError
 from kvhaven.protocol import EngineSettings
 from kvhaven.service.driver import Driver
@@ -30,6 +34,8 @@ from kvhaven.tiers.local.tier import DiskTier
 Scalar = str | int | float | bool | None
 ORIGIN: Final = "HTTP API"
 _PREFIXES: Final = ("lmcache.", "kvhaven.")
+_OF_LMCACHE: Final = ("LMCACHE_", "LMCache's ")
+"""Begins of origins that the settings file has precedence over, as over the default."""
 _MOST_REFUSED: Final = 256
 
 logger = logging.getLogger(__name__)
@@ -75,13 +81,15 @@ class Changes(msgspec.Struct, frozen=True):
     """A change of settings: what is `applied`, and what waits (`pending`) for the next attach.
 
     With `dry_run`, what would be. `applied` settings with `changes` of `next_request` reach each
-    engine with its next request; `/config` shows by which they were taken.
+    engine with its next request; `/config` shows by which they were taken. `file` is the settings
+    file that has the change, too.
     """
 
     generation: int
     dry_run: bool
     applied: list[Changed]
     pending: list[Changed]
+    file: str | None = None
 
 
 class ConflictError(KVHavenError):
@@ -99,6 +107,7 @@ class RuntimeSettings:
         self,
         settings: Settings,
         origins: Mapping[str, str],
+        file: Path | None,
         driver: Driver,
         runner: TierRunner,
         verifier: Verifier,
@@ -108,6 +117,9 @@ class RuntimeSettings:
         self.generation = 1
         self._instance = secrets.token_hex(4)
         self._origins = dict(origins)
+        self._at_start = dict(origins)
+        self._file = file
+        self._persisting = False
         self._driver = driver
         self._runner = runner
         self._verifier = verifier
@@ -169,6 +181,8 @@ class RuntimeSettings:
             raise ConflictError(
                 "If-Match: the settings have changed since; read /config again", status=412
             )
+        if self._persisting:
+            raise ConflictError("another change is being written to the settings file; try again")
         parsed = _parsed(values)
         infos = {info.name: info for info in setting_infos()}
         rows = {name: setting_row(infos[name], self.settings, {}) for name in parsed}
@@ -195,6 +209,52 @@ class RuntimeSettings:
             [Changed(n, v, was[n], rows[n].changes) for n, v in now.items()],
             [Changed(n, v, was[n], rows[n].changes) for n, v in later.items()],
         )
+
+    async def persist(
+        self, values: Mapping[str, object], *, dry_run: bool, version: str | None
+    ) -> Changes:
+        """Change settings, and write them to the settings file, so that a restart keeps them.
+
+        If they cannot be written, nothing changes. Raises `ConflictError` as `change` does, and if
+        the file has no effect on a setting: it is one of engines, or a source with precedence has
+        it.
+        """
+        planned = self.change(values, dry_run=True, version=version)
+        file = self._require_file([one.name for one in (*planned.applied, *planned.pending)])
+        raws = _by_name(values)
+        self._persisting = True  # no other change comes between the file's and this one
+        try:
+            origins = await asyncio.to_thread(write_settings, file, raws, dry_run=dry_run)
+        except ConfigError as error:
+            raise ConflictError(str(error)) from error
+        finally:
+            self._persisting = False
+        done = planned
+        if not dry_run:
+            done = self.change(values, dry_run=False, version=None)
+            moved = {n for n, origin in self._origins.items() if origin.startswith(f"{file}:")}
+            self._origins.update({n: o for n, o in origins.items() if n in moved or n in raws})
+        return msgspec.structs.replace(done, file=str(file))
+
+    def _require_file(self, names: list[str]) -> Path:
+        """Return the settings file. Raises `ConflictError` if it does not decide these settings."""
+        if self._file is None:
+            raise ConflictError(
+                "persist: the service has no settings file; start it by `kvhaven serve --file`"
+            )
+        for name in names:
+            if name not in NOW:
+                raise ConflictError(
+                    f"persist: {name} is a setting of engines, which read their own configuration; "
+                    "set it there"
+                )
+            origin = self._at_start.get(name, DEFAULT)
+            if origin != DEFAULT and not origin.startswith((f"{self._file}:", *_OF_LMCACHE)):
+                raise ConflictError(
+                    f"persist: {name} is set by {origin}, which has precedence over the settings "
+                    "file; change it there"
+                )
+        return self._file
 
     def attached(self, scheduler: AttachedProcess) -> None:
         """Send the changed settings to a scheduler that has just attached."""
@@ -278,16 +338,8 @@ class RuntimeSettings:
 
 def _parsed(values: Mapping[str, object]) -> dict[str, Scalar]:
     """Return the parsed values by name. Raises `ConflictError`."""
-    known = {info.name for info in setting_infos()}
     parsed: dict[str, Scalar] = {}
-    for key, value in values.items():
-        name = key
-        for prefix in _PREFIXES:
-            name = name.removeprefix(prefix)
-        if name not in known:
-            raise ConflictError(f"unknown setting {key[:_MOST_REFUSED]!r}; /config lists all")
-        if name in parsed:
-            raise ConflictError(f"setting {name} is named twice")
+    for name, value in _by_name(values).items():
         try:
             parsed[name] = check_value(name, RawValue(value, ORIGIN))
         except ConfigError as error:
@@ -295,3 +347,19 @@ def _parsed(values: Mapping[str, object]) -> dict[str, Scalar]:
     if not parsed:
         raise ConflictError("no setting is named; expected an object of names and values", 400)
     return parsed
+
+
+def _by_name(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values with names that have no prefix. Raises `ConflictError`."""
+    known = {info.name for info in setting_infos()}
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        name = key
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        if name not in known:
+            raise ConflictError(f"unknown setting {key[:_MOST_REFUSED]!r}; /config lists all")
+        if name in found:
+            raise ConflictError(f"setting {name} is named twice")
+        found[name] = value
+    return found

@@ -7,6 +7,7 @@ import socket
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from kvhaven.arena.allocator import SlabAllocator
@@ -101,7 +102,7 @@ class Service:
 
     Only tiers, checksum verification and the allocation of the arena use threads. Work that may
     take long runs in turns (see `Turns`): messages, the catalog's actions, and its own jobs.
-    `origins` tell observers where settings come from.
+    `origins` tell observers where settings come from; `file` is the settings file, if there is one.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Service:
         arena: Arena,
         tiers: dict[TierName, Tier],
         origins: Mapping[str, str] = _UNKNOWN,
+        file: Path | None = None,
     ) -> None:
         self.tiers = tiers
         self.sessions = AttachedEngines()
@@ -134,7 +136,7 @@ class Service:
         self.loads = Loads(self.driver, self.sessions, self.verifier, self._spawn, self.accounts)
         self._saves = Saves(self.driver, self._offered.saved, self.accounts)
         self.settings = RuntimeSettings(
-            settings, origins, self.driver, self.runner, self.verifier, self.sessions
+            settings, origins, file, self.driver, self.runner, self.verifier, self.sessions
         )
         self.pins = Pins(self.driver, self.settings)
         self.jobs = Jobs(self._spawn)

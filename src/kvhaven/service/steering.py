@@ -108,7 +108,11 @@ class Steering:
             return None
         if isinstance(request, LookUp):
             return self._look_up(connection, message.id, request)
-        if isinstance(request, PinChain) or (request.dry_run and isinstance(request, ChainJob)):
+        if (
+            isinstance(request, PinChain)
+            or (isinstance(request, Configure) and request.persist)
+            or (request.dry_run and isinstance(request, ChainJob))
+        ):
             self._spawn(self._answer_later(connection, message.id, request))
             return None
         with _failures_answered(connection, message.id):
@@ -267,12 +271,16 @@ class Steering:
         )
 
     async def _answer_later(
-        self, connection: Connection, id_: int, request: PinChain | ChainJob
+        self, connection: Connection, id_: int, request: PinChain | Configure | ChainJob
     ) -> None:
-        """Pin a chain, or answer a dry run that has to look a chain up first."""
+        """Pin a chain, persist settings, or answer a dry run that has to look a chain up first."""
         status, answer = 200, msgspec.Struct()
         with _failures_answered(connection, id_):
-            if isinstance(request, ChainJob):
+            if isinstance(request, Configure):
+                answer = await self._settings.persist(
+                    request.values, dry_run=request.dry_run, version=request.version
+                )
+            elif isinstance(request, ChainJob):
                 answer = await self._plan(request)
             elif request.dry_run:
                 chain = self._chain(request)

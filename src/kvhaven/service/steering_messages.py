@@ -46,10 +46,11 @@ class GetConfig(Request, frozen=True, tag="config"):
 
 
 class Configure(Request, frozen=True, tag="configure"):
-    """Change settings; see `RuntimeSettings.change`."""
+    """Change settings; see `RuntimeSettings.change`, and its `persist`."""
 
     values: dict[str, str | int | float | bool | dict[str, str | int | float | None] | None]
     version: str | None = None
+    persist: bool = False
 
 
 class OnChain(Request, frozen=True):

@@ -14,11 +14,13 @@ import msgspec
 import pytest
 
 from kvhaven.catalog.actions import TierName
+from kvhaven.errors import ServiceUnavailableError
 from kvhaven.gateway import observer as observer_module
 from kvhaven.gateway.observer import Observer
 from kvhaven.service.reuse import decoded
+from kvhaven.service.steering_messages import GetConfig
 from tests.crash.engine import Engine, prompt
-from tests.crash.node import NodeThread
+from tests.crash.node import NodeThread, eventually
 
 NEVER = 3600.0
 DISK = TierName("disk")
@@ -156,3 +158,19 @@ def test_a_client_that_leaves_does_not_have_requests_counted_twice(node: NodeThr
         return [len(list(decoded(sample))) for sample in samples]
 
     assert sum(asyncio.run(run())) == 1
+
+
+async def test_the_last_snapshot_arrives_also_if_a_request_crosses_it(short_dir: Path) -> None:
+    with NodeThread(short_dir / "s.sock") as node:
+        async with observing(node) as observer:
+            seen = observer.seen
+            assert seen is not None
+            node._loop.call_soon_threadsafe(node._stop.set)
+            # Wait without letting the observer run, as on a busy machine.
+            eventually(lambda: all(one.closed for one in tuple(node.service._connections)))
+            asking = asyncio.create_task(observer.steer(GetConfig()))
+            async with asyncio.timeout(30):
+                last = await observer.newer(seen.id)
+            assert last.snapshot.stopping
+            with pytest.raises(ServiceUnavailableError):
+                await asking

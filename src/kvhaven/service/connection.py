@@ -65,6 +65,7 @@ class Connection:
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
         self._failed = False
+        self._finishing = False
         self._waits_to_write = False
         self._closed = False
         self.greeted = False
@@ -76,7 +77,7 @@ class Connection:
     @property
     def closed(self) -> bool:
         """Whether the connection is closed or about to close; nothing more can be sent."""
-        return self._closed or self._failed
+        return self._closed or self._failed or self._finishing
 
     def greet(self) -> None:
         """Record that the client sent a valid Hello."""
@@ -98,9 +99,22 @@ class Connection:
 
     def close_soon(self) -> None:
         """Send nothing more, and let the event loop close the connection."""
-        if not self.closed:
+        if not (self._closed or self._failed):
             self._failed = True
             self._loop.call_soon(self.close)
+
+    def finish(self) -> None:
+        """Send the unsent messages, handle no more, and close once the client has closed.
+
+        A client that sends when the socket is closed already may lose the last messages to it.
+        """
+        self._finishing = True
+        if not self._unsent:
+            self._end_sending()
+
+    def _end_sending(self) -> None:
+        with contextlib.suppress(OSError):  # the client has closed
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the socket and call `on_closed`. Safe to call again."""
@@ -128,6 +142,8 @@ class Connection:
             data = b""
         if not data:
             self.close()
+            return
+        if self._finishing:
             return
         try:
             self._unhandled.extend(self._reader.feed(data))
@@ -192,6 +208,8 @@ class Connection:
             self._loop.add_writer(self._socket, self._write)
         else:
             self._loop.remove_writer(self._socket)
+            if self._finishing:
+                self._end_sending()
 
     def _send_some(self, data: memoryview, descriptors: Sequence[int]) -> int:
         if descriptors:

@@ -85,6 +85,7 @@ _QUARANTINE_POLL_S = 0.05
 _HEALTH_POLL_S = 1.0
 _STALL_POLL_S = 0.1
 _DRAIN_POLL_S = 0.005
+_FAREWELL_S = 1.0
 _UNKNOWN: Final[Mapping[str, str]] = {}
 
 
@@ -207,11 +208,13 @@ class Service:
             observer.send(
                 Snapshot(0, self._observation.snapshot(self._chains, self._plane, stopping=True))
             )
+            observer.finish()
         # First, because connected engines would continue to save chunks.
-        for connection in tuple(self._connections):
+        for connection in self._connections - self._observers:
             connection.close()
         channel.close()
         await self._end()
+        await self._await_observers()
 
     def _listen_to_peers(self, channel: NixlChannel | TcpOnly) -> PeerListener | None:
         if self._settings.peer_listen is None:
@@ -234,6 +237,15 @@ class Service:
     def catalog(self) -> Catalog:
         """The catalog, for queries only; events go through `driver`."""
         return self.driver.catalog
+
+    async def _await_observers(self) -> None:
+        """Wait until the observers have read their last snapshot and closed, for a short time."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _FAREWELL_S
+        while self._connections and loop.time() < end:  # noqa: ASYNC110  no event signals it
+            await asyncio.sleep(_DRAIN_POLL_S)
+        for connection in tuple(self._connections):
+            connection.close()
 
     async def _end(self) -> None:
         loop = asyncio.get_running_loop()

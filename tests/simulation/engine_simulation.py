@@ -79,6 +79,7 @@ class Simulation:
         self._asked: list[list[int]] = []
         self._names = 0
         self._aborted: set[str] = set()
+        self.engine.before_update = self._abort_one
         self._expected: dict[str, list[int]] = {}
         self._dead_until = 0.0
         self._stopped_until = 0.0
@@ -128,8 +129,10 @@ class Simulation:
             if name in self.engine.uncomputed.ever_misled:
                 continue  # vLLM's fault; KV that we saved of it is compared when it is loaded
             got = self.engine.outputs[name]
-            if name in self._aborted:
-                assert got == expected[: len(got)], f"{name} went wrong before it was aborted"
+            failed = self._status(name) == "FINISHED_ERROR"
+            assert not failed or self.engine.counters["failed_loads"], f"{name} failed"
+            if failed or name in self._aborted:
+                assert got == expected[: len(got)], f"{name} went wrong before its end"
             else:
                 assert got == expected, f"{name}: {got} instead of {expected}"
         for node in self.nodes:
@@ -139,15 +142,11 @@ class Simulation:
 
     def _act(self) -> None:
         choice = self.choice
-        live = [n for n, r in self.engine.requests.items() if not r.is_finished()]
+        live = self._live()
         if len(live) < 10 and choice.random() < 0.3:
             for _ in range(choice.choice((1, 1, 2, 3))):
                 self.ask(self._prompt(), choice.randint(1, 20), choice.choice((None, None, "t")))
-        if live and choice.random() < 0.03:
-            loading = [n for n in live if self._status(n) == "WAITING_FOR_REMOTE_KVS"]
-            victim = choice.choice(loading if loading and choice.random() < 0.7 else live)
-            self._aborted.add(victim)
-            self.engine.abort(victim)
+        self._abort_one()
         if choice.random() < 0.02:
             self._reset()
         if choice.random() < 0.01:
@@ -158,6 +157,18 @@ class Simulation:
             device.spare_loads = choice.choice((0, 1))  # of several parts, the second one's fails
         if self.faults:
             self._break_something()
+
+    def _abort_one(self) -> None:
+        """Abort a request now and then: between steps, or between a step's compute and its end."""
+        live, choice = self._live(), self.choice
+        if live and choice.random() < 0.015:
+            loading = [n for n in live if self._status(n) == "WAITING_FOR_REMOTE_KVS"]
+            victim = choice.choice(loading if loading and choice.random() < 0.7 else live)
+            self._aborted.add(victim)
+            self.engine.abort(victim)
+
+    def _live(self) -> list[str]:
+        return [n for n, r in self.engine.requests.items() if not r.is_finished()]
 
     def _step(self) -> None:
         if self.choice.random() < 0.5:

@@ -6,6 +6,7 @@ import json
 import random
 import uuid
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ class Setup:
     budget: int = 48
     sequences: int = 8
     policy: str = "fcfs"
-    on_failed_load: str = "recompute"
+    on_failed_load: str = ""
+    """vLLM's policy; empty: `recompute` for asynchronous loads, else `fail`, its default."""
     long_prefill: int = 0
     """Tokens of a prompt that a step computes at most, if other requests are there; 0: no limit."""
     stores: tuple[float, ...] = (1.0, 0.2, 0.03)
@@ -201,7 +203,8 @@ def _transfer_config(setup: Setup) -> KVTransferConfig:
             | dict(setup.settings),
         }
 
-    general = {"engine_id": uuid.uuid4().hex, "kv_load_failure_policy": setup.on_failed_load}
+    policy = setup.on_failed_load or ("recompute" if setup.load_mode == "async" else "fail")
+    general = {"engine_id": uuid.uuid4().hex, "kv_load_failure_policy": policy}
     if not setup.second_address:
         return KVTransferConfig(**ours(setup.service_address), **general)
     children = [ours(setup.service_address), ours(setup.second_address)]
@@ -302,6 +305,8 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.handovers: dict[str, dict[str, Any]] = {}
         """What ended requests answer for the node that decodes them."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called between a step's compute and its end, when vLLM processes aborts, too."""
 
     def add(
         self,
@@ -380,6 +385,7 @@ class Engine:
             runner.finish(result) for runner, result in zip(self.runners, results, strict=True)
         ]
         combined = self._aggregator.aggregate(outputs) if self.setup.world > 1 else outputs[0]
+        self.before_update()
         for core in self.scheduler.update_from_output(output, combined).values():
             for result in core.outputs:
                 self.outputs[result.request_id].extend(result.new_token_ids)

@@ -168,9 +168,11 @@ def test_a_breakage_is_seen(breakage: Callable[[Patch], None], short_dir: Path, 
     pytest.fail(f"{SEEDS} runs did not show it")
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
-def test_a_layer_without_a_hook_fails_the_load_and_the_engine_computes(
-    short_dir: Path, node: Node, *, prefix_caching: bool
+@pytest.mark.parametrize(
+    ("policy", "prefix_caching"), [("recompute", False), ("fail", False), ("fail", True)]
+)
+def test_a_layer_without_a_hook_fails_the_load_and_nothing_is_wrong(
+    policy: str, short_dir: Path, node: Node, *, prefix_caching: bool
 ) -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEED, SEED + SEEDS):
@@ -178,7 +180,7 @@ def test_a_layer_without_a_hook_fails_the_load_and_the_engine_computes(
             random.Random(seed),
             node,
             asynchronous_scheduling=False,
-            on_failed_load="recompute",
+            on_failed_load=policy,
             world=1,
             prefix_caching=prefix_caching,
             settings=(*PATIENT, ("layered_load_ms", ALL_MS)),

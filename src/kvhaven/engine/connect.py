@@ -169,8 +169,8 @@ def connect_scheduler(
 
     If `asynchronous`, loads run between steps, otherwise before the forward of the step that
     admits their request. `prefix_cache` says that the engine keeps KV of finished requests; the
-    engine must then set `held_blocks` of the result. The other arguments are those of
-    `SchedulerSide`. Raises as `connect_worker` does.
+    engine must then set `held_blocks` of the result, and for synchronous loads also `drop_cached`.
+    The other arguments are those of `SchedulerSide`. Raises as `connect_worker` does.
     """
     require_chunk_size(settings.chunk_size, block_size)
     attach = AttachScheduler(

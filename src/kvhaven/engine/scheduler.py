@@ -143,6 +143,10 @@ class SchedulerSide:
         self._in_doubt = False
         self.held_blocks: HeldBlocks | None = None if shared else tuple
         """Set by engines that keep KV of finished requests (a prefix cache, `shared`)."""
+        self.drop_cached: Callable[[], None] = lambda: None
+        """Function by which the engine's prefix cache forgets all blocks. Set by engines that have
+        one and find blocks in it whose synchronous load is in progress: if that load fails, what
+        they and others computed from its blocks must not be found any more."""
         self.stats = SchedulerStats()
 
     # --- calls of the engine ----------------------------------------------------------------
@@ -355,6 +359,8 @@ class SchedulerSide:
             # requests. Loads are not offered again either: vLLM schedules a request whose load
             # failed before those whose loads have ended, and its new load could wait forever for
             # their blocks.
+            if not self._asynchronous or self._layered_tokens:
+                self.drop_cached()
             self._failed_loads |= news
             self._to_ask_again |= loading & self._requests.keys()
             self._leave_alone(self._epoch.distrust_loads(self._states, self.held_blocks))

@@ -214,7 +214,12 @@ def test_a_load_that_could_not_be_planned_is_computed_instead(
     tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch, load_mode: str
 ) -> None:
     """With vLLM's policy `recompute`; with its default the request fails, and only that one."""
-    setup = Setup(service_address=node.address, load_mode=load_mode)
+    setup = Setup(
+        service_address=node.address,
+        load_mode=load_mode,
+        on_failed_load="recompute",
+        prefix_caching=load_mode == "async",  # with it, loads are asynchronous
+    )
     engine = make_engine(tmp_path, setup, monkeypatch)
     engine.wait_ready()
     node.clear()

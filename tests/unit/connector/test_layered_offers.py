@@ -4,7 +4,7 @@
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -15,7 +15,7 @@ from vllm.config.compilation import CUDAGraphMode
 from kvhaven.config import Settings
 from kvhaven.engine.jobs import LoadJob, StepReport
 from kvhaven.integrations.vllm.compat import calls_layer_hooks
-from kvhaven.integrations.vllm.start import _layered_tokens
+from kvhaven.integrations.vllm.start import _layered_tokens, _loads_asynchronously
 from tests.simulation.connector_kit import BLOCK, Bench, VllmSide, ask, make_request, scheduled
 from tests.simulation.engine_world import Setup, make_config, make_kv_cache_config
 
@@ -157,6 +157,7 @@ def tokens_of(folder: Path, setup: Setup, **settings: Any) -> int:
 
 
 FIT = Setup(service_address="/nowhere", on_failed_load="fail")
+UNCACHED = replace(FIT, on_failed_load="recompute", prefix_caching=False)
 
 
 def test_it_is_a_number_of_tokens_at_the_assumed_rate(tmp_path: Path) -> None:
@@ -168,7 +169,8 @@ def test_it_is_a_number_of_tokens_at_the_assumed_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setup", "settings", "reason"),
     [
-        (replace(FIT, on_failed_load="recompute"), {}, "asynchronous scheduling"),
+        (UNCACHED, {}, "asynchronous scheduling"),
+        (replace(FIT, on_failed_load="recompute"), {}, "prefix caching"),
         (replace(FIT, window=16), {}, "several KV groups"),
         (FIT, {"format": "portable"}, "portable format"),
     ],
@@ -185,17 +187,45 @@ def test_where_it_would_be_wrong_it_is_off(
 
 
 def test_without_asynchronous_scheduling_failed_loads_may_be_recomputed(tmp_path: Path) -> None:
-    setup = replace(FIT, on_failed_load="recompute", asynchronous_scheduling=False)
+    setup = replace(UNCACHED, asynchronous_scheduling=False)
     assert tokens_of(tmp_path, setup) > 0
 
 
 def test_with_pipeline_parallelism_failed_loads_may_not_be_recomputed(tmp_path: Path) -> None:
-    setup = replace(FIT, on_failed_load="recompute", asynchronous_scheduling=False)
+    setup = replace(UNCACHED, asynchronous_scheduling=False)
     config = make_config(tmp_path, setup)
     config.device_config.device_type = "cuda"
     config.parallel_config.pipeline_parallel_size = 2
     chosen = Settings(layered_load_ms=4.0)
     assert _layered_tokens(chosen, config, make_kv_cache_config(setup)) == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "prefix_caching", "device", "asynchronous"),
+    [
+        ("recompute", True, "cpu", True),
+        ("recompute", True, "hpu", False),  # a failure ends the engine
+        ("recompute", False, "cpu", False),
+        ("fail", True, "cpu", False),
+    ],
+)
+@pytest.mark.parametrize("load_mode", ["auto", "sync"])
+def test_no_load_is_synchronous_where_vllm_may_read_what_failed(
+    tmp_path: Path,
+    policy: str,
+    device: str,
+    load_mode: Literal["auto", "sync"],
+    caplog: pytest.LogCaptureFixture,
+    *,
+    prefix_caching: bool,
+    asynchronous: bool,
+) -> None:
+    setup = replace(FIT, on_failed_load=policy, prefix_caching=prefix_caching)
+    config = make_config(tmp_path, setup)
+    config.device_config.device_type = device
+    assert _loads_asynchronously(Settings(load_mode=load_mode), config) is asynchronous
+    warned = "load_mode=sync is ignored" in caplog.text
+    assert warned is (asynchronous and load_mode == "sync")
 
 
 @pytest.mark.parametrize("change", ["device", "graphs", "drafter"])

@@ -31,6 +31,7 @@ from kvhaven.integrations.vllm.requests import (
     PlanMetadata,
     ReportMetadata,
     VllmRequest,
+    drop_cached,
     held_blocks,
     leaves_uncomputed_blocks,
     scheduled_requests,
@@ -273,9 +274,10 @@ class KVHavenFlatConnector(KVConnectorBase_V1):
             return PlanMetadata(self._scheduler.plan_in_doubt())
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
-        """Keep the block pool, which shows after a reset which blocks still hold old KV."""
+        """Keep the block pool: it shows which blocks hold KV, and its cache can be dropped."""
         if self._scheduler is not None:
             self._scheduler.held_blocks = lambda: held_blocks(gpu_block_pool)
+            self._scheduler.drop_cached = lambda: drop_cached(gpu_block_pool)
 
     @never_raises(lambda: None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:

@@ -225,6 +225,11 @@ def held_blocks(pool: "BlockPool") -> list[int]:
     ]
 
 
+def drop_cached(pool: "BlockPool") -> None:
+    """Have vLLM's prefix cache forget all blocks; requests keep theirs."""
+    pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+
+
 @dataclass
 class PlanMetadata(KVConnectorMetadata):
     """Plan of a step, as sent to the workers."""

@@ -5,7 +5,7 @@ import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -424,11 +424,33 @@ def _shards(
     return tuple(Shard(id_, layout.shard_bytes(blocks)) for id_ in ids)
 
 
+_RECOMPUTED_LATE: Final = (
+    "with kv_load_failure_policy=recompute and prefix caching, vLLM may read blocks of a failed "
+    "synchronous load before they are computed"
+)
+
+
 def _loads_asynchronously(settings: Settings, config: "VllmConfig") -> bool:
     """Return whether loads run between steps."""
-    if settings.load_mode != "auto":
-        return settings.load_mode == "async"
-    return platform_of(config).loads_between_steps
+    if settings.load_mode == "async" or _recomputes_late(config):
+        if settings.load_mode == "sync":
+            logger.warning("load_mode=sync is ignored: %s", _RECOMPUTED_LATE)
+        return True
+    return settings.load_mode == "auto" and platform_of(config).loads_between_steps
+
+
+def _recomputes_late(config: "VllmConfig") -> bool:
+    """Return whether vLLM may read blocks that a failed synchronous load left undefined.
+
+    By the sources of 0.29 to 0.33: it leaves them in its prefix cache, and has only the first of
+    their requests compute them. If that one is preempted, aborted or computed in several steps,
+    the others read them as they are. (An engine that does not hear of failures ends by them.)
+    """
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    recomputes = transfer.kv_load_failure_policy == "recompute"
+    cached = bool(config.cache_config.enable_prefix_caching)
+    return recomputes and cached and platform_of(config).hears_workers
 
 
 def _layered_tokens(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
@@ -458,6 +480,7 @@ def _not_layered(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheCon
         "a prefill may run as a FULL CUDA graph, which does not wait for layers": (
             mode is not None and mode.mixed_mode().name == "FULL"
         ),
+        _RECOMPUTED_LATE: _recomputes_late(config),
         # vLLM (0.32, by its sources) would continue with the output of a step in flight.
         "with asynchronous scheduling, vLLM cannot recompute failed synchronous loads": (
             recomputes and bool(config.scheduler_config.async_scheduling)

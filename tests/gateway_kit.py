@@ -279,6 +279,7 @@ class Loading:
 
     def __init__(self, engine: Engine, keys: Sequence[ChunkKey]) -> None:
         self._engine = engine
+        engine.scheduler.client.configure(60.0, 60.0)  # late answers on a busy machine are misses
         self._keys = keys
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)

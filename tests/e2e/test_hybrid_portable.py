@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+pytest.importorskip("vllm", reason="real engines")
+
 from tests.e2e import test_hybrid
 from tests.e2e.engines import Engine, NodeService, assert_nothing_held, engine
 from tests.e2e.test_hybrid import LONG, answers, assert_equal, whole

@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm", reason="real engines")
+
 from tests.e2e.engines import (
     CHUNK,
     PATIENT,

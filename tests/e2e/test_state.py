@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm", reason="real engines")
+
+from kvhaven.integrations.vllm.state import HANDS_STATES_OFF
 from kvhaven.tiers.format.manifest import MANIFEST_NAME, unpack_manifest
 from tests.e2e.engines import Engine, await_stored, difference, engine, stored_chunks
 from tests.e2e.test_hybrid import OUTPUT, answers
 from tests.e2e.test_restart import damage
 from tests.e2e.zoo import make_zoo_model
-
-pytest.importorskip("vllm", reason="real engines")
-
-from kvhaven.integrations.vllm.state import HANDS_STATES_OFF
 
 pytestmark = [
     pytest.mark.vllm,

@@ -90,6 +90,23 @@ def test_the_service_starts_and_ends_when_asked(bare: Path, short_dir: Path) -> 
             service.kill()
 
 
+def test_the_quick_tests_are_collected() -> None:
+    absent = (
+        "import sys, pytest\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('torch', 'transformers', 'vllm'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    quick = "not vllm and not slow and not crash"
+    command = [sys.executable, "-c", absent, "--collect-only", "-qq", "-m", quick]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch is not installed" in done.stdout
+
+
 def wait_for(path: Path, service: subprocess.Popen[str], seconds: float = 30) -> None:
     """Wait until the socket is there; fail at once, with what it said, if the service ends."""
     end = time.monotonic() + seconds

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -59,11 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip the modules that import torch where it is not installed (`make setup-quick`)."""
+    """Skip modules that import torch or vLLM where it is not installed (`make setup-quick`)."""
     report = yield
-    if report.failed and "No module named 'torch'" in report.longreprtext:
+    absent = re.search(r"No module named '(torch|vllm)'$", report.longreprtext, re.MULTILINE)
+    if report.failed and absent:
         report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 1, "Skipped: torch is not installed")
+        report.longrepr = (str(collector.path), 1, f"Skipped: {absent[1]} is not installed")
     return report
 
 

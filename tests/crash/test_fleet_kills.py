@@ -70,12 +70,14 @@ class Program:
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, self._log.read_text()[-4000:]
-        with (
-            contextlib.suppress(urllib.error.URLError, OSError),
-            urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer,
-        ):
-            return bool(answer.status == 200)
-        return False
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except urllib.error.HTTPError as not_ready:
+            not_ready.close()  # Python 3.14 warns of one that is open
+            return False
+        except OSError:
+            return False
 
 
 class Fleet:

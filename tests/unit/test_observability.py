@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,6 +146,9 @@ def _ready(running: Prometheus, process: "subprocess.Popen[bytes]", log: Path) -
     assert process.poll() is None, log.read_text()[-2000:]
     try:
         return bool(running.query("up == 1"))
+    except urllib.error.HTTPError as not_ready:
+        not_ready.close()  # Python 3.14 warns of one that is open
+        return False
     except OSError:
         return False
 

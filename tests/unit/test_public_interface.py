@@ -14,6 +14,8 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import pytest
 
@@ -64,7 +66,11 @@ def _members(cls: type) -> Iterator[str]:
             yield name
 
 
-def _text(kind: object) -> str:
+def _text(kind: Any) -> str:
+    if get_origin(kind) in {Union, UnionType}:  # one type since Python 3.14, two before
+        return " | ".join(map(_text, get_args(kind)))
+    if kind is NoneType:
+        return "None"
     return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
 
 

@@ -25,7 +25,8 @@ MODULES = ("kvhaven", "kvhaven.engine", "kvhaven.integrations.transformers")
 
 def described() -> str:
     """Return every public name with its signature, a line each."""
-    return "".join(f"{line}\n" for module in MODULES for line in _module(module))
+    text = "".join(f"{line}\n" for module in MODULES for line in _module(module))
+    return text.replace("pathlib._local.", "pathlib.")  # Python 3.13 says where it is defined
 
 
 def _module(name: str) -> Iterator[str]:

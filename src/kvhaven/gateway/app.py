@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -26,14 +26,17 @@ from kvhaven.gateway.observer import Observer, Seen
 from kvhaven.gateway.openapi import SELECTOR
 from kvhaven.gateway.plugins import Plugins, PluginSettings
 from kvhaven.gateway.reuse import ReuseCurve
+from kvhaven.gateway.sorting import MOST_CURSOR, Order, WholeLists
 from kvhaven.gateway.steering import Steering
 from kvhaven.gateway.tenants import Tenants
 from kvhaven.gateway.views import health_of, stats_of, tiers_of, tokens_in_memory
 from kvhaven.protocol import MOST_ROWS, ListKind
 from kvhaven.service.accounts import RequestRow
+from kvhaven.service.jobs import JobRow
+from kvhaven.service.pins import PinRow
 from kvhaven.service.reuse import decoded
 from kvhaven.service.runtime_settings import Config
-from kvhaven.service.snapshot import EngineRow, NamespaceRow
+from kvhaven.service.snapshot import EngineRow, NamespaceRow, TenantRow
 from kvhaven.service.steering_messages import GetConfig
 from kvhaven.types import KEY_BYTES, TENANT_BYTES, TenantId
 
@@ -47,6 +50,7 @@ MOST_STREAMS: Final = 128
 _MOST_PAGES: Final = 10
 """Pages of a list that one answer collects."""
 _MOST_CURSOR: Final = 256
+"""Characters of a cursor that is an id."""
 _FILTERS: Final = ("engine", "tenant", "reason")
 _MOST_REQUEST_PAGES: Final = 11
 """Pages of the requests that are kept."""
@@ -81,6 +85,7 @@ class Gateway:
         self._namespaces: tuple[str, list[NamespaceRow]] = ("", [])
         self._history = History()
         self._tenants = Tenants(observer)
+        self._whole = WholeLists(observer)
         self._reuse, self._reuse_of = ReuseCurve(), ""
         observer.listeners.append(self._on_snapshot)
 
@@ -188,24 +193,25 @@ class Gateway:
     # --- lists ------------------------------------------------------------------------------
 
     async def _on_engines(self, request: web.Request) -> web.Response:
-        return await self._page(request, "engines")
+        return await self._page(request, "engines", EngineRow)
 
     async def _on_namespaces(self, request: web.Request) -> web.Response:
-        return await self._page(request, "namespaces")
+        return await self._page(request, "namespaces", NamespaceRow)
 
     async def _on_tenants(self, request: web.Request) -> web.Response:
-        return await self._page(request, "tenants")
+        return await self._page(request, "tenants", TenantRow)
 
     async def _on_jobs(self, request: web.Request) -> web.Response:
-        return await self._page(request, "jobs")
+        return await self._page(request, "jobs", JobRow)
 
     async def _on_pins(self, request: web.Request) -> web.Response:
-        return await self._page(request, "pins")
+        return await self._page(request, "pins", PinRow)
 
     async def _on_requests(self, request: web.Request) -> web.Response:
         given = {name: request.query[name] for name in _FILTERS if name in request.query}
         if not given:
-            return await self._page(request, "requests")
+            newest, more = await self._observer.rows("requests", *_page_of(request))
+            return json_of({"rows": newest, "next": more or None})
         if given.get("reason", Reason.COLD.label) not in {reason.label for reason in Reason}:
             raise KVHavenError(
                 f"reason: unknown (got {given['reason'][:64]!r}); expected one of "
@@ -225,7 +231,11 @@ class Gateway:
 
     async def _on_tiers(self, request: web.Request) -> web.Response:
         cursor, limit = _page_of(request)
-        rows = [row for row in tiers_of(self._seen().snapshot) if row.id > cursor]
+        rows = tiers_of(self._seen().snapshot)
+        if "sort" in request.query:
+            order = Order(models.TierRow, request.query["sort"], cursor)
+            return json_of(models.Tiers(*order.page(rows, limit)))
+        rows = [row for row in rows if row.id > cursor]
         more = len(rows) > limit
         return json_of(models.Tiers(rows[:limit], rows[limit - 1].id if more else None))
 
@@ -235,9 +245,20 @@ class Gateway:
         more = len(rows) > limit
         return json_of(models.Plugins(rows[:limit], rows[limit - 1].id if more else None))
 
-    async def _page(self, request: web.Request, kind: ListKind) -> web.Response:
-        rows, more = await self._observer.rows(kind, *_page_of(request))
-        return json_of({"rows": rows, "next": more or None})
+    async def _page(
+        self,
+        request: web.Request,
+        kind: ListKind,
+        row: type[Any],  # Any struct with an id
+    ) -> web.Response:
+        """Return a page, by default in the order of the ids, which the service itself keeps."""
+        cursor, limit = _page_of(request)
+        if "sort" in request.query:
+            order = Order(row, request.query["sort"], cursor)
+            found, following = order.page(await self._whole.rows(kind, row), limit)
+            return json_of({"rows": found, "next": following})
+        raw, more = await self._observer.rows(kind, cursor, limit)
+        return json_of({"rows": raw, "next": more or None})
 
     async def _all(self, kind: ListKind, row: type[T]) -> list[T]:
         """Return all rows of a list, at most those of `_MOST_PAGES` pages."""
@@ -370,6 +391,7 @@ def _page_of(request: web.Request) -> tuple[str, int]:
     limit = int(text) if text.isascii() and text.isdigit() and len(text) < 4 else 0  # noqa: PLR2004
     if not 1 <= limit <= MOST_ROWS:
         raise KVHavenError(f"limit: out of range (got {text[:32]!r}); expected 1 to {MOST_ROWS}")
-    if len(cursor) > _MOST_CURSOR:
-        raise KVHavenError(f"cursor: too long; expected at most {_MOST_CURSOR} characters")
+    most = MOST_CURSOR if "sort" in request.query else _MOST_CURSOR
+    if len(cursor) > most:
+        raise KVHavenError(f"cursor: too long; expected at most {most} characters")
     return cursor, limit

@@ -9,6 +9,7 @@ import msgspec
 from kvhaven import __version__
 from kvhaven.catalog.ghosts import Reason
 from kvhaven.gateway.models import Problem
+from kvhaven.gateway.sorting import MOST_CURSOR, MOST_SORTED, columns
 
 _SCHEMA: Final = "#/components/schemas/{name}"
 _TEXT: Final = {"type": "string"}
@@ -28,6 +29,27 @@ PAGE: Final[Sequence[Parameter]] = (
         "schema": {"type": "string", "maxLength": 256},
     },
 )
+
+_SORTED_CURSOR: Final[Parameter] = {
+    "name": "cursor",
+    "in": "query",
+    "description": "`next` of the previous page, with the same `sort`.",
+    "schema": {"type": "string", "maxLength": MOST_CURSOR},
+}
+
+
+def sorted_page(row: type[msgspec.Struct]) -> Sequence[Parameter]:
+    """Return the parameters of a list whose rows have this type."""
+    allowed = list(columns(row))
+    sort = {
+        "name": "sort",
+        "in": "query",
+        "description": "Column to sort by, descending with - before it; by default, rows are in "
+        "ascending order of their ids. `chunks` and `bytes` count all places together. Rows "
+        f"without a value are last. Lists of more than {MOST_SORTED} rows are not sorted.",
+        "schema": {"type": "string", "enum": [*allowed, *(f"-{name}" for name in allowed)]},
+    }
+    return (PAGE[0], _SORTED_CURSOR, sort)
 
 
 TENANT: Final[Parameter] = {

@@ -3,6 +3,8 @@
 
 from typing import Final
 
+import msgspec
+
 from kvhaven.gateway import models
 from kvhaven.gateway.history import Recent
 from kvhaven.gateway.openapi import (
@@ -18,11 +20,13 @@ from kvhaven.gateway.openapi import (
     TENANT,
     TIER,
     Route,
+    sorted_page,
 )
 from kvhaven.gateway.reuse import Curve
 from kvhaven.service.jobs import JobPlan, JobRow
 from kvhaven.service.pins import PinPlan, PinRow
 from kvhaven.service.runtime_settings import Changes, Config
+from kvhaven.service.snapshot import EngineRow, NamespaceRow, TenantRow
 from kvhaven.service.steering_messages import (
     ChunkRow,
     Drained,
@@ -34,6 +38,13 @@ from kvhaven.service.steering_messages import (
 
 EVENTS: Final = "/events"
 METRICS: Final = "/metrics"
+
+
+def _list(name: str, answer: type[msgspec.Struct], row: type[msgspec.Struct]) -> Route:
+    """Return the route of a list that can be sorted."""
+    summary = f"{name.capitalize()}."
+    return Route(f"/v1/{name}", name, summary, answer, (200, 400, 503), sorted_page(row))
+
 
 ROUTES: Final = (
     Route("/", "page", "The dashboard.", "text/html", (200, 304)),
@@ -79,16 +90,9 @@ ROUTES: Final = (
         (200, 503),
     ),
     Route("/v1/curve", "curve", "Hit rate with less or more memory.", Curve, (200, 503)),
-    Route("/v1/engines", "engines", "Engines.", models.Engines, (200, 400, 503), PAGE),
-    Route(
-        "/v1/namespaces",
-        "namespaces",
-        "Namespaces.",
-        models.Namespaces,
-        (200, 400, 503),
-        PAGE,
-    ),
-    Route("/v1/tenants", "tenants", "Tenants.", models.Tenants, (200, 400, 503), PAGE),
+    _list("engines", models.Engines, EngineRow),
+    _list("namespaces", models.Namespaces, NamespaceRow),
+    _list("tenants", models.Tenants, TenantRow),
     Route(
         "/v1/requests",
         "requests",
@@ -97,9 +101,9 @@ ROUTES: Final = (
         (200, 400, 503),
         REQUESTS,
     ),
-    Route("/v1/tiers", "tiers", "Tiers.", models.Tiers, (200, 400, 503), PAGE),
-    Route("/v1/pins", "pins", "Pins.", models.Pins, (200, 400, 503), PAGE),
-    Route("/v1/jobs", "jobs", "Jobs.", models.Jobs, (200, 400, 503), PAGE),
+    _list("tiers", models.Tiers, models.TierRow),
+    _list("pins", models.Pins, PinRow),
+    _list("jobs", models.Jobs, JobRow),
     Route("/v1/plugins", "plugins", "Plugins.", models.Plugins, (200, 400), PAGE),
     Route("/v1/jobs/{id}", "job", "A job.", JobRow, (200, 400, 404, 503), (JOB,)),
     Route("/v1/chunks/{id}", "chunk", "A chunk.", ChunkRow, (200, 404, 503), (CHUNK,)),

@@ -204,17 +204,21 @@ class OrderedMap(Generic[K, V]):
         page = self._where.get(key)
         return None if page is None else page[key]
 
-    def walk(self) -> Iterator[list[tuple[K, V]]]:
+    def divide(self) -> int:
+        """Return a number: `walk` yields only keys that are not moved or appended from now on."""
+        return (self._add_page() if self._last else self._last).number
+
+    def walk(self, division: int | None = None) -> Iterator[list[tuple[K, V]]]:
         """Yield keys with values in order, page by page; the map may change between pages.
 
         A key that is moved or added during the walk may be missed. A page shows the state at the
-        moment at which it is yielded.
+        moment at which it is yielded. With a `division`, the walk ends there (see `divide`).
         """
-        return self._walk(back=False)
+        return self._walk(self._last.number if division is None else division - 1, back=False)
 
     def walk_back(self) -> Iterator[list[tuple[K, V]]]:
         """Yield pages as `walk` does, from the last key to the first."""
-        for page in self._walk(back=True):
+        for page in self._walk(self._last.number, back=True):
             yield page[::-1]
 
     def values(self) -> Iterator[V]:
@@ -262,8 +266,7 @@ class OrderedMap(Generic[K, V]):
             yield page
             page = self._pages[page.after]
 
-    def _walk(self, *, back: bool) -> Iterator[list[tuple[K, V]]]:
-        newest = self._last.number
+    def _walk(self, newest: int, *, back: bool) -> Iterator[list[tuple[K, V]]]:
         walk = _Walk(newest if back else self._pages[_ENDS].after, back=back)
         self._walks.append(walk)
         try:

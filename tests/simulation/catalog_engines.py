@@ -240,6 +240,7 @@ class Engines:
         tails_first = self._world.tails_go_first(engine.namespace, tenant)
         with self._world.nobody_else_pays(tenant), self.nobody_goes_in_vain(engine), tails_first:
             answer = catalog.acquire(engine.id, load.lease_id, digest, keys, tenant, tail)
+        self._world.used.update((chunk.key, self._world.now) for chunk in answer.chunks)
         at_once = min(resident, PACE.leases) if answer.promoting else resident
         assert len(answer.chunks) >= at_once or not roomy, "a resident prefix was not offered"
         assert answer.promoting or not (comes and roomy), "a lease does not wait for its tail"

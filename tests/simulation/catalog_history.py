@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from kvhaven import maps
-from kvhaven.catalog import tails
+from kvhaven.catalog import local_index, tails
 from tests.simulation.catalog_node import Node
 
 
@@ -20,6 +20,7 @@ def simulate(seed: int, events: int, audit_every: int, policy: str = "lru") -> C
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maps, "PAGE", 4)
         patch.setattr(tails, "KEEP_S", 4.0)
+        patch.setattr(local_index, "DIVISION_S", 2.0)
         return _simulate(seed, events, audit_every, policy)
 
 

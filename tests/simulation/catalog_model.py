@@ -312,6 +312,8 @@ class World:
         self.heard = Heard()
         self.tail_used: dict[ChunkKey, float] = {}
         """When each tail was last used, or at least held by somebody when time went by."""
+        self.used: dict[ChunkKey, float] = {}
+        """When each chunk was last offered in an answer to an acquire, as it was asked for."""
         self.awaited: dict[int, int] = {}
         """Uses that a request or another node still wants of a tail, by the tail's generation."""
         self.online = {spec.name: True for spec in TIERS}

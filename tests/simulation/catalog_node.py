@@ -71,6 +71,7 @@ class Node:
             (1, engines.kill_engine),
             (1, engines.restart),
             (1, tenants.limit_during_a_scan),
+            (4, tenants.drop_unused),
         ]
         self.rare: list[Callable[[], None]] = [engines.kill_all]
         self._audit_every = audit_every

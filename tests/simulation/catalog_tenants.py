@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What befalls tenants in the simulation: other quotas, clearing, and being taken for others."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
 from kvhaven.catalog.actions import LeaseId
-from kvhaven.types import NO_TENANT, PAGE_BYTES, TenantId
+from kvhaven.catalog.tier_spec import MEMORY
+from kvhaven.catalog.unused import Counting
+from kvhaven.errors import KVHavenError
+from kvhaven.types import NO_TENANT, PAGE_BYTES, ChunkKey, NamespaceDigest, TenantId
 from tests.simulation.catalog_engines import Engines
 from tests.simulation.catalog_model import (
+    BY_DIGEST,
     CHAIN_KEYS,
     MEMORY_QUOTAS,
+    OWN,
     TENANT_OF,
     TENANTS,
     World,
@@ -27,6 +37,10 @@ class TenantEvents:
         self._late = dict.fromkeys(TENANTS, 0)  # events for which it had what it need not have
         self._quotas = {tenant: MEMORY_QUOTAS.of(tenant) for tenant in TENANTS}
         self._excess = dict.fromkeys(TENANTS, 0)  # what one had when its quota was lowered
+        self._dropping: (
+            tuple[Counting, float, NamespaceDigest | None, TenantId | None, Sequence[str]] | None
+        ) = None
+        self._dropped = 0
         self._lease_ids = 0  # counted down: engines count up
 
     def acquire_as_another(self) -> None:
@@ -93,6 +107,87 @@ class TenantEvents:
             assert all(world.catalog.checksums(key) is not None for key in seen)
         # Else a lease that waited for what was cleared has gone on, and took space for the rest.
         world.counts["tenant cleared"] += 1
+
+    def drop_unused(self) -> None:
+        """Somebody drops, piece by piece, what was not used for some time: nothing else goes."""
+        world = self._world
+        if self._dropping is None:
+            age = world.pick((1.0, 2.0, 4.0, 8.0))
+            namespace = (None, *BY_DIGEST)[world.choose(1 + len(BY_DIGEST))]
+            tenant = world.pick((None, None, *TENANTS))
+            tier = world.pick((None, None, MEMORY, *OWN))
+            until = world.now - age
+            if not world.online.get(tier or MEMORY, True):
+                with pytest.raises(KVHavenError, match="offline"):
+                    world.catalog.drop_unused(age, namespace, tier, tenant)
+                return
+            expected = None
+            if world.one_in(2):
+                counting = world.catalog.drop_unused(age, namespace, tier, tenant, dry_run=True)
+                expected = self._run(counting, until, None, None, ())
+            job = world.catalog.drop_unused(age, namespace, tier, tenant)
+            places = (MEMORY, *OWN) if tier is None else (tier,)
+            if expected is not None:
+                assert self._run(job, until, namespace, tenant, places) == expected
+                return
+            self._dropping = job, until, namespace, tenant, places
+            self._dropped = 0
+        done = self._piece(*self._dropping)
+        if done is not None:
+            assert done[0] == self._dropped
+            self._dropping = None
+
+    def _run(self, *job: Any) -> tuple[int, int]:
+        """Run a job to its end within this event; return its result."""
+        self._dropped = 0
+        while (done := self._piece(*job)) is None:
+            pass
+        if job[-1]:
+            assert done[0] == self._dropped
+        return done
+
+    def _piece(
+        self,
+        job: Counting,
+        until: float,
+        namespace: NamespaceDigest | None,
+        tenant: TenantId | None,
+        places: Sequence[str],
+    ) -> tuple[int, int] | None:
+        """Run a piece; return the result at the end."""
+        world, done = self._world, None
+        before = self._stored()
+        in_use = {e.key for e in world.catalog._space.entries.values() if e.pinned}
+        try:
+            next(job)
+        except StopIteration as end:
+            done = end.value
+        after = self._stored()
+        for place, known in before.items():
+            gone = known.keys() - after[place].keys()
+            assert not gone or place in places, f"{place} was not meant"
+            assert place != MEMORY or not gone & in_use, "what is in use went"
+            for key in gone:
+                used = world.used.get(key, float("-inf"))
+                assert used <= until, f"{key.hex()} was used at {used}, after {until}"
+                assert namespace in {None, known[key]}, "a chunk of another namespace went"
+                assert tenant in {None, TENANT_OF[key]}, "a chunk of another tenant went"
+            self._dropped += len(gone)
+            world.counts["unused in memory" if place == MEMORY else "unused on disk"] += len(gone)
+        world.counts["dropped unused"] += done is not None
+        return done
+
+    def _stored(self) -> dict[str, dict[ChunkKey, NamespaceDigest]]:
+        """Return the chunks in memory and in each tier of our own, with their namespaces."""
+        catalog = self._world.catalog
+        entries = catalog._space.entries.items()
+        places: dict[str, dict[ChunkKey, NamespaceDigest]] = {
+            MEMORY: {key: entry.namespace.namespace.digest for key, entry in entries}
+        }
+        for name in OWN:
+            stored = catalog._tiers.own[name].stored.items()
+            places[name] = {key: s.namespace.namespace.digest for key, s in stored}
+        return places
 
     def check(self) -> None:
         """Assert that no tenant has more than it may, but for what was there and cannot go yet."""

@@ -629,7 +629,19 @@ def _break_copies_of_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Catalog, "tier_read_done", done)
 
 
+def _break_age_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take all chunks in memory for unused."""
+    monkeypatch.setattr(ResidentChunks, "stamp_at", lambda self, _: self._clock)
+
+
+def _break_age_in_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take all chunks in local tiers for unused."""
+    monkeypatch.setattr(LocalTierIndex, "unused_since", lambda self, _: self.stored.walk())
+
+
 BREAKAGES = [
+    _break_age_in_memory,
+    _break_age_in_tiers,
     _break_announced_evictions,
     _break_announced_order,
     _break_age_of_tails,

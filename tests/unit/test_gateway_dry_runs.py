@@ -13,7 +13,7 @@ from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.keys import tenant_id
 from kvhaven.service import jobs
-from kvhaven.service.steering_messages import SwitchTier
+from kvhaven.service.steering_messages import DropUnused, SwitchTier
 from kvhaven.testing.faulty_tier import Faults
 from kvhaven.tiers.format.header import stored_bytes
 from tests.crash.engine import CHUNK_SIZE, EXTENT_BYTES, SHARD_BYTES, Engine, prompt
@@ -338,3 +338,83 @@ def test_a_job_that_pins_leave_no_room_for_is_promised_to_fail(short_dir: Path) 
             row = result_of(api, real)
             assert (row["state"], row["error"]) == ("failed", dry["error"])
             assert "pin_share" in dry["error"]
+
+
+# --- chunks that were not used for some time ------------------------------------------------
+
+
+def pass_hour(node: NodeThread) -> None:
+    """Let the catalog's clock be an hour later than it is."""
+    catalog = node.service.catalog
+    node.call(lambda: catalog.tick(catalog._space.now + 3600))
+
+
+def drop(api: GatewayThread, query: str) -> Answer:
+    return send(api, "DELETE", f"/v1/chunks?{query}")
+
+
+def test_unused_chunks_are_dropped_as_they_were_counted(
+    api: GatewayThread, engine: Engine, node: NodeThread
+) -> None:
+    old, used = tokens_of(1, 3), tokens_of(2, 2)
+    engine.save(keys_of(engine, old, SALT), tenant=ANN)
+    engine.save(keys_of(engine, used))
+    flush(node.address)
+    pass_hour(node)
+    assert engine.load(keys_of(engine, used)) == 2
+    pass_hour(node)
+    pass_hour(node)
+    namespace = engine.ranks[0].attach.namespace.hex()
+    before = state_at_rest(node)
+    for query, chunks in (
+        ("all=true&older_than_s=8000", 0),
+        ("all=true&older_than_s=5000", 6),
+        ("tier=memory&older_than_s=5000", 3),
+        (f"namespace={namespace}&tier=disk&older_than_s=5e3", 3),
+        (f"tenant={ANN.hex()}&older_than_s=1000", 6),
+        ("all=true&older_than_s=1000.5", 10),
+    ):
+        counted = drop(api, f"{query}&dry_run=true")
+        assert (counted.status, counted.json["chunks"]) == (200, chunks), query
+    assert state_of(node) == before
+    dry = drop(api, "all=true&older_than_s=5000&dry_run=true").json
+    assert dry == {"chunks": 6, "bytes": 3 * (EXTENT_BYTES + STORED_BYTES), "dry_run": True}
+    real = drop(api, "all=true&older_than_s=5000")
+    assert (real.status, real.json["kind"]) == (202, "drop")
+    row = result_of(api, real.json)
+    assert (row["state"], row["result"]) == ("done", {"chunks": 6, "bytes": dry["bytes"]})
+    assert engine.load(keys_of(engine, used)) == 2
+    totals = node.service.catalog.totals()
+    assert (totals.resident_chunks, totals.tiers[DISK].chunks) == (2, 2)
+    assert drop(api, "all=true&older_than_s=5000&dry_run=true").json["chunks"] == 0
+
+
+def test_an_age_that_cannot_be_is_refused_and_drops_nothing(
+    api: GatewayThread, engine: Engine, node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save(keys_of(engine, tokens_of(1, 3)))
+    flush(node.address)
+    pass_hour(node)
+    before = state_at_rest(node)
+    for age in ("", "0", "0.9", "-1", "nan", "1e999", "x", "1h", "true", "null", "%ff", "1_0"):
+        for more in ("", "&dry_run=true"):
+            answer = drop(api, f"all=true&older_than_s={age}{more}")
+            assert (answer.status, answer.json["error"][:13]) == (400, "older_than_s:"), age
+    for query, reason in (
+        ("older_than_s=10", "all=true"),
+        ("tier=fs&older_than_s=10", "shared tiers"),
+        (f"namespace={'0' * 64}&older_than_s=10", "unknown"),
+    ):
+        for more in ("", "&dry_run=true"):
+            answer = drop(api, query + more)
+            assert (answer.status, reason in answer.json["error"]) == (400, True), answer.json
+    monkeypatch.setattr(jobs, "MOST_RUNNING", 0)
+    for more in ("", "&dry_run=true"):
+        assert drop(api, f"all=true&older_than_s=10{more}").status == 503
+    assert state_of(node) == before
+
+
+def test_an_older_service_does_not_take_the_age_for_nothing() -> None:
+    """It knows no such request; as a `Clear` with a field that it does not know, it would drop."""
+    asked = msgspec.json.encode(DropUnused(older_than_s=60.0))
+    assert asked == b'{"do":"drop_unused","older_than_s":60.0}'

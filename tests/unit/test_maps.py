@@ -35,6 +35,9 @@ class OrderedMapMachine(RuleBasedStateMachine):
         super().__init__()
         self.map = OrderedMap[bytes, int]()
         self.model: OrderedDict[bytes, int] = OrderedDict()
+        self.division = self.map.divide()
+        self.moved: set[bytes] = set()
+        """Keys that were appended or moved to the end since the division."""
 
     absent = precondition(lambda self: len(self.model) < len(KEYS))
     present = precondition(lambda self: self.model)
@@ -46,17 +49,21 @@ class OrderedMapMachine(RuleBasedStateMachine):
         self.model[key] = value
         self.model.move_to_end(key, last=last)
         (self.map.append if last else self.map.prepend)(key, value)
+        (self.moved.add if last else self.moved.discard)(key)
 
     @present
     @rule(data=st.data())
     def pop(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(list(self.model)))
         assert self.map.pop(key) == self.model.pop(key)
+        self.moved.discard(key)
 
     @present
     @rule(data=st.data(), value=st.integers(0, 9))
     def change(self, data: st.DataObject, value: int) -> None:
         key = data.draw(st.sampled_from(KEYS))
+        if key not in self.model:
+            self.moved.add(key)
         self.map[key] = self.model[key] = value
 
     @rule(data=st.data())
@@ -77,12 +84,19 @@ class OrderedMapMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(list(self.model)))
         self.map.to_front(key)
         self.model.move_to_end(key, last=False)
+        self.moved.discard(key)
+
+    @rule()
+    def divide(self) -> None:
+        self.division = self.map.divide()
+        self.moved.clear()
 
     def _move(self, keys: list[bytes]) -> None:
         self.map.to_end(iter(keys))
         for key in keys:
             if key in self.model:
                 self.model.move_to_end(key)
+                self.moved.add(key)
 
     @invariant()
     def they_are_equal(self) -> None:
@@ -97,6 +111,11 @@ class OrderedMapMachine(RuleBasedStateMachine):
         for key in KEYS:
             assert (key in self.map) == (key in self.model)
             assert self.map.get(key) == self.model.get(key)
+
+    @invariant()
+    def a_walk_to_the_division_yields_what_was_not_moved_since(self) -> None:
+        found = [key for page in self.map.walk(self.division) for key, _ in page]
+        assert found == [key for key in self.model if key not in self.moved]
 
     @invariant()
     def no_page_is_kept_in_vain(self) -> None:

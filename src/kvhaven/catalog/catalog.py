@@ -4,7 +4,7 @@
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
-from kvhaven.catalog import audit, stats
+from kvhaven.catalog import audit, stats, unused
 from kvhaven.catalog.actions import (
     Acquisition,
     Action,
@@ -32,6 +32,7 @@ from kvhaven.catalog.sessions import Sessions
 from kvhaven.catalog.stats import CatalogStats, CatalogTotals, NamespaceStats, TenantStats
 from kvhaven.catalog.tier_spec import MEMORY, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.tiering import Tiers
+from kvhaven.catalog.unused import Counting
 from kvhaven.catalog.work import Job, Pace, Work
 from kvhaven.catalog.worth import Price, TierSpeed
 from kvhaven.errors import KVHavenError
@@ -731,6 +732,37 @@ class Catalog:
             places.append(self._tiers.own_index(tier).place)
         found = [place.usage(scope, parts) for place in places]
         return sum(chunks for chunks, _ in found), sum(bytes_ for _, bytes_ in found)
+
+    def drop_unused(
+        self,
+        older_than_s: float,
+        namespace: NamespaceDigest | None = None,
+        tier: TierName | None = None,
+        tenant: TenantId | None = None,
+        *,
+        dry_run: bool = False,
+    ) -> Counting:
+        """Return a job that drops the chunks of `clear` without a use in the last `older_than_s` s.
+
+        The caller runs it piece by piece, as `work` does with the catalog's own jobs. Its result is
+        the number of chunks and their bytes; with `dry_run`, it only counts. Chunks that are in use
+        stay, as do those of offline tiers. The last use is known to a second in memory and to
+        `DIVISION_S` in tiers, and chunks of which it is not known stay. Raises `KVHavenError` for
+        an unknown namespace or tier, for one that is offline, and for a shared tier, whose chunks
+        other nodes use, too.
+        """
+        scope = Scope(namespace, tenant)
+        self._owners.parts_of(scope)
+        named = () if tier in (None, MEMORY) else (self._tiers.own_index(tier),)
+        if any(not index.online for index in named):
+            raise KVHavenError(f"tier {tier} is offline: its chunks cannot be dropped")
+        return unused.drop(
+            self._space if tier in (None, MEMORY) else None,
+            tuple(self._tiers.own.values()) if tier is None else named,
+            scope,
+            self._space.now - older_than_s,
+            dry_run=dry_run,
+        )
 
     # Quotas
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Histograms, and the age of events that are counted instead of timed."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Final
 
@@ -56,16 +56,42 @@ class Marks:
     def __init__(self) -> None:
         self._values: list[int] = []
         self._times: list[float] = []
+        self._thinned = 0  # marks that were thinned, the oldest
+        self._stride = 1  # of so many marks, one of these was kept
 
     def mark(self, value: int, now: float) -> None:
-        """Record that the counter has this value now; at most one mark a second is kept."""
+        """Record that the counter has this value now.
+
+        At most one mark a second is kept, and after more than a day only some of them.
+        """
         if not self._times or (now >= self._times[-1] + 1 and value != self._values[-1]):
             self._values.append(value)
             self._times.append(now)
-            if len(self._times) > 2 * _MOST_MARKS:
-                del self._values[:_MOST_MARKS], self._times[:_MOST_MARKS]
+            if len(self._times) > self._thinned + 2 * _MOST_MARKS:
+                self._thin()
+
+    def value_at(self, time: float) -> int | None:
+        """Return the last known value at a time: the counter did not get it later; None: unknown.
+
+        A later value that the counter had by then is possible.
+        """
+        at = bisect_right(self._times, time)
+        return self._values[at - 1] if at else None
 
     def age(self, value: int, now: float) -> float:
         """Return the seconds since the counter got a value; at least, for one before all marks."""
         at = bisect_left(self._values, value)
         return max(0.0, now - self._times[at]) if at < len(self._times) else 0.0
+
+    def _thin(self) -> None:
+        """Keep one of `_stride` of the oldest marks."""
+        end = self._thinned + _MOST_MARKS
+        values, times = self._values, self._times
+        values[self._thinned : end] = values[self._thinned : end : self._stride]
+        times[self._thinned : end] = times[self._thinned : end : self._stride]
+        self._thinned += -(-_MOST_MARKS // self._stride)
+        while self._thinned > _MOST_MARKS // 4:
+            values[: self._thinned] = values[: self._thinned : 2]
+            times[: self._thinned] = times[: self._thinned : 2]
+            self._thinned -= self._thinned // 2
+            self._stride *= 2

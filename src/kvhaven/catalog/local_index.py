@@ -2,20 +2,23 @@
 """Index of a local tier: its chunks, and their eviction by capacity and quotas."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from kvhaven.catalog.actions import Action, TierDelete
 from kvhaven.catalog.entries import Holding, NamespaceState, Tenant
 from kvhaven.catalog.ghosts import Ghosts, Reason
+from kvhaven.catalog.histograms import Marks
 from kvhaven.catalog.holdings import Place, Scope, scopes_over
 from kvhaven.catalog.tier_spec import TierFigures, TierSpec, TierTransfers
-from kvhaven.catalog.work import Job, Work
+from kvhaven.catalog.work import Job, Pace, Work
 from kvhaven.errors import KVHavenError
 from kvhaven.maps import OrderedMap
 from kvhaven.types import ChunkKey
 
+DIVISION_S = 10.0
+"""Interval in seconds to which the last use of a chunk in a tier is known."""
 _MOST_CLEARED = 1024
 """Maximum number of clears remembered for chunks that a scan may still find; beyond, all chunks
 that it finds are deleted."""
@@ -82,6 +85,29 @@ class LocalTierIndex(TierTransfers):
         self._complete = False  # since the last scan began, a scan was complete
         self._scanned = False
         self._cleared: dict[Scope, int] = {}  # with the number of scans begun before
+        self._uses = Marks()  # of divisions of `stored`
+        self._divide_at = float("-inf")
+
+    @property
+    def pace(self) -> Pace:
+        """Length of a piece of work on its chunks."""
+        return self._work.pace
+
+    def tick(self, now: float) -> None:
+        """Set the time in seconds, so that it is known later which chunks were used since."""
+        if now >= self._divide_at:
+            self._divide_at = now + DIVISION_S
+            self._uses.mark(self.stored.divide(), now)
+
+    def unused_since(self, time: float) -> Iterator[list[tuple[ChunkKey, Stored]]]:
+        """Yield the chunks that were not used after a time, page by page, the oldest first.
+
+        Left out are those that were used in the last `DIVISION_S` before it, or about then. For
+        chunks that a scan found, the time before the start counts as without use. Chunks may come
+        and go between two pages.
+        """
+        division = self._uses.value_at(time)
+        return iter(()) if division is None else self.stored.walk(division)
 
     def resize(self, capacity_bytes: int) -> None:
         """Set the capacity, and evict the excess."""

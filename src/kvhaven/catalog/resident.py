@@ -229,7 +229,9 @@ class ResidentChunks(Generic[S]):
             self.announcer.note(entry, added=True)
         self.list(entry)
         # If it has a child in the arena, publishing the child puts the chain in order.
-        if not (entry.children or entry.tail):
+        if entry.children or entry.tail:
+            self._stamp([entry])
+        else:
             self.arrange([e for e in self.chain(entry) if e.listed])
 
     def list(self, entry: Entry) -> None:
@@ -249,6 +251,11 @@ class ResidentChunks(Generic[S]):
         """Return the seconds since a chunk came to memory, and since its last use there."""
         born = self._births.age(entry.extent.generation, self.now)
         return born, self._uses.age(entry.stamp, self.now)
+
+    def stamp_at(self, time: float) -> int:
+        """Return a stamp: chunks with this one, or a lower one, were not used after a time."""
+        stamp = self._uses.value_at(time)
+        return -1 if stamp is None else stamp
 
     def touch(self, entries: Sequence[Entry]) -> None:
         """Record a use of resident full chunks of one namespace, given from head to tail."""

@@ -141,6 +141,8 @@ class Tiers:
         self._now = max(self._now, now)
         for presence in self.shared.values():
             presence.now = max(presence.now, now)
+        for index in self.own.values():
+            index.tick(self._now)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Record a use of these chunks, given from tail to head, in every tier."""

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -60,6 +60,14 @@ def switch(given: Mapping[str, str], name: str) -> bool:
     if text not in {"true", "false"}:
         raise KVHavenError(f"{name}: malformed (got {text[:32]!r}); expected true or false")
     return text == "true"
+
+
+def number(given: Mapping[str, str], name: str, kind: Any) -> float:
+    """Return a number of a query. Raises `KVHavenError` if it is not of this (annotated) type."""
+    try:
+        return float(msgspec.json.decode(given[name].encode(errors="replace"), type=kind))
+    except msgspec.DecodeError as error:
+        raise KVHavenError(f"{name}: not valid ({error})") from error
 
 
 def audit(request: web.Request, done: str) -> None:

@@ -18,7 +18,7 @@ from kvhaven.catalog.ghosts import Reason
 from kvhaven.errors import KVHavenError, ServiceUnavailableError
 from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
-from kvhaven.gateway.answers import answered, audit, hex_of, json_of, problem, switch
+from kvhaven.gateway.answers import answered, audit, hex_of, json_of, number, problem, switch
 from kvhaven.gateway.engine_server import EngineServer
 from kvhaven.gateway.history import History
 from kvhaven.gateway.metrics import CONTENT_TYPE, Requests, text_of
@@ -37,7 +37,7 @@ from kvhaven.service.pins import PinRow
 from kvhaven.service.reuse import decoded
 from kvhaven.service.runtime_settings import Config
 from kvhaven.service.snapshot import EngineRow, NamespaceRow, TenantRow
-from kvhaven.service.steering_messages import GetConfig
+from kvhaven.service.steering_messages import Age, Dropped, DropUnused, GetConfig
 from kvhaven.types import KEY_BYTES, TENANT_BYTES, TenantId
 
 T = TypeVar("T")
@@ -303,11 +303,20 @@ class Gateway:
                 f"tier: not memory or a local tier (got {tier[:64]!r}); expected one of "
                 f"{', '.join(sorted(local))}. `kvhaven clear` clears shared tiers"
             )
+        if "older_than_s" in given:
+            age = number(given, "older_than_s", Age)
+            unused = DropUnused(
+                older_than_s=age, namespace=namespace, tier=tier, tenant=tenant, dry_run=dry_run
+            )
+            answer = await self._observer.steer(unused)
+            if not dry_run:
+                audit(request, f"status {answer.status}")
+            return answered(answer)
         cleared = await self._observer.clear(namespace, tier, tenant, dry_run=dry_run)
         if not dry_run:
             audit(request, f"dropped {cleared.chunks} chunks, {cleared.bytes} bytes")
             await self._observer.refresh()
-        return json_of(models.Dropped(cleared.chunks, cleared.bytes, dry_run))
+        return json_of(Dropped(cleared.chunks, cleared.bytes, dry_run))
 
     # --- streams ----------------------------------------------------------------------------
 

@@ -294,11 +294,3 @@ class Requests(msgspec.Struct, frozen=True):
 
     rows: list[RequestRow]
     next: str | None
-
-
-class Dropped(msgspec.Struct, frozen=True):
-    """Chunks that were dropped, or with `dry_run` would be. A chunk in two places counts twice."""
-
-    chunks: int
-    bytes: int
-    dry_run: bool

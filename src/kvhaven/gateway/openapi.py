@@ -10,6 +10,7 @@ from kvhaven import __version__
 from kvhaven.catalog.ghosts import Reason
 from kvhaven.gateway.models import Problem
 from kvhaven.gateway.sorting import MOST_CURSOR, MOST_SORTED, columns
+from kvhaven.service.steering_messages import MOST_AGE_S
 
 _SCHEMA: Final = "#/components/schemas/{name}"
 _TEXT: Final = {"type": "string"}
@@ -145,9 +146,15 @@ SELECTOR: Final[Sequence[Parameter]] = (
         "schema": {"type": "string", "maxLength": 64},
     },
     {
+        "name": "older_than_s",
+        "in": "query",
+        "description": "Only chunks without a use in so many seconds, as far as it is known.",
+        "schema": {"type": "number", "minimum": 1, "maximum": MOST_AGE_S},
+    },
+    {
         "name": "all",
         "in": "query",
-        "description": "Needed to drop everything, without another parameter.",
+        "description": "Needed to drop everything, without namespace, tenant and tier.",
         "schema": {"type": "boolean", "default": False},
     },
     DRY_RUN,
@@ -252,7 +259,7 @@ def _response(route: Route, status: int) -> dict[str, Any]:
     found: dict[str, Any] = {"description": _MEANINGS[status]}
     if status == _OK and route.plan is not None:
         return {
-            "description": "The answer to a dry run.",
+            "description": "The answer to a dry run, or to a change without a job.",
             "content": {"application/json": {"schema": _reference(route.plan)}},
         }
     own = status in _DONE or (status in _STATES and _shows_health(route))

@@ -30,6 +30,7 @@ from kvhaven.service.snapshot import EngineRow, NamespaceRow, TenantRow
 from kvhaven.service.steering_messages import (
     ChunkRow,
     Drained,
+    Dropped,
     EndedPin,
     Found,
     TenantQuota,
@@ -214,10 +215,11 @@ ROUTES: Final = (
     Route(
         "/v1/chunks",
         "drop_chunks",
-        "Drop chunks from memory and local tiers.",
-        models.Dropped,
-        (200, 400, 401, 403, 503),
+        "Drop chunks from memory and local tiers; with `older_than_s`, as a job.",
+        JobRow,
+        (200, 202, 400, 401, 403, 503),
         SELECTOR,
         method="delete",
+        plan=Dropped,
     ),
 )

@@ -21,8 +21,8 @@ from kvhaven.gateway.observer import Observer
 from kvhaven.protocol import MOST_ROWS, ListKind
 
 MOST_SORTED: Final = 10_000
-"""Rows of a list that is sorted. To collect them takes at least 2 s, as the observer pauses after pages,
-and 0.1 s of the service, in pieces."""
+"""Rows of a list that is sorted. To collect them takes at least 2 s, as the observer pauses after
+each page, and 0.1 s of the service, in pieces."""
 MOST_CURSOR: Final = 1024
 _KEPT_S: Final = 1.0
 _MOST_TEXT: Final = 64

@@ -12,6 +12,7 @@ import msgspec
 
 from kvhaven.catalog.actions import LeaseId, TierName
 from kvhaven.catalog.tier_spec import MEMORY, WriteMode
+from kvhaven.catalog.unused import Counting
 from kvhaven.errors import KVHavenError
 from kvhaven.peers.tier import PeerTier
 from kvhaven.protocol import KeyList, Steer, Steered, batches, tenant_of
@@ -31,6 +32,8 @@ from kvhaven.service.steering_messages import (
     Configure,
     Drain,
     Drained,
+    Dropped,
+    DropUnused,
     EndedPin,
     FlushAll,
     Found,
@@ -108,10 +111,11 @@ class Steering:
             return None
         if isinstance(request, LookUp):
             return self._look_up(connection, message.id, request)
+        later = ChainJob | DropUnused
         if (
             isinstance(request, PinChain)
             or (isinstance(request, Configure) and request.persist)
-            or (request.dry_run and isinstance(request, ChainJob))
+            or (request.dry_run and isinstance(request, later))
         ):
             self._spawn(self._answer_later(connection, message.id, request))
             return None
@@ -122,6 +126,8 @@ class Steering:
     def _answer(self, request: AnyRequest) -> tuple[int, msgspec.Struct]:
         if isinstance(request, ChainJob):
             return 202, self._start(request)
+        if isinstance(request, DropUnused):
+            return 202, self._jobs.start("drop", self._counted(self._unused(request)))
         if isinstance(request, FlushAll):
             return self._flush_all(request)
         if isinstance(request, Drain):
@@ -271,15 +277,21 @@ class Steering:
         )
 
     async def _answer_later(
-        self, connection: Connection, id_: int, request: PinChain | Configure | ChainJob
+        self,
+        connection: Connection,
+        id_: int,
+        request: PinChain | Configure | ChainJob | DropUnused,
     ) -> None:
-        """Pin a chain, persist settings, or answer a dry run that has to look a chain up first."""
+        """Pin a chain, persist settings, or answer a dry run that has to look at many chunks."""
         status, answer = 200, msgspec.Struct()
         with _failures_answered(connection, id_):
             if isinstance(request, Configure):
                 answer = await self._settings.persist(
                     request.values, dry_run=request.dry_run, version=request.version
                 )
+            elif isinstance(request, DropUnused):
+                self._jobs.require_room()
+                answer = Dropped(**await self._counted(self._unused(request)), dry_run=True)
             elif isinstance(request, ChainJob):
                 answer = await self._plan(request)
             elif request.dry_run:
@@ -366,6 +378,27 @@ class Steering:
 
     async def _flush(self, wait_s: float) -> Result:
         return {"outstanding_writes": await self._admin.flush(wait_s)}
+
+    def _unused(self, request: DropUnused) -> Counting:
+        """Return the job of the catalog. Raises `KVHavenError` if the request is not valid."""
+        return self._driver.catalog.drop_unused(
+            request.older_than_s,
+            NamespaceDigest(request.namespace) if request.namespace else None,
+            TierName(request.tier) if request.tier else None,
+            tenant_of(request.tenant) or None,
+            dry_run=request.dry_run,
+        )
+
+    async def _counted(self, pieces: Counting) -> Result:
+        """Run a job of the catalog; return the chunks and bytes that it counted."""
+        while True:
+            with self._driver.event():
+                try:
+                    next(pieces)
+                except StopIteration as end:
+                    chunks, bytes_ = end.value
+                    return {"chunks": chunks, "bytes": bytes_}
+            await asyncio.sleep(0)
 
     # --- tiers and the service --------------------------------------------------------------
 

@@ -17,9 +17,11 @@ from kvhaven.types import KEY_BYTES, TENANT_BYTES
 
 MOST_TTL_S: Final = 30 * 86400.0
 MOST_WAIT_S: Final = 3600.0
+MOST_AGE_S: Final = 365 * 86400
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_WAIT_S)]
 Ttl = Annotated[float, msgspec.Meta(gt=0, le=MOST_TTL_S)]
+Age = Annotated[float, msgspec.Meta(ge=1, le=MOST_AGE_S)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
 
 
@@ -127,6 +129,19 @@ class Drain(Request, frozen=True, tag="drain"):
     wait_s: Seconds
 
 
+class DropUnused(Request, frozen=True, tag="drop_unused"):
+    """Drop chunks without a use in the last `older_than_s` seconds, as a job.
+
+    Those of a namespace (digest; empty: of all), of a tenant (empty: of all) and of a tier (empty:
+    memory and the local tiers).
+    """
+
+    older_than_s: Age
+    namespace: bytes = b""
+    tier: str = ""
+    tenant: Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)] = b""
+
+
 class GetJob(Request, frozen=True, tag="job"):
     """A job by its id."""
 
@@ -146,6 +161,7 @@ AnyRequest = (
     | SetQuotas
     | FlushAll
     | Drain
+    | DropUnused
     | GetJob
     | GetChunk
 )
@@ -189,6 +205,14 @@ class ChunkRow(msgspec.Struct, frozen=True):
     writes: int
     age_s: float | None
     idle_s: float | None
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """Chunks that were dropped, or with `dry_run` would be. A chunk in two places counts twice."""
+
+    chunks: int
+    bytes: int
+    dry_run: bool
 
 
 class TierState(msgspec.Struct, frozen=True):

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks that have not been used for some time: counted, or dropped, piece by piece."""
+
+from collections.abc import Generator, Sequence
+
+from kvhaven.catalog.allocation import S
+from kvhaven.catalog.entries import Entry, State
+from kvhaven.catalog.holdings import Scope
+from kvhaven.catalog.local_index import LocalTierIndex
+from kvhaven.catalog.resident import ResidentChunks
+
+Counting = Generator[None, None, tuple[int, int]]
+"""Job that returns a number of chunks and their bytes."""
+
+
+def drop(
+    space: ResidentChunks[S] | None,
+    indexes: Sequence[LocalTierIndex],
+    scope: Scope,
+    until: float,
+    *,
+    dry_run: bool,
+) -> Counting:
+    """Drop the chunks of a scope that were not used after the time `until`, in seconds.
+
+    `space` is the arena, if its chunks are meant, too. Chunks that are in use stay, and those of
+    tiers that are offline. With `dry_run`, count them only.
+    """
+    chunks = bytes_ = 0
+    if space is not None:
+        chunks, bytes_ = yield from _drop_resident(space, scope, until, dry_run)
+    for index in indexes:
+        more = yield from _drop_stored(index, scope, until, dry_run)
+        chunks, bytes_ = chunks + more[0], bytes_ + more[1]
+    return chunks, bytes_
+
+
+def _drop_resident(space: ResidentChunks[S], scope: Scope, until: float, dry_run: bool) -> Counting:
+    last = space.stamp_at(until)
+    chunks = bytes_ = 0
+
+    def unused(entry: Entry) -> bool:
+        nonlocal chunks, bytes_
+        if (
+            entry.stamp > last
+            or entry.state is not State.RESIDENT
+            or entry.pinned
+            or entry.holding.cleared
+            or not scope.covers(entry.namespace)
+        ):
+            return False
+        chunks += 1
+        bytes_ += entry.extent.length
+        space.cleared += not dry_run
+        return not dry_run
+
+    yield from space.retire_all(unused)
+    return chunks, bytes_
+
+
+def _drop_stored(index: LocalTierIndex, scope: Scope, until: float, dry_run: bool) -> Counting:
+    chunks = bytes_ = looked = dropped = 0
+    for page in index.unused_since(until):
+        if not index.online:
+            break
+        for key, stored in page:
+            if key in index.reads or stored.holding.cleared or not scope.covers(stored.namespace):
+                continue
+            chunks += 1
+            bytes_ += stored.bytes
+            if not dry_run:
+                index.delete(key, stored.namespace)
+                dropped += 1
+        looked += len(page)
+        if looked >= index.pace.light or dropped >= index.pace.heavy:
+            yield
+            looked = dropped = 0
+    return chunks, bytes_

@@ -46,6 +46,9 @@ STREAMS: Final = "/events"
 DRY_RUN: Final = "dry_run"
 FEW: Final = 400
 _EACH: Final = 8
+_EXPECTED: Final = {200, 201, 202, 400, 401, 404, 409}
+_MORE: Final = 4
+"""Attempts at expected statuses that did not come yet: of 400 requests, 1 to 5 are 201 or 409."""
 _REFUSED: Final = 400
 _UNAVAILABLE: Final = 503
 _BUSY: Final = ("jobs: ", "the service at ")
@@ -83,6 +86,11 @@ class Cases:
     def sent(self) -> int:
         """Number of requests so far."""
         return sum(self.statuses.values())
+
+    @property
+    def reached(self) -> set[int]:
+        """Statuses of the answers so far."""
+        return {status for _, status in self.statuses}
 
     def run(self, count: int, *, token: bool, only_changes: bool = False) -> None:
         """Send so many or a few more, with the token or without; some of every operation."""
@@ -196,9 +204,12 @@ def test_no_request_fails_the_api_and_none_changes_anything_without_the_token(
         cases.run(count // 4, token=False, only_changes=True)
         assert seen_by(api) == before
         cases.run(count - cases.sent, token=True)
-        reached = {status for _, status in cases.statuses}
+        for _ in range(_MORE):
+            if cases.reached >= _EXPECTED:
+                break
+            cases.run(count // 4, token=True)
         seen = sorted((n, c, k) for (n, c), k in cases.statuses.items())
-        assert {200, 201, 202, 400, 401, 404, 409} <= reached, seen
+        assert cases.reached >= _EXPECTED, seen
         assert {name for name, _ in cases.statuses} == {
             f"{one.method.upper()} {one.path}" for one in cases.operations
         }

@@ -44,6 +44,8 @@ from kvhaven.types import (
 _SHARD: Final = 4 << 20
 _SHARDS: Final = 64
 _STREAMS: Final = 2
+_AT_ONCE: Final = 64
+"""Reads of a tier that a service has under way at most."""
 _ID: Final = ShardId(0, (0, 1), (0, 1))
 _SPACE: Final = Namespace(NamespaceDigest(b"f" * 32), {}, ShardTable((Shard(_ID, _SHARD),)))
 
@@ -137,7 +139,7 @@ async def _alternate(
 
 
 async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview]) -> None:
-    """Read all shards, as many at a time as the peer has threads, as in a service."""
+    """Read all shards, as many at a time as a service does; the peer's four threads share them."""
     waiting = list(enumerate(buffers))
 
     async def worker() -> None:
@@ -146,7 +148,7 @@ async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview]) -> None:
             key = ChunkKey(number.to_bytes(32, "big"))
             await tier.read(StoredShard(_SPACE.digest, key, _ID, _SHARD), buffer)
 
-    await asyncio.gather(*(worker() for _ in range(2 * _STREAMS)))
+    await asyncio.gather(*(worker() for _ in range(_AT_ONCE)))
 
 
 def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) -> float:

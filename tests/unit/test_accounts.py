@@ -12,7 +12,7 @@ from kvhaven.catalog.ghosts import Reason
 from kvhaven.catalog.misses import Gap
 from kvhaven.errors import KVHavenError
 from kvhaven.service.accounts import MOST_NAMESPACES, MOST_REQUESTS, OTHERS, Accounts, Question
-from kvhaven.service.engines import AttachedEngine
+from kvhaven.service.engines import AttachedEngine, Traffic
 from kvhaven.types import ChunkKey, NamespaceDigest, TenantId
 
 SIZE = 16
@@ -21,7 +21,8 @@ TIERS = ("disk", "s3")
 
 def engine_of(number: int = 0) -> AttachedEngine:
     digest = NamespaceDigest(number.to_bytes(32, "little"))
-    return cast(AttachedEngine, SimpleNamespace(id="e#1", digest=digest, chunk_tokens=SIZE))
+    engine = SimpleNamespace(id="e#1", digest=digest, chunk_tokens=SIZE, traffic=Traffic())
+    return cast(AttachedEngine, engine)
 
 
 def count(accounts: Accounts, found: bytes, gap: Gap | None, **asked: Any) -> None:

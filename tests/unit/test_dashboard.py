@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvhaven.catalog.ghosts import Reason
+from kvhaven.client.control import connect
 from kvhaven.client.scheduler import Asking
 from kvhaven.keys import tenant_id
-from tests.crash.engine import CHUNK_SIZE, Engine, prompt
+from tests.crash.engine import CHUNK_SIZE, SHARD_BYTES, Engine, prompt
 from tests.crash.node import NodeThread, eventually, flush, status_of
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
@@ -40,6 +41,7 @@ TABS = ("Requests", "Prompt", "Namespaces", "Tenants", "Pins", "Settings", "Log"
 ASKED = sum(10 * (4 + n % 5) + 3 for n in range(12)) + 60
 """Tokens of the scripted load."""
 MOST_BYTES = 60 << 10
+NONE = "\N{EN DASH}"
 
 PROBES = Path(__file__).parents[1] / "page_probes.js"
 """Functions that run in the page."""
@@ -237,6 +239,79 @@ def test_its_values_are_those_of_the_api(browser: Any, api: GatewayThread) -> No
     for setting in api.get("/config").json["settings"]:
         shown = page.locator(f"#rows tr[data-id={setting['name']}] [data-name=value]")
         assert shown.text_content() == setting["text"]
+    assert console.lines == []
+    page.context.close()
+
+
+def test_each_engine_has_its_rates(browser: Any, own: Loaded) -> None:
+    node, engine, api = own
+    page, console = opened(browser, api)
+    with Engine(node.address, engine="idle") as idle:
+        keys = prompt("rates", 4)
+        engine.save(keys)
+        for _ in range(3):
+            assert engine.load(keys) == 4
+        (row,) = (r for r in api.get("/v1/engines").json["rows"] if r["id"] == "engine#1")
+        name, other = "#engines tr[data-id='engine#1']", "#engines tr[data-id='idle#2']"
+
+        def as_counted() -> bool:
+            """Return whether the rate is that of all loads, over the time since the attach."""
+            rate = value(page, f"{name} [data-name=loaded_bytes]")
+            seconds = time.time() - row["since"]
+            return bool(0.5 <= rate * seconds / (12 * SHARD_BYTES) <= 2)
+
+        eventually(as_counted)
+        hit = row["found_tokens"] / row["asked_tokens"]
+        assert value(page, f"{name} [data-name=hit]") == pytest.approx(hit)
+        assert page.inner_text(f"{name} [data-name=hit]") == f"{100 * hit:.0f}%"
+        assert value(page, f"{name} [data-name=saved_bytes]") > 0
+        assert value(page, f"{name} [data-name=skipped_tokens]") == 0
+        page.wait_for_selector(other)
+        assert page.inner_text(f"{other} [data-name=hit]") == NONE
+        assert value(page, f"{other} [data-name=loaded_bytes]") == 0
+        with connect(node.address) as control:
+            control.limit(tenant_id("cid"), 0, None)
+        idle.save(prompt("skipped", 3), tenant=tenant_id("cid"))
+        skipped = f"{other} [data-name=skipped_tokens]"
+        eventually(lambda: value(page, skipped) == 3 * CHUNK_SIZE)
+        assert page.inner_text(skipped) == f"{3 * CHUNK_SIZE} tokens"
+    assert console.lines == []
+    page.context.close()
+
+
+def test_rates_are_of_the_window_and_before_the_page_was_opened_an_average(
+    browser: Any, api: GatewayThread
+) -> None:
+    page, console = opened(browser, api)
+    (real,) = api.get("/v1/engines").json["rows"]
+    hour, began = 3600.0, time.time()
+    counters = {"asked_tokens": 0, "found_tokens": 0, "saved_bytes": 0, "skipped_tokens": 0}
+    old = real | counters | {"id": "old", "since": began - 2 * hour, "loaded_bytes": 7_200_000}
+    young = old | {"id": "young", "since": began - hour / 2, "skipped_tokens": 1_800_000}
+
+    def answer(route: Any) -> None:
+        route.fulfill(json={"rows": [old, young], "next": None})
+
+    def rate(engine: str) -> float:
+        return value(page, f"#engines tr[data-id={engine}] [data-name=loaded_bytes]")
+
+    page.route("**/v1/engines*", answer)
+    page.select_option("#window", "3600")
+    page.wait_for_selector("#engines tr[data-id=old]")
+    assert rate("old") == pytest.approx(1000, rel=0.1)
+    assert rate("young") == pytest.approx(4000, rel=0.1)
+    tokens = page.locator("#engines tr[data-id=young] [data-name=skipped_tokens]")
+    assert tokens.inner_text() == "1.8 M tokens"
+    old["loaded_bytes"] += 3_600_000
+    eventually(lambda: rate("old") > 1500)
+    assert rate("old") == pytest.approx(2000, rel=0.1)
+    assert page.inner_text("#engines tr[data-id=old] [data-name=loaded_bytes]").endswith(" kB/s")
+    # Another engine of this name, of a service that has started again.
+    old |= {"since": time.time() - 1000, "loaded_bytes": 500_000}
+    eventually(lambda: rate("old") < 600)
+    assert rate("old") == pytest.approx(500, rel=0.1)
+    page.select_option("#window", "60")
+    eventually(lambda: rate("young") != pytest.approx(4000, rel=0.01))
     assert console.lines == []
     page.context.close()
 

@@ -14,12 +14,13 @@ import pytest
 
 from examples.demo.processes import free_port
 from kvhaven.client.control import connect
+from kvhaven.client.scheduler import Asking
 from kvhaven.config import Settings
 from kvhaven.keys import tenant_id
 from kvhaven.protocol import OBSERVE
 from kvhaven.service.snapshot import ServiceSnapshot
 from kvhaven.types import NO_TENANT, NamespaceDigest
-from tests.crash.engine import CHUNK_SIZE, MODEL, Engine, prompt
+from tests.crash.engine import CHUNK_SIZE, MODEL, SHARD_BYTES, Engine, prompt
 from tests.crash.node import MIB, NodeProcess, NodeThread, eventually, flush, settled
 from tests.unit.catalog_kit import namespace_of
 
@@ -345,6 +346,56 @@ def test_engines_are_listed_with_their_processes(node: NodeThread, api: GatewayT
     with Engine(node.address, more_fields=fields):
         (row,) = rows_of(api, "engines")
         assert (row["device"], row["block_tokens"], row["chunk_tokens"]) == ("hpu", 128, CHUNK_SIZE)
+
+
+def test_ranks_with_the_same_shard_save_it_once_and_each_load_it(
+    node: NodeThread, api: GatewayThread
+) -> None:
+    with Engine(node.address, 2, heads=1, model="shared") as engine:
+        keys = prompt("a", 3)
+        engine.save(keys)
+        assert engine.load(keys) == 3
+
+        def told() -> tuple[int, int]:
+            (row,) = rows_of(api, "engines")
+            return row["saved_bytes"], row["loaded_bytes"]
+
+        eventually(lambda: told() == (3 * SHARD_BYTES, 6 * SHARD_BYTES), 30)
+
+
+def test_engines_tell_what_they_asked_for_loaded_saved_and_could_not_save(
+    node: NodeThread, api: GatewayThread
+) -> None:
+    def told() -> tuple[int, ...]:
+        (row,) = (row for row in rows_of(api, "engines") if row["id"].startswith("engine#"))
+        return (
+            *(row["asked_tokens"], row["found_tokens"]),
+            *(row["loaded_bytes"], row["saved_bytes"], row["skipped_tokens"]),
+        )
+
+    chunk = 2 * SHARD_BYTES  # on both ranks together
+    with Engine(node.address, 2) as engine, Engine(node.address, engine="idle"):
+        assert told() == (0, 0, 0, 0, 0)
+        keys = prompt("a", 5)
+        engine.save(keys)
+        eventually(lambda: told() == (0, 0, 0, 5 * chunk, 0))
+        assert engine.load(keys[:3]) == 3
+        eventually(lambda: told() == (30, 30, 3 * chunk, 5 * chunk, 0))
+        for computed in (0, 20):
+            asking = Asking(CHUNK_SIZE * 5 + 3, computed, "r")
+            lease = engine.scheduler.acquire(keys[computed // CHUNK_SIZE :], about=asking)
+            assert lease is not None
+            engine.scheduler.client.release([lease.lease_id])  # nothing is loaded
+        eventually(lambda: told() == (136, 130, 3 * chunk, 5 * chunk, 0))
+        with connect(node.address) as control:
+            control.limit(ANN, 0, None)
+        engine.save(prompt("b", 4), tenant=ANN)
+        eventually(lambda: told()[2:] == (3 * chunk, 5 * chunk, 4 * CHUNK_SIZE))
+        node.service._saves.draining = True
+        engine.save(prompt("c", 2))
+        eventually(lambda: told()[2:] == (3 * chunk, 5 * chunk, 6 * CHUNK_SIZE))
+        (idle,) = (row for row in rows_of(api, "engines") if row["id"].startswith("idle#"))
+        assert (idle["asked_tokens"], idle["saved_bytes"], idle["skipped_tokens"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -292,15 +292,15 @@ class Catalog:
         """End a lease that was not and will not be reported to a rank; ignore an unknown one."""
         self._leases.release(session, lease_id)
 
-    def loaded(self, session: SessionId, lease_id: LeaseId, member: MemberId) -> None:
+    def loaded(self, session: SessionId, lease_id: LeaseId, member: MemberId) -> int:
         """Record that a rank's copy ended; the last rank's copy ends the lease.
 
-        Repeated calls, and unknown leases or members, are ignored. Raises `KVHavenError` for a
-        member that is not a rank of this session.
+        Returns the number of chunks that the rank could copy. Repeated calls, and unknown leases or
+        members, are ignored: 0. Raises `KVHavenError` for a member that is not a rank of this
+        session.
         """
         known = self._sessions.members.get(member)
-        if known is not None:
-            self._leases.loaded(session, lease_id, known)
+        return 0 if known is None else self._leases.loaded(session, lease_id, known)
 
     def gap(
         self,

@@ -214,8 +214,8 @@ class Leases:
         if home is not None and lease_id in home.leases:
             self._end(home, home.leases[lease_id])
 
-    def loaded(self, session: SessionId, lease_id: LeaseId, member: Member) -> None:
-        """Record that a rank's copy from a lease has ended.
+    def loaded(self, session: SessionId, lease_id: LeaseId, member: Member) -> int:
+        """Record that a rank's copy from a lease has ended; return its chunks (again: 0).
 
         Raises `KVHavenError` for a member of another session, and for a scheduler.
         """
@@ -225,10 +225,13 @@ class Leases:
             )
         home = self._sessions.sessions[session]
         lease = home.leases.get(lease_id)
-        if lease is not None:
-            lease.acked |= 1 << member.rank
-            if home.ended(lease):
-                self._end(home, lease)
+        if lease is None:
+            return 0
+        chunks = 0 if lease.acked >> member.rank & 1 else len(lease.slots)
+        lease.acked |= 1 << member.rank
+        if home.ended(lease):
+            self._end(home, lease)
+        return chunks
 
     def gone(self, home: Session, member: Member) -> None:
         """End the leases that only waited for a member that is proven gone."""

@@ -193,6 +193,9 @@ class Accounts:
         missed = _NOTHING
         counts = self._by_digest.get(engine.digest) or self._of(engine.digest)
         counts.asked += prompt
+        traffic = engine.traffic
+        traffic.asked_tokens += prompt
+        traffic.found_tokens += prompt - none
         totals = counts.sources
         for at, tokens in enumerate(sources):
             totals[at] += tokens

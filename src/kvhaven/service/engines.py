@@ -50,6 +50,24 @@ class AttachedProcess:
         return "scheduler" if self.rank is None else f"rank {self.rank}"
 
 
+class Traffic:
+    """Counters of an engine since it attached.
+
+    `asked_tokens` are those of prompts that were looked up, and `found_tokens` of these, in the
+    engine itself, in memory or in a tier. Bytes are counted on each rank, those of loads when the
+    rank has acknowledged them; the tail of a prompt counts as a chunk.
+    """
+
+    __slots__ = ("asked_tokens", "found_tokens", "loaded_bytes", "saved_bytes", "skipped_tokens")
+
+    def __init__(self) -> None:
+        self.asked_tokens = 0
+        self.found_tokens = 0
+        self.loaded_bytes = 0
+        self.saved_bytes = 0
+        self.skipped_tokens = 0
+
+
 class AttachedEngine:
     """One engine (a session). It is complete when all its ranks have attached and agree.
 
@@ -61,6 +79,7 @@ class AttachedEngine:
     def __init__(self, id_: SessionId, first: AttachRank) -> None:
         self.id = id_
         self.since = time.time()
+        self.traffic = Traffic()
         self.world_size = first.world_size
         self.digest = NamespaceDigest(first.namespace)
         self.fields = dict(first.fields)
@@ -100,6 +119,10 @@ class AttachedEngine:
     def bitmap(self, member: "AttachedProcess") -> int:
         """Return the shards of a member as bits of the table; 0 for a scheduler."""
         return 0 if member.rank is None else self.holdings.bitmaps[member.rank]
+
+    def rank_bytes(self, rank: int) -> int:
+        """Return the bytes of a chunk that a rank loads and saves."""
+        return sum(shard.payload_bytes for shard in self.shards[rank])
 
     def complete(self, table: ShardTable) -> None:
         """Record that all ranks have attached; `table` has the shards of all of them."""

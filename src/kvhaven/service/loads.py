@@ -171,8 +171,11 @@ class Loads:
             raise ProtocolError("a scheduler sent Loaded; only ranks load chunks")
         if member.session.namespace is None:
             return  # leases from before a restart of the service
+        session = member.session
+        bytes_ = session.rank_bytes(member.rank)
         for lease_id in message.lease_ids:
-            self._driver.catalog.loaded(member.session.id, LeaseId(lease_id), member.id)
+            chunks = self._driver.catalog.loaded(session.id, LeaseId(lease_id), member.id)
+            session.traffic.loaded_bytes += chunks * bytes_
             yield
 
     def _wait(self, wait: Wait) -> None:

@@ -99,6 +99,16 @@ class EngineRow(msgspec.Struct, frozen=True):
     """Digest in hex."""
     since: float
     """Time of the first attach, in seconds since 1970."""
+    asked_tokens: int
+    """Of prompts that were looked up, since then; all counters begin then."""
+    found_tokens: int
+    """Of these, in the engine's own cache, in memory or in a tier."""
+    loaded_bytes: int
+    """By all ranks, of chunks whose load they acknowledged. A prompt's tail counts as a chunk."""
+    saved_bytes: int
+    """By all ranks, of chunks that they wrote."""
+    skipped_tokens: int
+    """That could not be saved: for a quota, for space, or as the service is draining."""
 
 
 class NamespaceRow(msgspec.Struct, frozen=True):
@@ -277,7 +287,7 @@ def _namespace_row(id_: str, stats: NamespaceStats) -> NamespaceRow:
 
 
 def _engine_row(engine: AttachedEngine) -> EngineRow:
-    scheduler, fields = engine.scheduler, engine.fields
+    scheduler, fields, traffic = engine.scheduler, engine.fields, engine.traffic
     return EngineRow(
         id=engine.id,
         model=_field(fields, "model"),
@@ -293,6 +303,11 @@ def _engine_row(engine: AttachedEngine) -> EngineRow:
         scheduler_attached=scheduler is not None and scheduler.connection is not None,
         namespace=engine.digest.hex(),
         since=engine.since,
+        asked_tokens=traffic.asked_tokens,
+        found_tokens=traffic.found_tokens,
+        loaded_bytes=traffic.loaded_bytes,
+        saved_bytes=traffic.saved_bytes,
+        skipped_tokens=traffic.skipped_tokens,
     )
 
 

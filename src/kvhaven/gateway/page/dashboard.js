@@ -23,7 +23,7 @@ const PLACES = { free: "free", idle: "idle (cached)", leased: "leased", pinned: 
 const MEMORY_COLOURS = { idle: 0, leased: 1, pinned: 2, promoting: 3, reserved: 4, quarantined: 5, doomed: 5 };
 
 const seen = {
-  snapshot: null, stats: null, health: null, curve: null, engines: [],
+  snapshot: null, stats: null, health: null, curve: null, engines: [], traffic: new Map(),
   points: [], service: "", clock: 0, last: "", at: 0, error: "", token: "", log: [],
 };
 
@@ -350,6 +350,7 @@ function render() {
   drawMissed(window);
   drawTraffic();
   drawTiers();
+  if (seen.engines.length) drawEngines();
 }
 
 function drawMemory({ capacity, ...states }) {
@@ -440,9 +441,30 @@ function drawTiers() {
   ], seen.stats.tiers, undefined, "No tier is configured: chunks leave with the memory.");
 }
 
-async function drawEngines() {
-  const { rows } = await page("engines");
+async function readEngines() {
+  const { rows } = await page("engines"), time = now(), known = seen.traffic;
+  seen.traffic = new Map(rows.map((row) => {
+    const old = known.get(row.id), points = old?.at(-1).since === row.since ? old : [{ time: row.since }], last = points.length - 1;
+    if (last > 0 && points[last].time - points[last - 1].time < 10) points.pop();
+    points.push({ ...row, time });
+    while (points[1].time < time - HOUR_S - 20) points.shift();
+    return [row.id, points];
+  }));
   seen.engines = rows;
+  drawEngines();
+}
+
+/** Growth of an engine's counter in the window, in all and per second; before the page was opened, as on average since the attach. */
+function growth(id, name) {
+  const points = seen.traffic.get(id), end = points.at(-1), begin = Math.max(points[0].time, end.time - Number($("window").value));
+  const after = Math.max(1, points.findIndex(({ time }) => time > begin)), a = points[after - 1], b = points[after], old = a[name] ?? 0;
+  const total = end[name] - old - ((b[name] - old) * (begin - a.time)) / Math.max(1e-3, b.time - a.time);
+  return { total, rate: total / Math.max(1, end.time - begin) };
+}
+
+function drawEngines() {
+  const rate = (title, name) => ({ title, number: true, name, text: ({ id }) => `${short(growth(id, name).rate)}B/s`, value: ({ id }) => growth(id, name).rate });
+  const hit = ({ id }) => growth(id, "found_tokens").total / growth(id, "asked_tokens").total;
   table($("engines"), [
     { title: "Engine", text: ({ id }) => id },
     { title: "Model", text: ({ model }) => model ?? "–" },
@@ -455,7 +477,10 @@ async function drawEngines() {
     { title: "Ranks", number: true, name: "ranks", text: (row) => `${row.attached_ranks} of ${row.world_size}`, value: (row) => row.attached_ranks },
     { title: "Scheduler", text: (row) => row.scheduler_attached ? "✓ attached" : "✕ absent" },
     { title: "Attached", text: ({ since }) => `${duration(Math.max(0, now() - since))} ago` },
-  ], rows, undefined, "No engine is attached.");
+    { title: "Hit", number: true, name: "hit", text: (row) => percent(hit(row)), value: hit },
+    rate("Load", "loaded_bytes"), rate("Save", "saved_bytes"),
+    { title: "Skipped", number: true, name: "skipped_tokens", text: ({ id }) => `${short(growth(id, "skipped_tokens").total)} tokens`, value: ({ id }) => growth(id, "skipped_tokens").total },
+  ], seen.engines, undefined, "No engine is attached.");
 }
 
 // --- the lower part: why did it miss? -------------------------------------------------------
@@ -791,7 +816,7 @@ async function lists() {
   for (;;) {
     if (seen.snapshot && !document.hidden) {
       await Promise.allSettled([
-        drawEngines(), refresh(), drawServices(),
+        readEngines(), refresh(), drawServices(),
         json("v1/curve").then((curve) => { seen.curve = curve; drawCurve(); }),
       ]);
     }

@@ -5,6 +5,8 @@ Both move shards of 4 MiB over two connections from a process that keeps them in
 compute the xxh3-128 of what arrives, in threads at nice 10.
 
 - `peer.tcp`: 256 MiB over loopback: the protocol and the threads, not a network.
+  As many reads are under way as a service has at most, 64. `peer.tcp.few`: only as many as the peer
+  has threads, so that each waits for the event loop after each shard.
 - `peer.tcp.1g`, `peer.tcp.4g`: between two network namespaces, over a link that `tbf` limits to 1
   and 4 Gbit (root only).
 """
@@ -58,9 +60,14 @@ class _Plan:
     rounds: int
     wanted: float
     what: str
+    at_once: int = _AT_ONCE
 
 
-_LOOPBACK: Final = _Plan(_SHARDS, 15, 0.85, "bare sockets with xxh3")
+_BARE: Final = "bare sockets with xxh3"
+_LOOPBACK: Final = {
+    "peer.tcp": _Plan(_SHARDS, 15, 0.85, _BARE),
+    "peer.tcp.few": _Plan(_SHARDS, 15, 0.85, _BARE, at_once=2 * _STREAMS),
+}
 _THROUGH: Final = "bare sockets with xxh3 through the same link"
 _LINKS: Final = {
     "peer.tcp.1g": ("1gbit", _Plan(_SHARDS // 4, 5, 0.95, _THROUGH)),
@@ -71,7 +78,9 @@ _LINKS: Final = {
 def measure(say: Callable[[str], None]) -> list[Result]:
     """Measure all: medians of rounds that alternate."""
     with _sender("127.0.0.1") as ports:
-        results = [_compare("peer.tcp", "127.0.0.1", ports, _LOOPBACK, say)]
+        results = [
+            _compare(name, "127.0.0.1", ports, plan, say) for name, plan in _LOOPBACK.items()
+        ]
     try:
         with link() as ends, contextlib.ExitStack() as stack:
             with ends.far.inside():
@@ -103,7 +112,7 @@ def _compare(
 ) -> Result:
     with mmap.mmap(-1, _SHARD * plan.shards) as memory:
         views = [memoryview(memory)[at * _SHARD : (at + 1) * _SHARD] for at in range(plan.shards)]
-        rates, limits = asyncio.run(_alternate(host, ports, views, plan.rounds, say))
+        rates, limits = asyncio.run(_alternate(host, ports, views, plan, say))
         for view in views:
             view.release()
     return at_least(name, rates, "GB/s", limits, plan.wanted, plan.what)
@@ -113,7 +122,7 @@ async def _alternate(
     host: str,
     ports: tuple[int, int],
     buffers: Sequence[memoryview],
-    rounds: int,
+    plan: "_Plan",
     say: Callable[[str], None],
 ) -> tuple[list[float], list[float]]:
     peer_port, bare_port = ports
@@ -122,10 +131,10 @@ async def _alternate(
     bare = [socket.create_connection((host, bare_port)) for _ in range(_STREAMS)]
     rates, limits = [], []
     try:
-        for number in range(rounds + 1):
+        for number in range(plan.rounds + 1):
             limit = await asyncio.to_thread(_read_bare, bare, buffers)
             began = time.perf_counter()
-            await _read_peer(tier, buffers)
+            await _read_peer(tier, buffers, plan.at_once)
             rate = len(buffers) * _SHARD / (time.perf_counter() - began) / 1e9
             if number:  # the first round fills page tables
                 rates.append(rate)
@@ -138,8 +147,8 @@ async def _alternate(
     return rates, limits
 
 
-async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview]) -> None:
-    """Read all shards, as many at a time as a service does; the peer's four threads share them."""
+async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview], at_once: int) -> None:
+    """Read all shards, `at_once` at a time; the peer's four threads share them."""
     waiting = list(enumerate(buffers))
 
     async def worker() -> None:
@@ -148,7 +157,7 @@ async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview]) -> None:
             key = ChunkKey(number.to_bytes(32, "big"))
             await tier.read(StoredShard(_SPACE.digest, key, _ID, _SHARD), buffer)
 
-    await asyncio.gather(*(worker() for _ in range(_AT_ONCE)))
+    await asyncio.gather(*(worker() for _ in range(at_once)))
 
 
 def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) -> float:

@@ -56,7 +56,7 @@ class Process:
     told: int = 0
     saves: list["Part"] = field(default_factory=list)
     loads: list[tuple[Load, list[Copy]]] = field(default_factory=list)
-    unsent: list[Callable[[], None]] = field(default_factory=list)
+    unsent: list[Callable[[], object]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -352,7 +352,7 @@ class Engines:
         yield
         assert ready or catalog.stats().evictions == before, "evicted for an engine not ready"
 
-    def send(self, process: Process, message: Callable[[], None]) -> None:
+    def send(self, process: Process, message: Callable[[], object]) -> None:
         """Send a message, or keep it until the process is connected again."""
         if process.connected:
             message()

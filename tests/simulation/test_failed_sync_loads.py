@@ -101,3 +101,23 @@ def test_of_a_request_that_shares_them_and_computes_more(engine: Engine) -> None
     assert states == {"FINISHED_ERROR"}
     run(engine, "short", SHORT)
     run(engine, "long", LONG)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_connectors_of_a_multiconnector_follow_the_policy_of_the_engine(
+    policy: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives them configurations of their own, with the default policy."""
+    folders = [short_dir / "1", short_dir / "2"]
+    for folder in folders:
+        folder.mkdir()
+    with running_node(folders[0]) as one, running_node(folders[1]) as two:
+        setup = replace(SETUP, on_failed_load=policy, second_address=two.address)
+        setup = replace(setup, service_address=one.address)
+        engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
+        try:
+            assert engine.scheduler.recompute_kv_load_failures is (policy == "recompute")
+            for connector in engine.connector.sub_connectors:
+                assert connector._scheduler._asynchronous is (policy == "recompute")
+        finally:
+            engine.close()

@@ -113,9 +113,10 @@ def test_what_is_in_use_stays() -> None:
     for key in leased:
         node.catalog.tier_write_done(DISK, key, ok=True)
     tick(node, 302.0, 320.0, 340.0, 400.0)
-    # They were asked for at 100; at 300, two came to disk, and one to memory.
-    assert drop(node, 200.0) == (3, 2 * PAGE + STORED)
-    assert drop(node, 30.0) == (3, PAGE + 2 * STORED)
+    # They were asked for at 100; at 300, two came to disk, and one to memory, which the copy on
+    # disk remains for.
+    assert drop(node, 200.0) == (2, 2 * PAGE)
+    assert drop(node, 30.0) == (4, PAGE + 3 * STORED)
 
 
 def test_chunks_on_disk_go_by_their_last_use_since_the_start() -> None:
@@ -257,3 +258,22 @@ def test_marks_of_long_ago_are_thinned_but_known(monkeypatch: pytest.MonkeyPatch
         assert time - 200 <= value <= time
     assert marks.value_at(999.5) == 999
     assert marks.value_at(970.5) == 970
+
+
+def test_the_copies_in_a_tier_of_chunks_that_are_used_in_memory_stay() -> None:
+    node = Node(pages=16, tiers=[spec()])
+    tick(node, 100.0)
+    leased, used = keys_of("leased", 2), keys_of("used", 2)
+    node.save(leased + used)
+    node.writes()
+    for key in leased + used:
+        node.catalog.tier_write_done(DISK, key, ok=True)
+    node.acquire(leased)
+    tick(node, 102.0, 120.0, 1000.0)
+    node.catalog.release(node.session, node.acquire(used).lease_id)
+    tick(node, 1010.0)
+    node.catalog.take_actions()
+    for tier in (None, DISK):
+        for dry_run in (True, False):
+            assert counted(node.catalog.drop_unused(60.0, None, tier, dry_run=dry_run)) == (0, 0)
+    assert in_tier(node, leased + used) == 4

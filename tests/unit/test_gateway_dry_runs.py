@@ -12,7 +12,7 @@ from kvhaven.catalog import writebehind
 from kvhaven.catalog.actions import TierName
 from kvhaven.client.control import connect
 from kvhaven.keys import tenant_id
-from kvhaven.service import jobs
+from kvhaven.service import jobs, steering
 from kvhaven.service.steering_messages import DropUnused, SwitchTier
 from kvhaven.testing.faulty_tier import Faults
 from kvhaven.tiers.format.header import stored_bytes
@@ -418,3 +418,23 @@ def test_an_older_service_does_not_take_the_age_for_nothing() -> None:
     """It knows no such request; as a `Clear` with a field that it does not know, it would drop."""
     asked = msgspec.json.encode(DropUnused(older_than_s=60.0))
     assert asked == b'{"do":"drop_unused","older_than_s":60.0}'
+
+
+def test_counting_ends_before_the_api_gives_up_and_is_not_repeated_meanwhile(
+    api: GatewayThread, engine: Engine, node: NodeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(_: DropUnused) -> Iterator[None]:
+        while True:
+            yield
+
+    engine.save(prompt("p", 2))
+    wanted = "/v1/chunks?all=true&older_than_s=1&dry_run=true"
+    with monkeypatch.context() as patch:
+        patch.setattr(steering, "_COUNT_S", 0.01)
+        patch.setattr(node.service._steering, "_unused", endless)
+        assert "too many chunks to count" in send(api, "DELETE", wanted).json["error"]
+    with monkeypatch.context() as patch:
+        patch.setattr(node.service._steering, "_counting", True)
+        refused = send(api, "DELETE", wanted)
+    assert (refused.status, "another dry run" in refused.json["error"]) == (409, True)
+    assert send(api, "DELETE", wanted).status == 200

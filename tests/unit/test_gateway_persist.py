@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that are changed through the API and written to the settings file."""
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,26 @@ def test_no_other_change_comes_between(short_dir: Path, monkeypatch: pytest.Monk
             writer.join()
         assert row_of(api, "pin_share")["value"] == 0.5
         assert post(api, "/config", {"verify_memory": "off"}).status == 200
+
+
+def test_a_file_system_that_hangs_delays_neither_changes_for_ever_nor_the_end(
+    short_dir: Path,
+) -> None:
+    """A pipe that nobody writes stands for it: to open it waits."""
+    file = short_dir / "k.yaml"
+    file.write_text("disk_write: behind\n")
+    node = NodeProcess(short_dir / "s.sock", short_dir / "log", config_file=file)
+    with node, steerable(node, short_dir) as api:
+        file.unlink()
+        os.mkfifo(file)
+        hung = post(api, "/config?persist=true", {"disk_write": "through"})
+        assert hung.status == 409
+        assert "its file system does not answer" in hung.json["error"]
+        assert row_of(api, "disk_write")["value"] == "behind"
+        refused = post(api, "/config", {"verify_memory": "off"})
+        assert "being written to the settings file" in refused.json["error"]
+        with file.open("w") as pipe:  # it answers again: reads end
+            pipe.write("[")
+        eventually(lambda: post(api, "/config", {"verify_memory": "off"}).status == 200)
+        assert post(api, "/config?persist=true", {"disk_write": "through"}).status == 409
+        node.stop()

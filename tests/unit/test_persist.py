@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhaven.config import load_settings
+from kvhaven.config import Resolved, load_settings, persist
 from kvhaven.config.persist import write_settings
 from kvhaven.errors import ConfigError
 
@@ -81,8 +81,12 @@ def test_only_the_values_change(
         "log_level: [\n",
         "log_level: INFO\nlog_level: INFO\n",
         b"log_level: \xff\n",
+        "? [a, b]\n: 1\n",
+        "a: &a [*a]\n",
+        "log_lebel: INFO\n",
+        "max_local_cpu_size: 16MiB\nwrite_queue_size: 1GiB\n",
     ],
-    ids=range(7),
+    ids=range(11),
 )
 def test_a_file_that_cannot_be_edited_remains(tmp_path: Path, before: str | bytes) -> None:
     file = tmp_path / "kvhaven.yaml"
@@ -154,3 +158,44 @@ def test_a_link_is_followed_and_a_full_or_closed_directory_is_said(
     file.unlink()
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         written(link, disk_write="behind")
+
+
+def test_somebody_elses_change_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("disk_write: behind\n")
+
+    def loaded(**given: Any) -> Resolved:
+        file.write_text("disk_write: behind\nlog_level: DEBUG\n")
+        return load_settings(**given)
+
+    monkeypatch.setattr(persist, "load_settings", loaded)
+    with pytest.raises(ConfigError, match="changed meanwhile"):
+        written(file, disk_write="through")
+    assert file.read_text() == "disk_write: behind\nlog_level: DEBUG\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["k.yaml"]
+
+
+def test_what_is_not_wanted_any_more_is_not_written(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("disk_write: behind\n")
+    write_settings(file, {"disk_write": "through"}, dry_run=False, wanted=lambda: False)
+    assert file.read_text() == "disk_write: behind\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_the_owner_remains_and_a_dry_run_knows_if_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("disk_write: behind\n")
+    os.chown(file, 1234, 1235)
+    written(file, disk_write="through")
+    assert (file.stat().st_uid, file.stat().st_gid) == (1234, 1235)
+
+    def refuse(*_: int) -> None:
+        raise PermissionError(1, os.strerror(1))
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    with pytest.raises(ConfigError, match="cannot be written: Operation not permitted"):
+        write_settings(file, {"disk_write": "behind"}, dry_run=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["k.yaml"]

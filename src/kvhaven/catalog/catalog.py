@@ -757,10 +757,11 @@ class Catalog:
         if any(not index.online for index in named):
             raise KVHavenError(f"tier {tier} is offline: its chunks cannot be dropped")
         return unused.drop(
-            self._space if tier in (None, MEMORY) else None,
+            self._space,
             tuple(self._tiers.own.values()) if tier is None else named,
             scope,
             self._space.now - older_than_s,
+            resident=tier in (None, MEMORY),
             dry_run=dry_run,
         )
 

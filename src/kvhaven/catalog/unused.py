@@ -1,42 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks that have not been used for some time: counted, or dropped, piece by piece."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 from kvhaven.catalog.allocation import S
 from kvhaven.catalog.entries import Entry, State
 from kvhaven.catalog.holdings import Scope
-from kvhaven.catalog.local_index import LocalTierIndex
+from kvhaven.catalog.local_index import LocalTierIndex, Stored
 from kvhaven.catalog.resident import ResidentChunks
+from kvhaven.types import ChunkKey
 
 Counting = Generator[None, None, tuple[int, int]]
 """Job that returns a number of chunks and their bytes."""
 
 
 def drop(
-    space: ResidentChunks[S] | None,
+    space: ResidentChunks[S],
     indexes: Sequence[LocalTierIndex],
     scope: Scope,
     until: float,
     *,
+    resident: bool,
     dry_run: bool,
 ) -> Counting:
     """Drop the chunks of a scope that were not used after the time `until`, in seconds.
 
-    `space` is the arena, if its chunks are meant, too. Chunks that are in use stay, and those of
-    tiers that are offline. With `dry_run`, count them only.
+    `space` is the arena; its own chunks are dropped if `resident`. Chunks that are in use stay,
+    also in tiers if they are used in the arena, and those of tiers that are offline. With
+    `dry_run`, count them only.
     """
     chunks = bytes_ = 0
-    if space is not None:
-        chunks, bytes_ = yield from _drop_resident(space, scope, until, dry_run)
+    last = space.stamp_at(until)
+    if resident:
+        chunks, bytes_ = yield from _drop_resident(space, scope, last, dry_run)
     for index in indexes:
-        more = yield from _drop_stored(index, scope, until, dry_run)
+        pages = index.unused_since(until)
+        more = yield from _drop_stored(space, index, pages, scope, last, dry_run)
         chunks, bytes_ = chunks + more[0], bytes_ + more[1]
     return chunks, bytes_
 
 
-def _drop_resident(space: ResidentChunks[S], scope: Scope, until: float, dry_run: bool) -> Counting:
-    last = space.stamp_at(until)
+def _drop_resident(space: ResidentChunks[S], scope: Scope, last: int, dry_run: bool) -> Counting:
     chunks = bytes_ = 0
 
     def unused(entry: Entry) -> bool:
@@ -58,13 +62,23 @@ def _drop_resident(space: ResidentChunks[S], scope: Scope, until: float, dry_run
     return chunks, bytes_
 
 
-def _drop_stored(index: LocalTierIndex, scope: Scope, until: float, dry_run: bool) -> Counting:
+def _drop_stored(
+    space: ResidentChunks[S],
+    index: LocalTierIndex,
+    pages: Iterable[Sequence[tuple[ChunkKey, Stored]]],
+    scope: Scope,
+    last: int,
+    dry_run: bool,
+) -> Counting:
     chunks = bytes_ = looked = dropped = 0
-    for page in index.unused_since(until):
+    for page in pages:
         if not index.online:
             break
         for key, stored in page:
             if key in index.reads or stored.holding.cleared or not scope.covers(stored.namespace):
+                continue
+            entry = space.entries.get(key)
+            if entry is not None and (entry.pinned or entry.stamp > last):
                 continue
             chunks += 1
             bytes_ += stored.bytes

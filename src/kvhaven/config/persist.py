@@ -4,41 +4,56 @@
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import yaml
 
-from kvhaven.config.load import check_value
+from kvhaven.config.load import check_value, load_settings
 from kvhaven.config.sources import RENAMED, RawValue, parse_yaml, read_text
 from kvhaven.errors import ConfigError
 
 _NAMED_BY: Final = "the service"
 _MODE: Final = 0o7777
+_ADVICE: Final = "make its directory writable for the service, or edit the file by hand"
 
 
-def write_settings(path: Path, values: Mapping[str, object], *, dry_run: bool) -> dict[str, str]:
+def write_settings(
+    path: Path,
+    values: Mapping[str, object],
+    *,
+    dry_run: bool,
+    wanted: Callable[[], bool] = lambda: True,
+) -> dict[str, str]:
     """Set the values of settings in a YAML file, and return the origin of each setting in it.
 
     The file is replaced as a whole, with its owner and mode, or remains as it was. A link is
-    followed. With `dry_run`, nothing is written. Raises `ConfigError` if the file cannot be read or
-    written, is not valid, or is written in a way that cannot be edited (aliases, for example).
+    followed. With `dry_run`, or if it is not `wanted` any more once all is ready, it remains.
+
+    Raises `ConfigError` if the file cannot be read or written, if a service could not start with
+    it, if it is written in a way that cannot be edited (aliases, for example), or if somebody else
+    changes it meanwhile.
     """
     target = Path(os.path.realpath(path))
-    before = read_text(path, _NAMED_BY)
-    after = _edited(before, values, path)
-    found = _verified(before, after, values, path)
     try:
-        if dry_run:
-            _require_writable(target.parent)
-        else:
-            _replace(target, after)
+        before = read_text(target, _NAMED_BY)
+        after = _edited(before, values, path)
+        found = _verified(before, after, values, path)
+        with _ready(target, after) as temporary:
+            _require_loadable(temporary, path)
+            if read_text(target, _NAMED_BY) != before:
+                raise ConfigError(f"settings file {path} was changed meanwhile; try again")
+            if not dry_run and wanted():
+                temporary.replace(target)
+                _sync(target.parent)
+    except RecursionError as error:
+        raise _unsuitable(path, values) from error
     except OSError as error:
         raise ConfigError(
-            f"settings file {path} cannot be written: {error.strerror}; make the file's directory "
-            "writable for the service, or edit the file by hand"
+            f"settings file {path} cannot be written: {error.strerror}; {_ADVICE}"
         ) from error
     return {name: raw.origin for name, raw in found.items()}
 
@@ -47,13 +62,14 @@ def _edited(text: str, values: Mapping[str, object], path: Path) -> str:
     """Return the text with the values in the places of the former ones, or at its end."""
     root = yaml.compose(text, Loader=yaml.SafeLoader) if parse_yaml(text, path, _NAMED_BY) else None
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    nodes = {RENAMED.get(key.value, key.value): value for key, value in pairs}
+    nodes = {_name(str(key.value)): value for key, value in pairs}
     missing = dict(values)
     for name, node in sorted(nodes.items(), key=lambda item: -item[1].start_mark.index):
         if name in missing:
             start, end = node.start_mark.index, _last(node).end_mark.index
             space = " " if text[start - 1] == ":" else ""
-            text = f"{text[:start]}{space}{_json(missing.pop(name))}{text[end:]}"
+            line_end = "\n" if text[start:end].endswith("\n") else ""  # of a literal, for example
+            text = f"{text[:start]}{space}{_json(missing.pop(name))}{line_end}{text[end:]}"
     if missing and text and not text.endswith("\n"):
         text += "\n"
     indent = " " * pairs[0][0].start_mark.column if pairs else ""
@@ -90,26 +106,41 @@ def _verified(
     except (ConfigError, KeyError):
         good = False
     if not good:
-        raise ConfigError(
-            f"settings file {path}: {', '.join(values)} cannot be set in the way it is written; "
-            "edit it by hand, as lines such as chunk_size: 256"
-        )
+        raise _unsuitable(path, values)
     return new
 
 
+def _unsuitable(path: Path, values: Mapping[str, object]) -> ConfigError:
+    return ConfigError(
+        f"settings file {path}: {', '.join(values)} cannot be set in the way it is written; "
+        "edit it by hand, as lines such as chunk_size: 256"
+    )
+
+
 def _current(text: str, path: Path) -> dict[str, RawValue]:
-    found = parse_yaml(text, path, _NAMED_BY)
-    return {RENAMED.get(name, name): raw for name, raw in found.items()}
+    return {_name(name): raw for name, raw in parse_yaml(text, path, _NAMED_BY).items()}
 
 
-def _require_writable(folder: Path) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(0, "its directory is not writable")
+def _name(given: str) -> str:
+    """Return the current name of a setting."""
+    return RENAMED.get(given, given)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Replace a file's content, durably; its owner and mode remain."""
+def _require_loadable(temporary: Path, path: Path) -> None:
+    """Raise `ConfigError` if no service could start with the file and this environment."""
+    try:
+        load_settings(yaml_file=temporary)
+    except ConfigError as error:
+        said = str(error).replace(str(temporary), str(path))
+        raise ConfigError(f"no service could start with it: {said}") from error
+
+
+@contextmanager
+def _ready(path: Path, text: str) -> Iterator[Path]:
+    """Yield a file with the text beside another, with its owner and mode; remove it at the end."""
     state = path.stat()
+    if path.is_mount():
+        raise OSError(0, "it is a mount point of its own, which cannot be replaced")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -121,13 +152,15 @@ def _replace(path: Path, text: str) -> None:
                 os.fchown(descriptor, state.st_uid, state.st_gid)
             os.fchmod(descriptor, state.st_mode & _MODE)
             os.fsync(descriptor)
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
+        yield temporary
     finally:
-        os.close(folder)
+        with contextlib.suppress(OSError):  # it has replaced the other
+            temporary.unlink()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,8 +2,10 @@
 """Settings that can be changed while the service runs, and those that wait for something."""
 
 import asyncio
+import contextlib
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -37,6 +39,8 @@ _PREFIXES: Final = ("lmcache.", "kvhaven.")
 _OF_LMCACHE: Final = ("LMCACHE_", "LMCache's ")
 """Begins of origins that the settings file has precedence over, as over the default."""
 _MOST_REFUSED: Final = 256
+_PERSIST_S: Final = 5.0
+"""Longest wait for the settings file; less than the API waits for the answer."""
 
 logger = logging.getLogger(__name__)
 
@@ -222,19 +226,58 @@ class RuntimeSettings:
         planned = self.change(values, dry_run=True, version=version)
         file = self._require_file([one.name for one in (*planned.applied, *planned.pending)])
         raws = _by_name(values)
-        self._persisting = True  # no other change comes between the file's and this one
-        try:
-            origins = await asyncio.to_thread(write_settings, file, raws, dry_run=dry_run)
-        except ConfigError as error:
-            raise ConflictError(str(error)) from error
-        finally:
-            self._persisting = False
+        origins = await self._write(file, raws, dry_run=dry_run)
         done = planned
         if not dry_run:
             done = self.change(values, dry_run=False, version=None)
             moved = {n for n, origin in self._origins.items() if origin.startswith(f"{file}:")}
             self._origins.update({n: o for n, o in origins.items() if n in moved or n in raws})
         return msgspec.structs.replace(done, file=str(file))
+
+    async def _write(
+        self, file: Path, values: Mapping[str, object], *, dry_run: bool
+    ) -> dict[str, str]:
+        """Write settings to the file; return the origins of all in it. Raises `ConflictError`.
+
+        No other change comes before the end, also of a thread that was given up. A thread of its
+        own: a file system may hang, and the service must be able to end.
+        """
+        loop = asyncio.get_running_loop()
+        written: asyncio.Future[dict[str, str]] = loop.create_future()
+
+        def work() -> None:
+            origins: dict[str, str] = {}
+            problem: Exception | None = None
+            try:
+                origins = write_settings(
+                    file, values, dry_run=dry_run, wanted=lambda: not written.done()
+                )
+            except ConfigError as error:
+                problem = ConflictError(str(error))
+            except Exception as error:  # noqa: BLE001  the caller answers it
+                problem = error
+            with contextlib.suppress(RuntimeError):  # the service has ended
+                loop.call_soon_threadsafe(ended, origins, problem)
+
+        def ended(origins: dict[str, str], problem: Exception | None) -> None:
+            self._persisting = False
+            if written.done():
+                return
+            if problem is None:
+                written.set_result(origins)
+            else:
+                written.set_exception(problem)
+
+        self._persisting = True
+        threading.Thread(target=work, name="kvhaven-settings", daemon=True).start()
+        try:
+            async with asyncio.timeout(_PERSIST_S):
+                return await written
+        except TimeoutError:
+            raise ConflictError(
+                f"settings file {file} was not written within {_PERSIST_S:g} s: its file system "
+                "does not answer; nothing has changed"
+            ) from None
 
     def _require_file(self, names: list[str]) -> Path:
         """Return the settings file. Raises `ConflictError` if it does not decide these settings."""

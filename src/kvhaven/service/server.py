@@ -101,8 +101,8 @@ class _Chains:
 class Service:
     """The service of one node. It runs on one event loop.
 
-    Only tiers, checksum verification and the allocation of the arena use threads. Work that may
-    take long runs in turns (see `Turns`): messages, the catalog's actions, and its own jobs.
+    Only tiers, checksum verification, the allocation of the arena and a change of the settings file
+    use threads. Work that may take long runs in turns (see `Turns`): messages, the catalog's actions, and its own jobs.
     `origins` tell observers where settings come from; `file` is the settings file, if there is one.
     """
 

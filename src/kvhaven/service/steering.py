@@ -59,6 +59,8 @@ from kvhaven.types import ChunkKey, NamespaceDigest
 
 _PIECE: Final = 256
 """Chunks that one piece of a job looks up."""
+_COUNT_S: Final = 8.0
+"""Longest dry run that counts chunks; less than the API waits for the answer."""
 _PROMOTE_S: Final = 600.0
 _PIN_S: Final = 5.0
 _MOVE_S: Final = 600.0
@@ -101,6 +103,7 @@ class Steering:
         self._pins = pins
         self._jobs = jobs
         self._spawn = spawn
+        self._counting = False
 
     def handle(self, connection: Connection, message: Steer) -> Job | None:
         """Answer a request now, or by a job or task."""
@@ -290,8 +293,7 @@ class Steering:
                     request.values, dry_run=request.dry_run, version=request.version
                 )
             elif isinstance(request, DropUnused):
-                self._jobs.require_room()
-                answer = Dropped(**await self._counted(self._unused(request)), dry_run=True)
+                answer = Dropped(**await self._count_unused(request), dry_run=True)
             elif isinstance(request, ChainJob):
                 answer = await self._plan(request)
             elif request.dry_run:
@@ -388,6 +390,22 @@ class Steering:
             tenant_of(request.tenant) or None,
             dry_run=request.dry_run,
         )
+
+    async def _count_unused(self, request: DropUnused) -> Result:
+        """Return what a job would drop. Raises `ConflictError` if that takes too long."""
+        self._jobs.require_room()
+        if self._counting:
+            raise ConflictError("another dry run is counting chunks; try again")
+        self._counting = True
+        try:
+            async with asyncio.timeout(_COUNT_S):
+                return await self._counted(self._unused(request))
+        except TimeoutError:
+            raise ConflictError(
+                f"too many chunks to count in {_COUNT_S:g} s; name a namespace, tenant or tier"
+            ) from None
+        finally:
+            self._counting = False
 
     async def _counted(self, pieces: Counting) -> Result:
         """Run a job of the catalog; return the chunks and bytes that it counted."""

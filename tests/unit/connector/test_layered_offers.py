@@ -169,8 +169,8 @@ def test_it_is_a_number_of_tokens_at_the_assumed_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setup", "settings", "reason"),
     [
-        (UNCACHED, {}, "asynchronous scheduling"),
-        (replace(FIT, on_failed_load="recompute"), {}, "prefix caching"),
+        (UNCACHED, {}, "with asynchronous scheduling"),
+        (replace(FIT, on_failed_load="recompute"), {}, "with prefix caching"),
         (replace(FIT, window=16), {}, "several KV groups"),
         (FIT, {"format": "portable"}, "portable format"),
     ],
@@ -201,28 +201,34 @@ def test_with_pipeline_parallelism_failed_loads_may_not_be_recomputed(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("policy", "prefix_caching", "device", "asynchronous"),
+    ("changes", "device", "asynchronous"),
     [
-        ("recompute", True, "cpu", True),
-        ("recompute", True, "hpu", False),  # a failure ends the engine
-        ("recompute", False, "cpu", False),
-        ("fail", True, "cpu", False),
+        ({}, "cpu", True),
+        ({"asynchronous_scheduling": True, "prefix_caching": False}, "cpu", True),
+        ({"stages": 2, "prefix_caching": False}, "cpu", True),
+        ({}, "hpu", False),  # a failure ends the engine
+        ({"prefix_caching": False}, "cpu", False),
+        ({"on_failed_load": "fail", "asynchronous_scheduling": True}, "cpu", False),
     ],
 )
 @pytest.mark.parametrize("load_mode", ["auto", "sync"])
-def test_no_load_is_synchronous_where_vllm_may_read_what_failed(
+def test_no_load_is_synchronous_where_vllm_recomputes_wrongly(
     tmp_path: Path,
-    policy: str,
+    changes: dict[str, Any],
     device: str,
     load_mode: Literal["auto", "sync"],
     caplog: pytest.LogCaptureFixture,
     *,
-    prefix_caching: bool,
     asynchronous: bool,
 ) -> None:
-    setup = replace(FIT, on_failed_load=policy, prefix_caching=prefix_caching)
-    config = make_config(tmp_path, setup)
+    recomputing: dict[str, Any] = {
+        "on_failed_load": "recompute",
+        "asynchronous_scheduling": False,
+    } | changes
+    stages = recomputing.pop("stages", 1)
+    config = make_config(tmp_path, replace(FIT, **recomputing))
     config.device_config.device_type = device
+    config.parallel_config.pipeline_parallel_size = stages
     assert _loads_asynchronously(Settings(load_mode=load_mode), config) is asynchronous
     warned = "load_mode=sync is ignored" in caplog.text
     assert warned is (asynchronous and load_mode == "sync")

@@ -5,9 +5,10 @@ import inspect
 import logging
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import vllm
 import vllm.envs
@@ -49,6 +50,28 @@ _NO_INVARIANT_REUSE = frozenset({"FLASHINFER", "TRITON_MLA"})
 
 _HOOKED = ("NONE", "PIECEWISE")
 """Modes of CUDA graphs in which attention layers run in Python."""
+
+
+_MULTI: Final = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+
+
+def failure_policy(config: "VllmConfig") -> str:
+    """Return what vLLM does about failed loads: `fail` or `recompute`. Call it at the start only.
+
+    A MultiConnector hands each of its connectors a configuration with the default policy, whereas
+    vLLM's scheduler follows that of the engine. The MultiConnector that makes this connector is
+    found among the callers.
+    """
+    transfer = config.kv_transfer_config
+    multi = getattr(sys.modules.get(_MULTI), "MultiConnector", None)
+    frame = sys._getframe() if multi is not None else None  # noqa: SLF001  the way to callers
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if multi is not None and isinstance(caller, multi):
+            transfer = caller._vllm_config.kv_transfer_config  # noqa: SLF001  of the base class
+        frame = frame.f_back
+    assert transfer is not None
+    return str(transfer.kv_load_failure_policy)
 
 
 def require_supported_vllm() -> None:

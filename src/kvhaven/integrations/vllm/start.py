@@ -5,7 +5,7 @@ import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,6 +43,7 @@ from kvhaven.identity.files import EngineFiles, Source
 from kvhaven.integrations.vllm.compat import (
     attention_backend,
     drops_last_block,
+    failure_policy,
     kv_form,
     own_layers,
     require_reuse,
@@ -424,33 +425,34 @@ def _shards(
     return tuple(Shard(id_, layout.shard_bytes(blocks)) for id_ in ids)
 
 
-_RECOMPUTED_LATE: Final = (
-    "with kv_load_failure_policy=recompute and prefix caching, vLLM may read blocks of a failed "
-    "synchronous load before they are computed"
-)
-
-
 def _loads_asynchronously(settings: Settings, config: "VllmConfig") -> bool:
     """Return whether loads run between steps."""
-    if settings.load_mode == "async" or _recomputes_late(config):
-        if settings.load_mode == "sync":
-            logger.warning("load_mode=sync is ignored: %s", _RECOMPUTED_LATE)
+    reason = _recomputes_wrongly(config)
+    if settings.load_mode == "sync" and reason:
+        logger.warning("load_mode=sync is ignored: %s", reason)
+    if settings.load_mode == "async" or reason:
         return True
     return settings.load_mode == "auto" and platform_of(config).loads_between_steps
 
 
-def _recomputes_late(config: "VllmConfig") -> bool:
-    """Return whether vLLM may read blocks that a failed synchronous load left undefined.
+def _recomputes_wrongly(config: "VllmConfig") -> str:
+    """Return why vLLM may not recompute a failed synchronous load; an empty string if it may.
 
-    By the sources of 0.29 to 0.33: it leaves them in its prefix cache, and has only the first of
-    their requests compute them. If that one is preempted, aborted or computed in several steps,
-    the others read them as they are. (An engine that does not hear of failures ends by them.)
+    By the sources of 0.29 to 0.33: it leaves the blocks in its prefix cache, and has only the first
+    of their requests compute them. If that one is preempted, aborted or computed in several steps,
+    the others read them as they are. And it continues with the output of a step in flight. (An
+    engine that does not hear of failures ends by them.)
     """
-    transfer = config.kv_transfer_config
-    assert transfer is not None
-    recomputes = transfer.kv_load_failure_policy == "recompute"
-    cached = bool(config.cache_config.enable_prefix_caching)
-    return recomputes and cached and platform_of(config).hears_workers
+    policy = failure_policy(config)
+    if policy != "recompute" or not platform_of(config).hears_workers:
+        return ""
+    reasons = {
+        "with prefix caching": bool(config.cache_config.enable_prefix_caching),
+        "with asynchronous scheduling": bool(config.scheduler_config.async_scheduling),
+        "with pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
+    }
+    named = ", ".join(name for name, applies in reasons.items() if applies)
+    return f"{named}, vLLM cannot recompute failed synchronous loads" if named else ""
 
 
 def _layered_tokens(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
@@ -469,9 +471,7 @@ def _layered_tokens(settings: Settings, config: "VllmConfig", kv_cache: "KVCache
 
 def _not_layered(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheConfig") -> str:
     """Return why loads cannot run during the forward, or an empty string if they can."""
-    mode, transfer = config.compilation_config.cudagraph_mode, config.kv_transfer_config
-    assert transfer is not None
-    recomputes = transfer.kv_load_failure_policy == "recompute"
+    mode = config.compilation_config.cudagraph_mode
     reasons = {
         "the device is neither CUDA nor ROCm": not platform_of(config).layered_rate,
         "the model has several KV groups": len(kv_cache.kv_cache_groups) > 1,
@@ -480,16 +480,9 @@ def _not_layered(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheCon
         "a prefill may run as a FULL CUDA graph, which does not wait for layers": (
             mode is not None and mode.mixed_mode().name == "FULL"
         ),
-        _RECOMPUTED_LATE: _recomputes_late(config),
-        # vLLM (0.32, by its sources) would continue with the output of a step in flight.
-        "with asynchronous scheduling, vLLM cannot recompute failed synchronous loads": (
-            recomputes and bool(config.scheduler_config.async_scheduling)
-        ),
-        "with pipeline parallelism, vLLM cannot recompute failed synchronous loads": (
-            recomputes and config.parallel_config.pipeline_parallel_size > 1
-        ),
     }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    found = [reason for reason, applies in reasons.items() if applies]
+    return next(iter([*found, _recomputes_wrongly(config)]))
 
 
 def _publishes_events(config: "VllmConfig") -> bool:

@@ -30,6 +30,7 @@ import requests
 import schemathesis
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
+from kvhaven.gateway.plugins import PluginSettings
 from tests.gateway_kit import (
     TOKEN,
     GatewayThread,
@@ -40,6 +41,7 @@ from tests.gateway_kit import (
     tiered_node,
     tokens_of,
 )
+from tests.tokenizer import Tokenizer
 
 # On Python 3.14 hypothesis does not find what refers to its own generator, since that is frozen
 # (gc.freeze in conftest.py), and warns if schemathesis is the first to use it.
@@ -48,6 +50,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:It looks like `register_random` 
 STREAMS: Final = "/events"
 """It never ends, and has tests of its own."""
 DRY_RUN: Final = "dry_run"
+WITH_TEXT: Final = tuple(f"POST /v1/{name}" for name in ("lookup", "prefetch", "verify", "pins"))
+TEXT: Final = "The text of the prompt that is cached."
 FEW: Final = 400
 _EACH: Final = 8
 _EXPECTED: Final = {200, 201, 202, 400, 401, 404, 409}
@@ -66,8 +70,14 @@ def node(short_dir: Path) -> Iterator[NodeThread]:
 
 
 @pytest.fixture
-def api(node: NodeThread, short_dir: Path) -> Iterator[GatewayThread]:
-    with steerable(node, short_dir) as api:
+def tokenizer() -> Iterator[Tokenizer]:
+    with Tokenizer({TEXT: tokens_of(1, 2)}) as tokenizer:
+        yield tokenizer
+
+
+@pytest.fixture
+def api(node: NodeThread, tokenizer: Tokenizer, short_dir: Path) -> Iterator[GatewayThread]:
+    with steerable(node, short_dir, plugins=PluginSettings(engine_url=tokenizer.url)) as api:
         yield api
 
 
@@ -85,6 +95,8 @@ class Cases:
         self._random = random.Random(seed_of_this_run())
         self.statuses = Counter[tuple[str, int]]()
         """Number of answers by operation and status."""
+        self.of_text = Counter[tuple[str, int]]()
+        """Of these, to prompts that are the known text."""
 
     @property
     def sent(self) -> int:
@@ -95,6 +107,10 @@ class Cases:
     def reached(self) -> set[int]:
         """Statuses of the answers so far."""
         return {status for _, status in self.statuses}
+
+    def done_of_text(self) -> set[str]:
+        """Return the operations that did something with a text."""
+        return {name for name, status in self.of_text if status < _REFUSED}
 
     def run(self, count: int, *, token: bool, only_changes: bool = False) -> None:
         """Send so many or a few more, with the token or without; some of every operation."""
@@ -148,7 +164,7 @@ class Cases:
     def _send(self, case: Any, *, token: bool, aimed: bool = False) -> int:
         """Send a case, and check the answer; return its status, 0 if no client can send this."""
         if not aimed and self._random.random() < 0.5:
-            _aim(case)
+            _aim(case, as_text=self._random.random() < 0.5)
         case.headers = {
             name: value for name, value in (case.headers or {}).items() if name == "If-Match"
         }
@@ -160,6 +176,8 @@ class Cases:
             return 0
         name = f"{case.method} {case.path}"
         self.statuses[name, answer.status_code] += 1
+        if isinstance(case.body, dict) and case.body.get("text") == TEXT:
+            self.of_text[name, answer.status_code] += 1
         told = (
             f"{name}: {answer.status_code}: {answer.content[:500]!r}, for {case.as_curl_command()}"
         )
@@ -178,12 +196,13 @@ _OF_PROMPTS = {"token_ids", "text", "engine", "ttl_s", "to"}
 """Fields that only bodies with a prompt have; one of them is in most."""
 
 
-def _aim(case: Any) -> None:
+def _aim(case: Any, *, as_text: bool) -> None:
     """Give a case names that exist, so that more than the checks of names is reached."""
     if isinstance(case.body, dict) and not _OF_PROMPTS.isdisjoint(case.body):
-        others = {"namespace", "cache_salt", "text"}
+        others = {"namespace", "cache_salt", "text", "token_ids"}
         kept = {n: v for n, v in case.body.items() if n not in others}
-        case.body = kept | {"engine": "engine#1", "token_ids": tokens_of(1, 2)}
+        prompt = {"text": TEXT} if as_text else {"token_ids": tokens_of(1, 2)}
+        case.body = kept | {"engine": "engine#1"} | prompt
     if isinstance(case.body, dict) and "to" in case.body:
         case.body["to"] = "disk"
     if isinstance(case.path_parameters, dict) and "name" in case.path_parameters:
@@ -198,7 +217,7 @@ def seen_by(api: GatewayThread) -> dict[str, Any]:
 
 
 def test_no_request_fails_the_api_and_none_changes_anything_without_the_token(
-    node: NodeThread, api: GatewayThread
+    node: NodeThread, api: GatewayThread, tokenizer: Tokenizer
 ) -> None:
     cases, count = Cases(api), events_of_this_run(FEW)
     with Engine(node.address) as engine:
@@ -207,6 +226,7 @@ def test_no_request_fails_the_api_and_none_changes_anything_without_the_token(
         before = eventually(lambda: (s := seen_by(api))["tenants"] and s)
         cases.run(count // 4, token=False, only_changes=True)
         assert seen_by(api) == before
+        assert not tokenizer.texts, "nobody asks an engine without the token"
         cases.run(count - cases.sent, token=True)
         for _ in range(_MORE):
             if cases.reached >= _EXPECTED:
@@ -217,6 +237,12 @@ def test_no_request_fails_the_api_and_none_changes_anything_without_the_token(
         assert {name for name, _ in cases.statuses} == {
             f"{one.method.upper()} {one.path}" for one in cases.operations
         }
+        for _ in range(5):  # a few requests of each path may all have token ids
+            if set(WITH_TEXT) <= cases.done_of_text():
+                break
+            cases.run(1, token=True)
+        assert set(WITH_TEXT) <= cases.done_of_text(), cases.of_text
+        assert set(tokenizer.texts) - {TEXT}, "generated texts reach the tokenizer, too"
         by_status = Counter(status for _, status in cases.statuses.elements())
         logging.getLogger(__name__).info("answers by status: %s", dict(by_status))
         for row in api.get("/v1/pins").json["rows"]:
@@ -246,4 +272,5 @@ def test_no_dry_run_changes_anything_and_each_is_refused_like_its_change(
         before = state_at_rest(node)
         cases.run_dry(count // 2, changes_nothing)
         cases.run_dry(count // 2, promises)
+        assert sum(cases.of_text.values()) > count // 20
         assert refused[True] > count // 20 < refused[False], refused

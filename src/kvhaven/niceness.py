@@ -58,6 +58,18 @@ def lower_thread_priority(niceness: int = BACKGROUND) -> None:
     _set_slice(0)
 
 
+def run_when_idle() -> None:
+    """Let this process run only while a core has nothing else to do, or little.
+
+    Threads of other processes that wake do not wait for it at all, also where niceness does not
+    count because it is in another session (see `lower_priority`). On a busy machine it waits long.
+    """
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux; refused in some sandboxes
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 def run_soon_after_waking() -> None:
     """Ask Linux to let this thread run soon after it wakes, in exchange for short slices.
 

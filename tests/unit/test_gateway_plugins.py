@@ -7,7 +7,10 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -337,6 +340,39 @@ def test_bad_plugins_are_ended_and_harm_nothing(
         row = row_of(api, "recorder:Recorder")
         assert (row["starts"], row["state"]) == (1, "running")
         assert api.health() == (200, "ok")
+
+
+def test_a_plugin_that_waits_for_a_core_is_not_ended_for_it(
+    node: NodeThread, engine: Engine, code: Callable[[str, str], None]
+) -> None:
+    """It shares a core with processes of other sessions that never rest."""
+    code(
+        "slow",
+        "import time\n"
+        "from kvhaven.plugins import PluginBase\n"
+        "class Slow(PluginBase):\n"
+        "    def on_request_complete(self, *_):\n"
+        "        end = time.process_time() + 0.4\n"
+        "        while time.process_time() < end: pass\n",
+    )
+    known = keys_of(engine, tokens_of(1, 2))
+    engine.save(known)
+    core = min(os.sched_getaffinity(0))
+    pinned = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    limits = QUICK._replace(hook_s=1.0)
+    with contextlib.ExitStack() as stack, gateway(node, "slow:Slow", limits=limits) as api:
+        row = eventually(lambda: (r := row_of(api, "slow:Slow")).get("state") == "running" and r)
+        os.sched_setaffinity(row["pid"], [core])
+        for _ in range(6):
+            busy = subprocess.Popen([sys.executable, "-c", pinned], start_new_session=True)
+            stack.enter_context(busy)
+            stack.callback(busy.kill)
+        began = time.monotonic()
+        engine.load(known)
+        eventually(lambda: events(api, "slow:Slow", "on_request_complete") == {"ok": 1})
+        assert time.monotonic() - began > limits.hook_s, "it had to wait"
+        assert row_of(api, "slow:Slow")["starts"] == 1
+        assert os.sched_getscheduler(row["pid"]) == os.SCHED_IDLE
 
 
 def test_an_error_of_a_hook_is_counted_and_the_plugin_goes_on(

@@ -3,7 +3,8 @@
 
 Messages are JSON, a line each. In: `start`, a hook with its arguments, and answers. Out: `done`
 after each hook, and what the plugin asks of `engine`. The process needs only the standard library
-and `kvhaven.plugins`, so that it is small, and a plugin cannot meet versions that we have chosen.
+and two small modules of ours, so that it is small, and a plugin cannot meet versions that we have
+chosen.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvhaven import plugins
+from kvhaven.niceness import run_when_idle
 
 ROLE: Final = "worker"
 _LMCACHE: Final = "lmcache.v1.plugin.plugin_base"
@@ -230,8 +232,7 @@ def limit(memory: int) -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         os._exit(0)
-    with contextlib.suppress(OSError):
-        os.nice(19)
+    run_when_idle()
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

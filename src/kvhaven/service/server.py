@@ -102,7 +102,8 @@ class Service:
     """The service of one node. It runs on one event loop.
 
     Only tiers, checksum verification, the allocation of the arena and a change of the settings file
-    use threads. Work that may take long runs in turns (see `Turns`): messages, the catalog's actions, and its own jobs.
+    use threads. Work that may take long runs in turns (see `Turns`): messages, the catalog's
+    actions, and its own jobs.
     `origins` tell observers where settings come from; `file` is the settings file, if there is one.
     """
 

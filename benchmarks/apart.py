@@ -68,6 +68,8 @@ _KILL_AT: Final = 0.3
 _RESTARTS: Final = 3
 _KILLS: Final = 5
 _PATIENCE_S: Final = 60.0
+_SETTLED_S: Final = 0.2
+"""Time without a new save after which a node is taken to be empty."""
 _OPTIONS: Final = {
     "dtype": "bfloat16",
     "enforce_eager": True,
@@ -134,10 +136,23 @@ class _Nodes:
     def empty(self, *numbers: int) -> None:
         """Empty the memory of these nodes, and the prefix caches of both engines."""
         for number in numbers:
-            self.services[number].clear()
+            _until(self._emptied(number), "a node is not empty")
         for one in self.engines:
             with contextlib.suppress(OSError):  # it may have been killed
                 post(f"{one.url}/reset_prefix_cache")
+
+    def _emptied(self, number: int) -> Callable[[], bool]:
+        """Return a check that empties a node: saves may still end after their request's answer."""
+        service = self.services[number]
+
+        def check() -> bool:
+            if not service.status()["catalog"]["reserved_bytes"]:
+                service.clear()
+                time.sleep(_SETTLED_S)
+            catalog = service.status()["catalog"]
+            return not (catalog["reserved_bytes"] or catalog["resident_chunks"])
+
+        return check
 
     def kill_prefill(self) -> None:
         """Kill engine and service of the prefill node."""

@@ -2,8 +2,8 @@
 """Sorted pages of the lists: columns of the rows, and cursors that carry the value of a row.
 
 Rows without a value (null) come last in both directions, and rows with the same value are in the
-order of their ids. Texts are compared by their first 64 characters. `chunks` and `bytes`
-by place are compared by their sums.
+order of their ids, in the same direction. Texts are compared by their first 64 characters. `chunks`
+and `bytes` by place are compared by their sums.
 """
 
 import asyncio

@@ -5,9 +5,9 @@ Run as a program, with the shard's size, and with the files of a certificate or 
 its port, and then a line whenever it has nothing more to send.
 """
 
-import os
 import signal
 import sys
+import threading
 
 from kvhaven.catalog.loans import Loan
 from kvhaven.peers.addresses import Address
@@ -44,7 +44,8 @@ def send_and_stop(stream: Stream, data: memoryview, deadline: float) -> None:
     half = len(data) // 2 if len(data) >= LEAST else 0
     _send(stream, data[:half], deadline)
     if half:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: if another took the signal, this one could go on for a moment.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     _send(stream, data[half:], deadline)
 
 

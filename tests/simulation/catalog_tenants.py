@@ -166,7 +166,7 @@ class TenantEvents:
         for place, known in before.items():
             gone = known.keys() - after[place].keys()
             assert not gone or place in places, f"{place} was not meant"
-            assert place != MEMORY or not gone & in_use, "what is in use went"
+            assert not gone & in_use, "what is in use went"
             for key in gone:
                 used = world.used.get(key, float("-inf"))
                 assert used <= until, f"{key.hex()} was used at {used}, after {until}"

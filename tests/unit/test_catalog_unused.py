@@ -113,10 +113,9 @@ def test_what_is_in_use_stays() -> None:
     for key in leased:
         node.catalog.tier_write_done(DISK, key, ok=True)
     tick(node, 302.0, 320.0, 340.0, 400.0)
-    # They were asked for at 100; at 300, two came to disk, and one to memory, which the copy on
-    # disk remains for.
-    assert drop(node, 200.0) == (2, 2 * PAGE)
-    assert drop(node, 30.0) == (4, PAGE + 3 * STORED)
+    # They were asked for at 100; at 300, two came to disk, and one to memory.
+    assert drop(node, 200.0) == (3, 2 * PAGE + STORED)
+    assert drop(node, 30.0) == (3, PAGE + 2 * STORED)
 
 
 def test_chunks_on_disk_go_by_their_last_use_since_the_start() -> None:

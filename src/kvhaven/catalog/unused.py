@@ -35,7 +35,7 @@ def drop(
         chunks, bytes_ = yield from _drop_resident(space, scope, last, dry_run)
     for index in indexes:
         pages = index.unused_since(until)
-        more = yield from _drop_stored(space, index, pages, scope, last, dry_run)
+        more = yield from _drop_stored(space, index, pages, scope, dry_run)
         chunks, bytes_ = chunks + more[0], bytes_ + more[1]
     return chunks, bytes_
 
@@ -67,7 +67,6 @@ def _drop_stored(
     index: LocalTierIndex,
     pages: Iterable[Sequence[tuple[ChunkKey, Stored]]],
     scope: Scope,
-    last: int,
     dry_run: bool,
 ) -> Counting:
     chunks = bytes_ = looked = dropped = 0
@@ -78,7 +77,7 @@ def _drop_stored(
             if key in index.reads or stored.holding.cleared or not scope.covers(stored.namespace):
                 continue
             entry = space.entries.get(key)
-            if entry is not None and (entry.pinned or entry.stamp > last):
+            if entry is not None and entry.pinned:
                 continue
             chunks += 1
             bytes_ += stored.bytes

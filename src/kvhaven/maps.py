@@ -214,11 +214,11 @@ class OrderedMap(Generic[K, V]):
         A key that is moved or added during the walk may be missed. A page shows the state at the
         moment at which it is yielded. With a `division`, the walk ends there (see `divide`).
         """
-        return self._walk(self._last.number if division is None else division - 1, back=False)
+        return self._walk(None if division is None else division - 1, back=False)
 
     def walk_back(self) -> Iterator[list[tuple[K, V]]]:
         """Yield pages as `walk` does, from the last key to the first."""
-        for page in self._walk(self._last.number, back=True):
+        for page in self._walk(None, back=True):
             yield page[::-1]
 
     def values(self) -> Iterator[V]:
@@ -266,7 +266,9 @@ class OrderedMap(Generic[K, V]):
             yield page
             page = self._pages[page.after]
 
-    def _walk(self, newest: int, *, back: bool) -> Iterator[list[tuple[K, V]]]:
+    def _walk(self, newest: int | None, *, back: bool) -> Iterator[list[tuple[K, V]]]:
+        if newest is None:  # keys that are moved before the first page is taken count, too
+            newest = self._last.number
         walk = _Walk(newest if back else self._pages[_ENDS].after, back=back)
         self._walks.append(walk)
         try:

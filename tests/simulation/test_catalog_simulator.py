@@ -7,6 +7,7 @@ form is one million events: `KVHAVEN_EVENTS=1000000 pytest -o timeout=0 tests/si
 
 import os
 import random
+from collections import Counter
 
 import pytest
 
@@ -17,25 +18,33 @@ EVENTS = int(os.environ.get("KVHAVEN_EVENTS", "60000"))
 SEED = int(os.environ.get("KVHAVEN_SEED") or random.SystemRandom().randrange(1 << 32))
 
 
+WANTED = (
+    "grown",
+    *("hits", "loaded", "promotion done", "promotion failed", "written", "write failed"),
+    *("shared promotion done", "shared promotion failed", "looked up", "lookup failed"),
+    *("found", "missed", "written to disk", "written to fs", "written to s3"),
+    *("resident", "waiting", "discarded", "cleared", "gone", "reconnected", "evictions"),
+    *("twins", "shared", "at quota", "asked as another", "limited"),
+    *("quota evictions", "quota refusals", "foreign", "prepared", "unready", "worked"),
+    *("lent", "returned", "expected", "tail saved", "tail offered"),
+    *("announced", "gap", "dropped unused", "unused in memory", "unused on disk"),
+)
+"""What the histories must have met, if they are long enough."""
+
+
 def test_no_history_breaks_a_promise() -> None:
-    try:
-        counts = simulate(SEED, EVENTS, audit_every=4)
-    except BaseException:
-        print(f"replay with KVHAVEN_SEED={SEED} KVHAVEN_EVENTS={EVENTS}")  # noqa: T201
-        raise
-    if EVENTS >= 10_000:
-        wanted = (
-            *("hits", "loaded", "promotion done", "promotion failed", "written", "write failed"),
-            *("shared promotion done", "shared promotion failed", "looked up", "lookup failed"),
-            *("found", "missed", "written to disk", "written to fs", "written to s3"),
-            *("resident", "waiting", "discarded", "cleared", "gone", "reconnected", "evictions"),
-            *("twins", "shared", "at quota", "asked as another", "limited"),
-            *("quota evictions", "quota refusals", "foreign", "prepared", "unready", "worked"),
-            *("lent", "returned", "expected", "tail saved", "tail offered"),
-            *("announced", "gap", "dropped unused", "unused in memory", "unused on disk"),
-        )
-        assert counts["grown"], f"seed {SEED}: {counts}"
-        assert not [what for what in wanted if not counts[what]], f"seed {SEED}: {counts}"
+    counts = Counter[str]()
+    missing: list[str] = []
+    for seed in range(SEED, SEED + 5):  # a single one may miss something by chance
+        try:
+            counts += simulate(seed, EVENTS, audit_every=4)
+        except BaseException:
+            print(f"replay with KVHAVEN_SEED={seed} KVHAVEN_EVENTS={EVENTS}")  # noqa: T201
+            raise
+        missing = [what for what in WANTED if not counts[what]]
+        if EVENTS < 10_000 or not missing:
+            return
+    raise AssertionError(f"seed {SEED}: never {missing}; {counts}")
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"lru"}))

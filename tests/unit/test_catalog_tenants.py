@@ -14,6 +14,7 @@ from kvhaven.catalog.actions import (
     TierLookup,
     TierName,
 )
+from kvhaven.catalog.eviction_queues import EvictionQueues
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.keys import tenant_id
 from kvhaven.tenants import Quotas
@@ -190,6 +191,18 @@ def test_a_lower_quota_counts_at_once_and_what_is_used_goes_when_it_is_not() -> 
     node.catalog.check()
     node.catalog.limit_memory(ANN, None)
     assert node.save(keys_of("new", 5), tenant=ANN) == 5
+
+
+def test_a_quota_finds_chunks_that_move_while_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for victims moves chunks in use to the end of the order, behind the quota's walk."""
+    node = Node()
+    node.save(keys_of("a", 3), tenant=ANN)
+    monkeypatch.setattr(EvictionQueues, "walk", lambda _: iter(()))
+    node.catalog.limit_memory(ANN, 3 * PAGE)
+    node.catalog.check()
+    node.save(keys_of("more", 2), tenant=ANN)
+    assert pages(node, ANN) == 3
+    node.catalog.check()
 
 
 def test_a_quota_is_remembered_when_nothing_of_the_tenant_is_here() -> None:

@@ -376,15 +376,19 @@ class ResidentChunks(Generic[S]):
     def retire_all(self, unwanted: Callable[[Entry], bool]) -> Job:
         """Retire every visible chunk that is unwanted, as a job that visits the arena once."""
         pace, looked, retired = self._work.pace, 0, 0
+        for entry in self._each():
+            if looked >= pace.light or retired >= pace.heavy:
+                yield
+                looked = retired = 0
+            looked += 1
+            if entry.state is not State.RETIRED and unwanted(entry):
+                self.retire(entry)
+                retired += 1
+
+    def _each(self) -> Iterator[Entry]:
+        """Yield every chunk that is in the arena now; chunks may come and go meanwhile."""
         for slab in consume(self.slabs):
-            for entry in consume(slab.entries.values()):
-                if looked >= pace.light or retired >= pace.heavy:
-                    yield
-                    looked = retired = 0
-                looked += 1
-                if entry.state is not State.RETIRED and unwanted(entry):
-                    self.retire(entry)
-                    retired += 1
+            yield from consume(slab.entries.values())
 
     def _sweep(self) -> Job:
         # Chunks cleared during a round may lie in slabs already visited, so rounds repeat.
@@ -397,18 +401,10 @@ class ResidentChunks(Generic[S]):
 
     def _begin_quota(self, tenant: Tenant) -> Job:
         """Add a tenant's chunks to its own policies in their present order, and evict."""
-        pace, looked = self._work.pace, 0
+        pace = self._work.pace
         if tenant.orders is None:
             tenant.orders = {}
-            for keys in self.orders.walk():
-                found = [e for e in map(self.entries.get, keys) if e is not None]
-                own = [entry for entry in found if entry.namespace.tenant is tenant]
-                for entry in own:
-                    self.orders.join(entry)
-                looked += len(keys) + 5 * len(own)
-                if looked >= pace.light:
-                    yield
-                    looked = 0
+            yield from self._begin_orders(tenant)
         while tenant in self.over and tenant.memory_quota is not None:
             before = tenant.memory_bytes
             self._patience = pace.light
@@ -419,6 +415,26 @@ class ResidentChunks(Generic[S]):
                 return  # the rest is in use: `enforce_quotas` continues later
             else:
                 yield
+
+    def _begin_orders(self, tenant: Tenant) -> Job:
+        """Add a tenant's chunks to its own policies, in their present order."""
+        pace, looked = self._work.pace, 0
+        for keys in self.orders.walk():
+            found = [e for e in map(self.entries.get, keys) if e is not None]
+            own = [entry for entry in found if entry.namespace.tenant is tenant]
+            for entry in own:
+                self.orders.join(entry)
+            looked += len(keys) + 5 * len(own)
+            if looked >= pace.light:
+                yield
+                looked = 0
+        for entry in self._each():  # a search for victims may have moved some behind the walk
+            if entry.namespace.tenant is tenant:
+                self.orders.join(entry)
+            looked += 1
+            if looked >= pace.light:
+                yield
+                looked = 0
 
     def _retain(self, entry: Entry, uses: int) -> None:
         moves = entry.listed and bool(entry.retained) != bool(uses)

@@ -202,6 +202,7 @@ def test_a_switched_tier_drops_the_writes_and_hides_the_chunks_that_were_promise
     ):
         engine.save(prompt("written", 3))
         flush(node.address)
+        state_at_rest(node)  # a scan that stalls would never end
         node.disk._faults = Faults(stall=1)
         engine.save(prompt("waiting", 10))
         eventually(lambda: node.status().catalog.queued_writes == 6)

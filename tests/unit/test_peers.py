@@ -140,7 +140,7 @@ def frame(body: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def tier_of(*hosts: Address, **options: float) -> AsyncIterator[PeerTier]:
-    tier = PeerTier(hosts, token=b"", deadline_s=options.pop("deadline_s", 0.3))
+    tier = PeerTier(hosts, token=b"", deadline_s=options.pop("deadline_s", 10.0))
     await tier.start()
     try:
         yield tier
@@ -224,7 +224,7 @@ async def test_reads_of_a_silent_peer_hold_up_no_lookup_of_another(listener: Pee
                 sink.sendall(data)
 
     with rogue(relay) as port:
-        async with tier_of(local(port), local(listener.port)) as tier:
+        async with tier_of(local(port), local(listener.port), deadline_s=2) as tier:
             await reached(tier, 2)
             hold.set()
             into = [memoryview(bytearray(align_up(len(PIECE.payload)))) for _ in range(64)]
@@ -270,7 +270,7 @@ async def test_many_keys_are_asked_for_in_messages_of_a_bounded_size(
 
 async def test_without_any_peer_it_is_offline_and_raises() -> None:
     with rogue(silent) as port:
-        async with tier_of(local(port)) as tier:
+        async with tier_of(local(port), deadline_s=0.3) as tier:
             assert not tier.health().online
             with pytest.raises(TierError, match="no peer"):
                 await tier.contains([PIECE.shard])

@@ -239,7 +239,7 @@ async def test_a_server_without_a_bound_is_named(
 
 async def test_a_stopped_server_costs_its_deadline_and_then_nothing(server: str) -> None:
     pid = servers.process_of(server)
-    async with tier_at(server, deadline_s=0.3, failures=2) as tier:
+    async with tier_at(server, deadline_s=1, failures=2) as tier:
         await store(tier, PIECE)
         buffer = page_buffer(PIECE.shard.payload_bytes)
         os.kill(pid, signal.SIGSTOP)

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from kvhaven.config import Settings, load_settings, setting_infos
+from kvhaven.config.load import changes_of, reader_of
 from kvhaven.errors import ConfigError
 
 GIB = 1 << 30
@@ -262,6 +263,23 @@ def test_settings_without_effect_are_noted() -> None:
         "write_queue_size without effect",
     ]
     assert load_settings({"remote_url": "/mnt/kv", "write_queue_size": "64MiB"}, {}).notes == ()
+
+
+@pytest.mark.parametrize("name", ["transfer_channel", "nixl_backends", "pd_stall_ms"])
+def test_settings_that_only_the_service_reads_are_noted_at_an_attached_engine(name: str) -> None:
+    value = {"transfer_channel": "tcp", "nixl_backends": "UCX", "pd_stall_ms": 2000}[name]
+    (note,) = load_settings({"service_address": "/run/s", name: value}, {}).notes
+    assert name in note
+    assert (changes_of(name), reader_of(name)) == ("restart", "service")
+
+
+def test_peers_are_shared_tiers_for_the_settings_that_apply_to_them() -> None:
+    settings = {"remote_lookup_ttl_s": 0.2, "fill_faster_tiers": False}
+    assert load_settings({"peers": "node-a:7420", **settings}, {}).notes == ()
+    (note,) = load_settings(settings, {}).notes
+    assert note.startswith("remote_lookup_ttl_s, fill_faster_tiers without effect")
+    (note,) = load_settings({"peers": "node-a:7420", "remote_write": "off"}, {}).notes
+    assert note == "remote_write without effect: remote_url is not set"
 
 
 def test_urls_are_kept_in_order_and_paths_become_urls() -> None:

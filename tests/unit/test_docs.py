@@ -17,6 +17,7 @@ from kvhaven.catalog.ghosts import Reason
 from kvhaven.cli import _COMMANDS
 from kvhaven.config import load_settings, setting_infos
 from kvhaven.config.lmcache import NOT_TAKEN, TAKEN
+from kvhaven.config.load import reader_of
 from kvhaven.config.values import shown_value
 from kvhaven.peers.wire import PeerMessage
 from kvhaven.protocol import Message
@@ -240,10 +241,11 @@ def test_the_names_of_tenants_are_the_tests_own_and_the_documented_code_gives_th
 
 def settings_table() -> str:
     """Return the table of docs/settings.md as the code wants it."""
-    lines = ["| setting | default | what it does | allowed |", "| --- | --- | --- | --- |"]
+    lines = ["| setting | default | read by | what it does | allowed |"]
+    lines.append("| --- | --- | --- | --- | --- |")
     for info in setting_infos():
         _, default = shown_value(info, info.default)
-        cells = [f"`{info.name}`", f"`{default}`", info.doc, info.allowed]
+        cells = [f"`{info.name}`", f"`{default}`", reader_of(info.name), info.doc, info.allowed]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -80,6 +80,13 @@ def changes_of(name: str) -> str:
     return "restart" if name in _SERVICE_ONLY else "next_attach"
 
 
+def reader_of(name: str) -> str:
+    """Return whether the `engine`, the `service` or `both` read a setting."""
+    if name in _BOTH:
+        return "both"
+    return "service" if changes_of(name) in {"now", "restart"} else "engine"
+
+
 def setting_infos() -> tuple[SettingInfo, ...]:
     """Return name, kind, default and documentation of every setting."""
     return _INFOS
@@ -179,7 +186,8 @@ def notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
         if disk:
             found.append(f"{', '.join(disk)} without effect: local_disk is not set")
     if settings.remote_url is None:
-        remote = [name for name in _REMOTE_ONLY if name in raws]
+        wanted = _REMOTE_ONLY if settings.peers else (*_REMOTE_ONLY, *_SHARED_ONLY)
+        remote = [name for name in wanted if name in raws]
         if remote:
             found.append(f"{', '.join(remote)} without effect: remote_url is not set")
         if settings.local_disk is None:
@@ -224,6 +232,7 @@ NEXT_REQUEST: Final = frozenset(
     }
 )
 """Settings of the scheduler side that a running service can change for its engines."""
+_BOTH: Final = frozenset({"log_level", "promote_deadline_ms", "runtime_dir"})
 _DISK_ONLY = (
     "max_local_disk_size",
     "tenant_disk",
@@ -241,9 +250,9 @@ _REMOTE_ONLY = (
     "remote_write",
     "remote_store_on",
     "remote_compression",
-    "remote_lookup_ttl_s",
-    "fill_faster_tiers",
 )
+_SHARED_ONLY = ("remote_lookup_ttl_s", "fill_faster_tiers")
+"""Settings of all shared tiers, peers included."""
 _PLUGINS_ONLY = (
     "plugins",
     "runtime_plugin_locations",
@@ -263,6 +272,7 @@ _SERVICE_ONLY = (
     *_DISK_ONLY,
     "remote_url",
     *_REMOTE_ONLY,
+    *_SHARED_ONLY,
     *_TIERS_ONLY,
     "peer_listen",
     "peers",
@@ -275,6 +285,9 @@ _SERVICE_ONLY = (
     "peer_tenants",
     "peer_streams",
     "peer_deadline_ms",
+    "transfer_channel",
+    "nixl_backends",
+    "pd_stall_ms",
     "breaker_pause_s",
     "embedded_linger_s",
     "stop_deadline_s",

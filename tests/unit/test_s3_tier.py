@@ -14,6 +14,7 @@ import pytest
 
 from examples.demo.processes import free_port
 from kvhaven.errors import ConfigError, TierError, TierMissError
+from kvhaven.service.stored_chains import LONGEST_POLL_S
 from kvhaven.testing.tiers import (
     content,
     fetch,
@@ -98,6 +99,18 @@ async def test_what_was_absent_a_moment_ago_costs_no_request(scripted: ScriptedS
         await asyncio.sleep(0.1)
         assert not any(await tier.contains(shards))
         assert len(scripted.requests) == 50
+
+
+async def test_an_absence_is_forgotten_before_an_awaited_chain_is_asked_for_again(
+    scripted: ScriptedServer,
+) -> None:
+    now = 0.0
+    async with tier_of(scripted.url, clock=lambda: now) as tier:
+        assert await tier.contains([PIECE.shard]) == [False]
+        scripted.requests.clear()
+        now += LONGEST_POLL_S
+        assert await tier.contains([PIECE.shard]) == [False]
+        assert len(scripted.requests) == 1
 
 
 async def test_what_is_there_is_not_uploaded_again(bucket: Bucket) -> None:

@@ -20,7 +20,8 @@ _MOST_CHAINS: Final = 256
 _MOST_KEYS: Final = 1 << 12
 """Chunks of a chain that are awaited."""
 _POLL_S: Final = 0.02
-_LONGEST_POLL_S: Final = 0.25
+LONGEST_POLL_S: Final = 0.25
+"""A tier that remembers absent shards for longer would hide those that are written meanwhile."""
 _LONGEST_S: Final = 60.0
 """Longest time for which a chain is awaited, however slowly its chunks come."""
 _PIECE: Final = 128
@@ -119,7 +120,7 @@ class StoredChains:
                     pause_s, moved = _POLL_S, self._clock()
                 elif self._clock() - moved >= self._stall_s:
                     return
-                pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
+                pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
         finally:
             self._driver.turns.start(self._end(tier, numbers, answered=found is not None))
 

@@ -57,7 +57,7 @@ def s3_tier(
     compress: bool = False,
     deadline_s: float = 10.0,
     present_s: float = 60.0,
-    absent_s: float = 2.0,
+    absent_s: float = 0.2,
     clock: Callable[[], float] = time.monotonic,
     **watching: Any,  # settings of SharedTier, passed on
 ) -> SharedTier:

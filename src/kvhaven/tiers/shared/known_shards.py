@@ -15,9 +15,9 @@ class KnownShards:
     """Cache of recent presences and absences of shards. Used on the event loop only.
 
     A presence is valid for `present_s` seconds and an absence for `absent_s`: other services may
-    delete and write at any time, and engines that wait for another node's KV poll. The cache
-    holds at most `most` shards; the oldest entries are dropped first. `clock` returns monotonic
-    seconds.
+    delete and write at any time, and a decode node polls for the chunks that another node is
+    writing (every 0.25 s at the latest, `service.stored_chains`). The cache holds at most `most`
+    shards; the oldest entries are dropped first. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class KnownShards:
         clock: Callable[[], float],
         *,
         present_s: float = 60.0,
-        absent_s: float = 2.0,
+        absent_s: float = 0.2,
         most: int = MOST,
     ) -> None:
         self._clock = clock

@@ -273,6 +273,13 @@ def test_settings_that_only_the_service_reads_are_noted_at_an_attached_engine(na
     assert (changes_of(name), reader_of(name)) == ("restart", "service")
 
 
+def test_direct_io_applies_to_shared_directories_as_well() -> None:
+    directory = load_settings({"remote_url": "/mnt/kv", "disk_direct_io": "off"}, {})
+    assert directory.notes == ()
+    bucket = load_settings({"remote_url": "s3://bucket", "disk_direct_io": "off"}, {})
+    assert bucket.notes == ("disk_direct_io without effect: local_disk is not set",)
+
+
 def test_peers_are_shared_tiers_for_the_settings_that_apply_to_them() -> None:
     settings = {"remote_lookup_ttl_s": 0.2, "fill_faster_tiers": False}
     assert load_settings({"peers": "node-a:7420", **settings}, {}).notes == ()

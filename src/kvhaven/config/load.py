@@ -182,7 +182,9 @@ def notes(settings: Settings, raws: Mapping[str, RawValue]) -> tuple[str, ...]:
     if settings.api_listen == "off" and plugins:
         found.append(f"{', '.join(plugins)} without effect: api_listen is off")
     if settings.local_disk is None:
-        disk = [name for name in _DISK_ONLY if name in raws]
+        directory = settings.remote_url is not None and has_directory(settings.remote_url)
+        disk_only = _DISK_ONLY if directory else (*_DISK_ONLY, *_DIRECTORY_ONLY)
+        disk = [name for name in disk_only if name in raws]
         if disk:
             found.append(f"{', '.join(disk)} without effect: local_disk is not set")
     if settings.remote_url is None:
@@ -236,11 +238,12 @@ _BOTH: Final = frozenset({"log_level", "promote_deadline_ms", "runtime_dir"})
 _DISK_ONLY = (
     "max_local_disk_size",
     "tenant_disk",
-    "disk_direct_io",
     "disk_write",
     "disk_compression",
     "disk_store_on",
 )
+_DIRECTORY_ONLY = ("disk_direct_io",)
+"""Settings of the disk tier and of shared directories."""
 _REMOTE_ONLY = (
     "s3_endpoint_url",
     "max_remote_size",
@@ -270,6 +273,7 @@ _SERVICE_ONLY = (
     "tenant_memory",
     "local_disk",
     *_DISK_ONLY,
+    *_DIRECTORY_ONLY,
     "remote_url",
     *_REMOTE_ONLY,
     *_SHARED_ONLY,

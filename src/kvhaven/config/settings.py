@@ -185,8 +185,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     disk_direct_io: Annotated[
         Literal["auto", "on", "off"],
         setting(
-            "Bypass the page cache: if the filesystem supports it (auto), always (on: without "
-            "support the disk tier is disabled), or never (off).",
+            "Bypass the page cache, on the local disk and in shared directories: if the filesystem "
+            "supports it (auto), always (on: without support the tier is disabled), or never "
+            "(off).",
             "auto, on or off",
         ),
     ] = "auto"
@@ -419,7 +420,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     breaker_pause_s: Annotated[
         float,
         duration(
-            "Pause before a failing tier is tried again.",
+            "Pause before a failing tier is tried again. It doubles with each failed try, up to "
+            "60 s.",
             "seconds",
             most=3600,
             least=0.1,

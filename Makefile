@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make` lists what there is. Everything runs in .venv, which the first target that needs it makes.
+# `make` lists the targets. They run in .venv, which the first one that needs it creates.
 
 PYTHON3 ?= python3
 VENV ?= .venv
@@ -17,7 +17,7 @@ IN_PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
 
-setup:  ## Make .venv with vLLM's CPU build (about 2 minutes; at once if it is there)
+setup:  ## Make .venv with vLLM's CPU build (about 2 minutes the first time)
 	@$(PYTHON3) scripts/setup-venv --venv $(VENV)
 
 setup-quick:  ## Make .venv with KVHaven and the tools only (seconds)
@@ -26,13 +26,13 @@ setup-quick:  ## Make .venv with KVHaven and the tools only (seconds)
 servers:  ## Install Debian's packages of the servers that tests need, where this is root and has apt
 	@$(PYTHON3) scripts/setup-venv --venv $(VENV) --without-vllm --servers
 
-demo: setup  ## Show real vLLM getting its prompts' KV back, from memory and from disk
+demo: setup  ## Show vLLM loading the KV of repeated prompts, from memory and from disk
 	@$(PYTHON) examples/demo/main.py
 
 test: setup servers  ## Run all tests, quick ones first, then those with real vLLM
 	@$(PYTHON) -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
-test-quick: setup-quick servers  ## Run the tests that need no vLLM and take no time
+test-quick: setup-quick servers  ## Run the tests that need no vLLM and are fast
 	@$(PYTHON) -m pytest $(IN_PARALLEL) -m "not vllm and not slow and not crash" $(PYTEST_ARGS)
 
 test-ceph: setup-quick  ## Run the tests of the S3 tier against a real Ceph (installs its packages)
@@ -42,7 +42,7 @@ test-ceph: setup-quick  ## Run the tests of the S3 tier against a real Ceph (ins
 test-wheels: setup-quick  ## Install KVHaven's wheel into a bare Python 3.11, 3.12, 3.13 and 3.14
 	@KVHAVEN_EVENTS=1 $(PYTHON) -m pytest tests/unit/test_wheels.py $(PYTEST_ARGS)
 
-demo-fleet: setup  ## Show a prefill node and an unlike decode node behind the router
+demo-fleet: setup  ## Show a prefill node and a different decode node behind the router
 	@$(PYTHON) examples/fleet/main.py
 
 test-vllm:  ## Test the connector with another vLLM: make test-vllm VERSION=0.30.0 (in .venv-vllm-0.30.0)
@@ -70,7 +70,7 @@ lint: setup  ## Check style, format and types
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
 
-format: setup-quick  ## Rewrite sources as the formatter and the linter's safe fixes want them
+format: setup-quick  ## Format the sources, and apply the linter's safe fixes
 	@$(PYTHON) -m ruff check --fix-only .
 	@$(PYTHON) -m ruff format .
 

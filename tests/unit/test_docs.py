@@ -309,7 +309,7 @@ def links() -> Iterator[tuple[Path, str]]:
 
 
 def test_the_zoo_is_in_the_support_tables_as_it_is() -> None:
-    text = section("support.md", "The zoo")
+    text = section("support.md", "Models and features")
     rows = table(text)
     assert list(rows) == [*SERVED, *REFUSED]
     what = {name: one.what for name, one in SERVED.items()}

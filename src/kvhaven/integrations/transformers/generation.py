@@ -13,6 +13,7 @@ from kvhaven.config import load_settings
 from kvhaven.integrations.transformers.identity import Signature, namespace_of
 from kvhaven.integrations.transformers.prompts import Batch, Prompts
 from kvhaven.integrations.transformers.support import (
+    cache_argument,
     layer_shapes,
     reason_against_call,
     require_causal,
@@ -119,7 +120,7 @@ class KVHaven:
             self._drop(batch)
             batch = None
         try:
-            output = self._model.generate(ids, past_key_values=cache, **arguments)
+            output = self._model.generate(ids, **{cache_argument(self._model): cache}, **arguments)
         except BaseException:
             self._drop(batch)
             raise

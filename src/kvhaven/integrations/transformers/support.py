@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of models and of calls of `generate`: whether their KV can be cached correctly."""
 
+import inspect
 import itertools
 from collections.abc import Mapping
 from typing import Any, Final
@@ -119,13 +120,18 @@ def _computed(model: Any, ids: torch.Tensor) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     try:
         with torch.inference_mode():
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
     except Exception as error:
         raise IncompatibleEngineError(
             f"{type(model).__name__}: a forward with a cache failed (got {error!r}); expected a "
-            f"decoder that accepts past_key_values. {_WITHOUT}"
+            f"decoder that accepts {cache_argument(model)}. {_WITHOUT}"
         ) from error
     return cache
+
+
+def cache_argument(model: Any) -> str:
+    """Return the name of the argument by which a model takes a cache: another since 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def reason_against_call(model: Any, ids: Any, arguments: Mapping[str, Any]) -> str:

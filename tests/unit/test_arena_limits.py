@@ -141,6 +141,17 @@ def only(total: int, available: int) -> MemoryLimits:
     return MemoryLimits((roomy, MemoryLimit("the box", total, available)))
 
 
+def test_mounts_with_names_in_any_encoding_do_not_stop_us(machine: Machine) -> None:
+    top = machine.mount("cgroup2")
+    machine.enter("0::/a")
+    v2(top / "a", GIB, MIB)
+    mounts = machine.proc / "self/mountinfo"
+    odd = (b"caf\xe9", "one\u2028two".encode(), b"one\x1dtwo")
+    others = [b"23 1 8:1 / /media/%s rw - ext4 /dev/sdb rw\n" % name for name in odd]
+    mounts.write_bytes(b"".join(others) + mounts.read_bytes())
+    assert machine.found() == {"cgroup2/rw/a/memory.max": GIB - MIB}
+
+
 def test_what_fits_is_given_as_it_is() -> None:
     granted = arena_size(GIB, strict=True, limits=only(16 * GIB, 2 * GIB))
     assert (granted.bytes, granted.reason) == (GIB, "")

@@ -212,9 +212,11 @@ def _fields(file: Path) -> dict[str, int]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text().splitlines()
+        # Other mounts may have names in any encoding, with any separators of lines but this one.
+        text = file.read_text(errors="surrogateescape")
     except OSError:
         return []
+    return [line for line in text.split("\n") if line]
 
 
 def _unescape(field: str) -> str:

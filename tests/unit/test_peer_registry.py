@@ -110,12 +110,37 @@ async def test_peers_stay_while_redis_is_away(listener: PeerListener) -> None:
 async def test_nonsense_in_redis_keeps_nobody_away(url: str, listener: PeerListener) -> None:
     there = registry(url, listener.port)
     there.members()
-    nonsense = dict.fromkeys(("", "dns://x", "a:b:c", "\x1b[2J", "http://x/", ":1"), 1 << 40)
+    texts = ("", "dns://x", "a:b:c", "\x1b[2J", "http://x/", ":1", f"x:{'9' * 5000}")
+    nonsense = dict.fromkeys((*texts, b"\xff\xfe:7420"), 1 << 40)
     node_registry.Redis.from_url(url).zadd(node_registry.KEY, nonsense)
     async with tier_of(registry(url)) as tier:
         await eventually(lambda: any(peer.up for peer in tier.peers()))
         assert all(peer.address.isprintable() for peer in tier.peers())
     there.leave()
+
+
+class Failing:
+    """A registry that fails in a way that the contract does not allow, and then works."""
+
+    title = "failing"
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.calls = 0
+
+    def members(self) -> list[str]:
+        self.calls += 1
+        if self.calls == 1:
+            raise RuntimeError("can't start new thread")
+        return [self._address]
+
+    def leave(self) -> None:
+        pass
+
+
+async def test_membership_survives_any_error(listener: PeerListener) -> None:
+    async with tier_of(Failing(f"127.0.0.1:{listener.port}")) as tier:
+        await eventually(lambda: [peer.up for peer in tier.peers()] == [True])
 
 
 def test_the_address_of_the_interface_towards_redis_is_registered(url: str) -> None:

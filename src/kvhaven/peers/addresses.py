@@ -40,7 +40,8 @@ def parse_address(text: str, setting: str, default_port: int = PORT) -> Address:
         host, port = rest, ""
     else:
         host, _, port = rest.partition(":")
-    digits = port.isascii() and port.isdigit()
+    # Python refuses to read thousands of digits, with an error of its own.
+    digits = port.isascii() and port.isdigit() and len(port) <= len(str(_MOST_PORT))
     number = int(port) if digits else default_port
     if not host or "/" in rest or (port and not digits) or number > _MOST_PORT:
         raise ConfigError(

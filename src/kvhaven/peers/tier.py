@@ -378,7 +378,11 @@ class PeerTier:
         while True:
             if time.monotonic() - resolved >= _RESOLVE_S:
                 resolved = time.monotonic()
-                await self._resolve()
+                try:
+                    await self._resolve()
+                except Exception as error:  # noqa: BLE001  membership must survive any error
+                    _log.exception("peers: their addresses could not be read")
+                    self._last_error = str(error)
             await asyncio.gather(*map(self._look_after, tuple(self._peers.values())))
             tried.set()
             await asyncio.sleep(_PING_S)

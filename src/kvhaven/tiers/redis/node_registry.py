@@ -55,6 +55,7 @@ class RedisRegistry:
             socket_connect_timeout=_DEADLINE_S,
             retry=Retry(NoBackoff(), 0),
             decode_responses=True,
+            encoding_errors="surrogateescape",  # anybody may have written the others
             **credentials,
         )
 

@@ -16,11 +16,13 @@ import pytest
 
 from kvhaven.catalog.announcer import START, Batch, Cursor
 from kvhaven.catalog.loans import Loan
+from kvhaven.catalog.shared_index import LOOKUP_SHARDS
 from kvhaven.errors import TierError, TierMissError
 from kvhaven.keys import announced_digest
 from kvhaven.peers import tier as tiers
 from kvhaven.peers.addresses import Address
 from kvhaven.peers.listener import PeerListener
+from kvhaven.peers.peer import Peer
 from kvhaven.peers.tier import PeerTier
 from kvhaven.peers.wire import (
     HANDSHAKE_LIMIT,
@@ -546,3 +548,47 @@ async def test_a_chunk_that_a_busy_peer_cannot_pin_is_found_again_later() -> Non
             assert peer.questions == 0
     finally:
         listener.close()
+
+
+class Turns:
+    """Count of the turns that others get on the event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def take(self) -> None:
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
+
+
+async def test_a_long_lookup_at_many_peers_lets_others_run() -> None:
+    tier = PeerTier([], token=b"", streams=1)
+    for number in range(24):
+        address = Address(f"10.0.0.{number}", 7420)
+        peer = tier._peers[address] = Peer(address, "here", b"", 1.0, 1)
+        peer.up = peer.view.synced = True
+    namespace = make_namespace(sizes=(1,))
+    shards = [make_piece(namespace, number).shard for number in range(LOOKUP_SHARDS)]
+    turns = Turns()
+    others = asyncio.create_task(turns.take())
+    assert not any(await tier.contains(shards))
+    assert turns.count >= 24 * len(shards) // tiers._PIECE - 1
+    others.cancel()
+    await tier.close(5)
+
+
+async def test_what_many_chunks_of_a_peer_took_is_freed_in_turns(listener: PeerListener) -> None:
+    async with tier_of(local(listener.port)) as tier:
+        await reached(tier)
+        (peer,) = tier._peers.values()
+        view = peer.view
+        view.apply("there", Batch(Cursor(1, 0), True, True, range(1 << 14), ()))
+        dropped = view._dropped
+        view.reset()
+        assert len(dropped) == 256
+        assert view.free_some()
+        assert len(dropped) == 256 - 8
+        async with asyncio.timeout(60):
+            while dropped:  # noqa: ASYNC110  nothing tells a test of it
+                await asyncio.sleep(0.02)

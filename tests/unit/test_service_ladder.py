@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 
 from kvhaven.catalog.actions import TierName
+from kvhaven.catalog.shared_index import LOOKUP_SHARDS
 from kvhaven.client.control import connect
 from kvhaven.config import Settings, load_settings
 from kvhaven.errors import ConfigError, KVHavenError, TierError
@@ -116,6 +117,15 @@ def test_a_whole_prompt_is_asked_for_in_one_batch(short_dir: Path, filled: SlowS
         assert engine.load(prompt("unknown", 5)) == 0
         node.check()
     assert filled.asked == [8, 5], "and an absence is remembered"
+
+
+def test_a_long_chain_that_is_awaited_is_asked_for_in_several_batches(short_dir: Path) -> None:
+    store, chain = SlowStore(), prompt("long", 2 * LOOKUP_SHARDS - 10)
+    with Node(short_dir / "s.sock", store) as node, Engine(node.address) as engine:
+        engine.scheduler.client.pull_chain("unknown node", chain)
+        eventually(lambda: sum(store.asked) == len(chain))
+        node.check()
+    assert store.asked == [LOOKUP_SHARDS, LOOKUP_SHARDS - 10]
 
 
 def test_a_prefetch_has_it_ready(short_dir: Path, filled: SlowStore) -> None:

@@ -8,8 +8,8 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Final, Protocol, TypeVar
 
 from kvhaven.errors import ConfigError, ProtocolError, TierError, TierMissError
 from kvhaven.keys import announced_digest
@@ -26,6 +26,7 @@ from kvhaven.tiers.format.codec import DamagedShardError
 from kvhaven.types import NO_TENANT, Checksum, ChunkKey, NamespaceDigest, TenantId
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _PING_S: Final = 1.0
 """Interval of pings, and of attempts to reach peers that are away."""
@@ -40,6 +41,8 @@ _MOST_KNOWN: Final = 100_000
 """Chunks whose peer is remembered."""
 _MOST_NAMED: Final = 256
 """Hosts in domains of `dns://` names that are remembered."""
+_PIECE: Final = 2048
+"""Chunks that are looked for in announcements before others may use the event loop: 0.5 ms."""
 _MOST_DAMAGES: Final = 3
 _DAMAGES_S: Final = 60.0
 """A peer from which wrong bytes came so often within this time is left out for a while."""
@@ -237,15 +240,22 @@ class PeerTier:
         answered = False
         for (namespace, tenant), keys in wanted.items():
             digests = {key: announced_digest(namespace, key, tenant) for key in keys}
-            asked = [self._ask(peer, namespace, tenant, digests) for peer in usable]
-            for peer, found in zip(usable, await asyncio.gather(*asked), strict=True):
-                if found is None:
-                    continue
-                answered = True
-                there |= found
-                peer.found += len(found)
-                for chunk in found:
-                    self.located(chunk, peer)
+            asked: list[tuple[Peer, set[ChunkKey], list[ChunkKey]]] = []
+            async for peer in _in_turns(usable, len(digests)):
+                found, unsure = _announced(peer, digests)
+                if unsure:
+                    asked.append((peer, found, unsure))
+                else:
+                    answered = True
+                    there |= self._note_found(peer, namespace, tenant, found)
+            answers = await asyncio.gather(
+                *(self._ask(peer, namespace, tenant, unsure) for peer, _, unsure in asked)
+            )
+            told = zip(asked, answers, strict=True)
+            async for (peer, found, _), more in _in_turns(told, len(digests)):
+                if more is not None:
+                    answered = True
+                    there |= self._note_found(peer, namespace, tenant, found | more)
         if wanted and not answered:
             raise TierError(f"no peer answered: {self._last_error}")
         return [(shard.namespace, shard.tenant, shard.key) in there for shard in shards]
@@ -329,28 +339,26 @@ class PeerTier:
         peer: Peer,
         namespace: NamespaceDigest,
         tenant: TenantId,
-        digests: Mapping[ChunkKey, int],
-    ) -> set[ChunkName] | None:
-        """Return the chunks that a peer has, which are given with their digests.
-
-        None if it does not answer.
-        """
-        view = peer.view
-        found, unsure = set[ChunkKey](), list(digests)
-        if view.synced:
-            found = {key for key, digest in digests.items() if view.has(digest)}
-            # A chain of which it has a part may have become longer since its last announcement.
-            unsure = [key for key in digests if key not in found] if found else []
-        there = {(namespace, tenant, key) for key in found}
-        if not unsure:
-            return there
+        keys: Sequence[ChunkKey],
+    ) -> set[ChunkKey] | None:
+        """Ask a peer which chunks it has; None if it does not answer."""
         try:
-            there |= await peer.has(namespace, tenant, unsure)
+            there = await peer.has(namespace, tenant, keys)
         except (PeerError, ProtocolError, TierError) as error:
             self._failed(peer, error)
             return None
         peer.breaker.succeeded()
-        return there
+        return {key for _, _, key in there}
+
+    def _note_found(
+        self, peer: Peer, namespace: NamespaceDigest, tenant: TenantId, keys: set[ChunkKey]
+    ) -> set[ChunkName]:
+        """Note that a peer has chunks, and return their names."""
+        found = {(namespace, tenant, key) for key in keys}
+        peer.found += len(found)
+        for chunk in found:
+            self.located(chunk, peer)
+        return found
 
     def _damages_too_often(self, peer: Peer) -> bool:
         """Note that wrong bytes came; return whether they did three times in a minute.
@@ -423,6 +431,8 @@ class PeerTier:
             if peer in self._followers:
                 self._followers.pop(peer).cancel()
             await peer.close(self._deadline_s)
+            peer.view.reset()
+            await _free(peer)
 
     async def _follow(self, peer: Peer) -> None:
         """Keep the view of a peer up to date, until cancelled."""
@@ -443,6 +453,7 @@ class PeerTier:
                     level = logging.DEBUG if expected else logging.ERROR
                     _log.log(level, "%s: not followed: %s", peer.title, error)
                     peer.view.reset()
+            await _free(peer)
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 
     async def _look_after(self, peer: Peer) -> None:
@@ -475,6 +486,33 @@ class PeerTier:
             # Not before: a pause that grew while it was away would go on when it is back.
             if peer.breaker.take_probe():
                 peer.breaker.probed(success=True)
+
+
+def _announced(peer: Peer, digests: Mapping[ChunkKey, int]) -> tuple[set[ChunkKey], list[ChunkKey]]:
+    """Return which chunks a peer has by its announcements, and which it has to be asked for."""
+    view = peer.view
+    if not view.synced:
+        return set(), list(digests)
+    found = {key for key, digest in digests.items() if view.has(digest)}
+    # A chain of which it has a part may have become longer since its last announcement.
+    return found, [key for key in digests if key not in found] if found else []
+
+
+async def _free(peer: Peer) -> None:
+    """Free what was forgotten of a peer's announcements, piece by piece."""
+    while peer.view.free_some():  # noqa: ASYNC110  it is work, not a wait
+        await asyncio.sleep(0)
+
+
+async def _in_turns(items: Iterable[T], weight: int) -> AsyncIterator[T]:
+    """Yield items, each of which takes as long as `weight` chunks; others run in between."""
+    looked = 0
+    for item in items:
+        if looked >= _PIECE:
+            await asyncio.sleep(0)
+            looked = 0
+        looked += weight
+        yield item
 
 
 def _domain(name: Address) -> str:

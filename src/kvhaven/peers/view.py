@@ -8,6 +8,8 @@ from kvhaven.catalog.announcer import START, Batch, Cursor
 
 _STRIPES: Final = 256
 """Python copies a whole set when it grows; a stripe of a quarter of a million digests is small."""
+_FREED: Final = 8
+"""Stripes that are freed before others may use the event loop."""
 MOST_DIGESTS: Final = 1 << 18
 """Digests of a peer that are kept, in 18 MB; a peer with more chunks is asked instead."""
 
@@ -29,6 +31,8 @@ class PeerView:
         self.digests = 0
         self._most = most
         self._stripes: list[set[int]] = [set() for _ in range(_STRIPES)]
+        self._dropped: list[set[int]] = []
+        """Stripes from before a reset, which are still to be freed."""
 
     def has(self, digest: int) -> bool:
         """Return whether the peer announced a chunk, and did not take that back."""
@@ -62,7 +66,13 @@ class PeerView:
         self.cursor, self.source = START, ""
         self.synced = self.overflowed = False
         self.digests = 0
+        self._dropped += filter(None, self._stripes)
         self._stripes = [set() for _ in range(_STRIPES)]
+
+    def free_some(self) -> bool:
+        """Free some of what was forgotten; return whether more is left: all takes 10 ms."""
+        del self._dropped[-_FREED:]
+        return bool(self._dropped)
 
     def _add(self, digests: Iterable[int]) -> None:
         for digest in digests:

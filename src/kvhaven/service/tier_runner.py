@@ -13,6 +13,7 @@ import msgspec
 
 from kvhaven.catalog.actions import TierDelete, TierLookup, TierName, TierRead, TierWrite
 from kvhaven.catalog.histograms import SECONDS, Buckets, Histogram
+from kvhaven.catalog.shared_index import LOOKUP_SHARDS
 from kvhaven.catalog.tier_spec import WriteMode
 from kvhaven.errors import KVHavenError, TierError, TierMissError
 from kvhaven.maps import OrderedMap
@@ -175,17 +176,18 @@ class TierRunner:
     ) -> list[bool] | None:
         """Return which chunks a shared tier has now; None if it failed, or gave no answer in time.
 
-        No answer says nothing about the chunks.
+        No answer says nothing about the chunks. Many are looked up in several batches, one after
+        another, each as long as a lookup of the catalog may be.
         """
-        if not keys:
-            return []
-        action = TierLookup(name, 0, namespace, tuple(keys), tenant)
-        shards = [shard for key in keys for shard in self._shards(action, key)]
-        there = await self._in_time(name, shards)
-        if there is None:
-            return None
-        bits = len(namespace.table.shards)
-        return [all(there[at * bits : (at + 1) * bits]) for at in range(len(keys))]
+        bits, found = len(namespace.table.shards), list[bool]()
+        for part in batches(keys, max(1, LOOKUP_SHARDS // bits)):
+            action = TierLookup(name, 0, namespace, tuple(part), tenant)
+            shards = [shard for key in part for shard in self._shards(action, key)]
+            there = await self._in_time(name, shards)
+            if there is None:
+                return None
+            found += [all(there[at * bits : (at + 1) * bits]) for at in range(len(part))]
+        return found
 
     def run(self, action: TierLookup | TierRead | TierWrite | TierDelete) -> None:
         """Start an action; its result is reported to the catalog."""

@@ -16,6 +16,7 @@ from kvhaven.peers.listener import ListenerStatus
 from kvhaven.protocol import (
     Attached,
     Hello,
+    Refused,
     Reserve,
     Status,
     Welcome,
@@ -393,6 +394,34 @@ def test_grants_that_never_arrived_end_when_the_rank_is_back(node: NodeThread) -
         rank.client.commit([rank.write(kept)])
         settled(node.address)
         assert node.status().arena_used_bytes == 0  # lost before its commit: discarded
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "other"}, "namespace of rank 0 differs .* in model"),
+        ({"shard_bytes": 8192}, "namespace of rank 0 differs .* in bytes"),
+        ({"engine": "other"}, "is attached to engine raw#1"),
+        ({"world_size": 2}, "world_size 2"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_member_that_comes_back_as_another_is_refused(
+    node: NodeThread, change: dict[str, Any], reason: str
+) -> None:
+    """Its chunks would get the names of what it was before."""
+    was = Rank(node.address, engine="raw", member="m").attach
+    now = Rank(node.address, member="m", **{"engine": "raw", **change}).attach
+    with Raw(node) as old, Raw(node) as new:
+        old.say(Hello(), was)
+        assert isinstance(old.hear(), Welcome)
+        assert isinstance(old.hear(), Attached)
+        new.say(Hello(), now)
+        assert isinstance(new.hear(), Welcome)
+        refused = new.hear()
+        assert isinstance(refused, Refused)
+        assert re.search(reason, refused.reason)
+        assert old.say(Reserve(1, b"", bytes(32), 1)).hear() is not None
 
 
 def test_a_client_that_does_not_read_is_disconnected(node: NodeThread) -> None:

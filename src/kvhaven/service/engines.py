@@ -171,13 +171,27 @@ class AttachedEngines:
         """Return the members without a connection, which may still map the arena."""
         return [member for member in self._members.values() if member.connection is None]
 
-    def known(self, member: str, rank: int | None) -> AttachedProcess | None:
-        """Return a member that is not proven gone. Raises `KVHavenError` if it has another rank."""
-        known = self._members.get(MemberId(member))
-        if known is not None and known.rank != rank:
+    def known(self, message: AttachRank | AttachScheduler) -> AttachedProcess | None:
+        """Return a member that attaches again and is not proven gone.
+
+        Raises `KVHavenError` if it was another rank, or one with other KV: its chunks would get the
+        names of what it was.
+        """
+        known = self._members.get(MemberId(message.member))
+        if known is None:
+            return None
+        if known.rank != (message.rank if isinstance(message, AttachRank) else None):
             raise KVHavenError(
-                f"process {member} is attached as {known.role} and cannot attach in another role"
+                f"process {message.member} is attached as {known.role} and cannot attach in "
+                "another role"
             )
+        if known.session.id.rpartition("#")[0] != message.session:
+            raise KVHavenError(
+                f"process {message.member} is attached to engine {known.session.id} and cannot "
+                f"attach to {message.session}"
+            )
+        if isinstance(message, AttachRank):
+            _require_agreement(known.session, message)
         return known
 
     def add_rank(self, message: AttachRank) -> AttachedProcess:

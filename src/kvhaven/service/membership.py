@@ -173,7 +173,7 @@ class Membership:
     # --- ranks ------------------------------------------------------------------------------
 
     def _attach_rank(self, connection: Connection, message: AttachRank) -> None:
-        member = self._sessions.known(message.member, message.rank)
+        member = self._sessions.known(message)
         if member is None:
             if self.draining:
                 raise DrainingError("the service is draining: it accepts no engine")
@@ -232,7 +232,7 @@ class Membership:
     # --- schedulers -------------------------------------------------------------------------
 
     def _attach_scheduler(self, connection: Connection, message: AttachScheduler) -> None:
-        member = self._sessions.known(message.member, None)
+        member = self._sessions.known(message)
         if member is None:
             member = self._sessions.add_scheduler(message)
         if member is None:

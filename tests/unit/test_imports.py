@@ -19,6 +19,7 @@ _LEVELS = (
         "plugins",
         "niceness",
         "ending",
+        "descriptors",
         "protocol",
         "config",
     },

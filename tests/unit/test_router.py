@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +21,16 @@ from tests.commands import kvhaven
 pytest.importorskip("aiohttp", reason="kvhaven[router] is not installed")
 pytest.importorskip("uvloop", reason="kvhaven[router] is not installed")
 
+import aiohttp
+
 from kvhaven.errors import ConfigError
-from kvhaven.router import nodes
+from kvhaven.gateway import guard
+from kvhaven.peers.addresses import Address
+from kvhaven.router import main, nodes
 from kvhaven.router.body import RequestBody
+from kvhaven.router.choice import Chooser
 from kvhaven.router.nodes import HealthPolicy, parse_node
-from tests.router_kit import Running, fake, routing, until
+from tests.router_kit import QUICK, Running, fake, routing, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -387,14 +393,74 @@ async def test_the_command_serves_and_stops() -> None:
         try:
             router = Running(f"http://127.0.0.1:{port}", None, None)  # type: ignore[arg-type]
             await until(lambda: _listens(port))
-            import aiohttp
-
             async with aiohttp.ClientSession() as router.client:
                 assert (await router.ask(ASK))[0] == 200
             process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(process.wait, 30) == 0
         finally:
             process.kill()
+
+
+@contextlib.asynccontextmanager
+async def command(*options: str, files: str) -> AsyncIterator[tuple[subprocess.Popen[bytes], int]]:
+    """Run `kvhaven route` with a limit of open files; yield it and its port, before it listens."""
+    port = free_port()
+    route = [sys.executable, "-m", "kvhaven.cli", "route", "--listen", f"127.0.0.1:{port}"]
+    limited = ["sh", "-c", f'ulimit {files} && exec "$@"', "sh", *route, *options]
+    process = await asyncio.to_thread(subprocess.Popen, limited, stderr=subprocess.PIPE)
+    try:
+        yield process, port
+    finally:
+        process.kill()
+        assert process.stderr is not None
+        process.stderr.close()
+        await asyncio.to_thread(process.wait)
+
+
+async def test_the_command_may_open_as_many_files_as_the_hard_limit_allows() -> None:
+    async with command("--decode", "http://127.0.0.1:1", files="-Sn 64") as (process, port):
+        await until(lambda: _listens(port))
+        limits = await asyncio.to_thread(Path(f"/proc/{process.pid}/limits").read_text)
+        (line,) = [one for one in limits.splitlines() if one.startswith("Max open files")]
+        soft, hard = line.split()[3:5]
+        assert soft == hard
+
+
+async def test_a_lack_of_descriptors_is_no_failure_of_nodes() -> None:
+    """Their answers that are under way would be broken off."""
+    async with fake("d0") as d:
+        nodes = [f"--decode={d.url}/{number}" for number in range(80)]
+        options = ["--health-interval", "0.05", "--health-failures", "1"]
+        async with command(*options, *nodes, files="-n 48") as (process, _):
+            assert process.stderr is not None
+            said = b""
+            while b"Too many open files" not in said:
+                said = await asyncio.to_thread(process.stderr.readline)
+                assert said, "it has ended"
+                assert b"out of use" not in said
+
+
+async def test_clients_that_send_no_request_are_disconnected_and_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "HEADER_S", 0.5)
+    async with fake("d0") as d, aiohttp.ClientSession() as client:
+        port = free_port()
+        chooser = Chooser([], [parse_node(d.url, "--decode")], 0)
+        address = Address("127.0.0.1", port)
+        serving = asyncio.create_task(main._run(address, chooser, QUICK, 60.0, most=4))
+        await until(lambda: _listens(port))
+        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
+        for _, writer in slow:
+            writer.write(b"GET /health HTTP/1.1\r\n")
+        for reader, writer in slow:
+            async with asyncio.timeout(60):
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+            writer.close()
+        assert (await Running(f"http://127.0.0.1:{port}", chooser, client).ask(ASK))[0] == 200
+        serving.cancel()
+        await asyncio.wait([serving])
 
 
 async def test_a_port_that_is_taken_is_a_clear_error() -> None:

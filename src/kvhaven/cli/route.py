@@ -47,8 +47,7 @@ def route(
     import logging  # noqa: PLC0415 - keeps other commands quick
 
     try:
-        import uvloop  # noqa: PLC0415
-        from aiohttp import web  # noqa: PLC0415
+        from kvhaven.router.main import serve  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             f"kvhaven route needs the package {error.name}; install it with: "
@@ -56,7 +55,6 @@ def route(
         ) from error
 
     from kvhaven.peers.addresses import parse_address  # noqa: PLC0415
-    from kvhaven.router.app import Router  # noqa: PLC0415
     from kvhaven.router.choice import Chooser  # noqa: PLC0415
     from kvhaven.router.nodes import HealthPolicy, parse_node  # noqa: PLC0415
 
@@ -68,26 +66,10 @@ def route(
         pd_min_tokens,
     )
     health = HealthPolicy(health_interval, health_timeout, health_failures)
-    app = Router(chooser, health, prefill_timeout).app()
     logging.getLogger(__name__).info(
         "router: listening at %s, %d prefill and %d decode nodes",
         address,
         len(chooser.prefill),
         len(chooser.decode),
     )
-    try:
-        web.run_app(
-            app,
-            host=address.host,
-            port=address.port,
-            handler_cancellation=True,  # a client that goes away ends its requests
-            shutdown_timeout=30,
-            access_log=None,
-            print=lambda *_: None,
-            loop=uvloop.new_event_loop(),
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"--listen: cannot listen at {address} ({error.strerror}); expected an address of this "
-            "machine and a free port"
-        ) from error
+    serve(address, chooser, health, prefill_timeout)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of connections: their number, their silence, and the user of a unix socket."""
+"""Limits of a server's connections: their number, their silence, and the user of a unix socket."""
 
 import asyncio
 import logging
 import os
 import socket
-from typing import Final
+from typing import Final, cast
 
 from kvhaven.client.unix import peer_uid
 
@@ -17,14 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """Registry of the API's connections.
+    """Registry of a server's connections.
 
-    A connection beyond `MOST_CONNECTIONS` is closed immediately, and so is one of another user on a
-    unix socket. A connection without a request for `HEADER_S` seconds is closed, also if parts of a
-    header arrive meanwhile.
+    A connection beyond `most` is closed immediately, and so is one of another user on a unix
+    socket. A connection without a request for `HEADER_S` seconds is closed, also if parts of a
+    header arrive meanwhile; after its first request, one without another for `idle_s` seconds
+    (default: the same).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_CONNECTIONS, idle_s: float | None = None) -> None:
+        self._most = most
+        self._idle_s = idle_s
         self._open: dict[asyncio.BaseTransport, Guarded] = {}
 
     def __len__(self) -> int:
@@ -32,7 +35,7 @@ class Guard:
 
     def protocol(self, inner: asyncio.Protocol) -> "Guarded":
         """Return `inner` with the limits applied."""
-        return Guarded(inner, self._open)
+        return Guarded(inner, self._open, self._most)
 
     def began(self, transport: asyncio.BaseTransport | None) -> None:
         """Record that the header of a request is complete."""
@@ -44,24 +47,29 @@ class Guard:
         """Record that a request was answered; the next header has its own time."""
         guarded = self._open.get(transport) if transport is not None else None
         if guarded is not None:
-            guarded.arm()
+            guarded.arm(self._idle_s)
 
 
 class Guarded(asyncio.Protocol):
     """A protocol that passes everything on to `inner`, within the limits of a `Guard`."""
 
     def __init__(
-        self, inner: asyncio.Protocol, connections: "dict[asyncio.BaseTransport, Guarded]"
+        self,
+        inner: asyncio.Protocol,
+        connections: "dict[asyncio.BaseTransport, Guarded]",
+        most: int,
     ) -> None:
         self._inner = inner
         self._open = connections
+        self._most = most
         self._transport: asyncio.BaseTransport | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def arm(self) -> None:
+    def arm(self, seconds: float | None = None) -> None:
         """Close the connection unless the header of a request arrives in time."""
         self.disarm()
-        self._timer = asyncio.get_running_loop().call_later(HEADER_S, self._abort)
+        limit_s = HEADER_S if seconds is None else seconds
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self._abort)
 
     def disarm(self) -> None:
         """Wait for no header."""
@@ -71,10 +79,9 @@ class Guarded(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Pass the connection on, or close it."""
-        if len(self._open) >= MOST_CONNECTIONS or not _is_own(transport):
+        if len(self._open) >= self._most or not _is_own(transport):
             self._inner = asyncio.Protocol()
-            assert isinstance(transport, asyncio.Transport)
-            transport.abort()
+            _abort(transport)
             return
         self._transport = transport
         self._open[transport] = self
@@ -105,8 +112,12 @@ class Guarded(asyncio.Protocol):
         self._inner.connection_lost(exc)
 
     def _abort(self) -> None:
-        if isinstance(self._transport, asyncio.Transport):
-            self._transport.abort()
+        if self._transport is not None:
+            _abort(self._transport)
+
+
+def _abort(transport: asyncio.BaseTransport) -> None:
+    cast(asyncio.Transport, transport).abort()  # uvloop's is no subclass
 
 
 def _is_own(transport: asyncio.BaseTransport) -> bool:

@@ -5,7 +5,7 @@ import asyncio
 import functools
 import io
 import logging
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -23,12 +23,15 @@ from aiohttp import (
 from multidict import CIMultiDict
 from yarl import URL
 
+from kvhaven.descriptors import is_shortage
+from kvhaven.gateway.guard import Guard
 from kvhaven.router.body import TWO_STEP, RequestBody
 from kvhaven.router.choice import Chooser, Plan
 from kvhaven.router.metrics import Metrics
 from kvhaven.router.nodes import DEFAULT_HEALTH, HealthPolicy, Node, Prefilling
 
 T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ _HOP_BY_HOP: Final = (
     *("transfer-encoding", "upgrade", "host", "content-length", "expect"),
 )
 """Headers that concern one connection only (RFC 9110, 7.6.1), and those that aiohttp sets."""
+_BODY_S: Final = 300.0
+"""Longest time for the body of a request."""
 _LARGE: Final = 1 << 20
 _NOTHING: Final[Mapping[str, str]] = {}
 _OK: Final = 200
@@ -58,22 +63,28 @@ class Router:
     A prompt goes to a prefill node first, for one token, and then to the decode node, which reads
     the KV meanwhile (`kvhaven.to`). If the prefill fails or takes longer than `prefill_s`, another
     prefill node is asked once, then the decode node computes the prompt itself. If a decode node
-    fails before its first byte, another is asked. A client that goes away ends its requests.
+    fails before its first byte, another is asked. A client that goes away ends its requests. The
+    `guard` of the server's connections is told of requests.
     """
 
     def __init__(
-        self, chooser: Chooser, health: HealthPolicy = DEFAULT_HEALTH, prefill_s: float = 120.0
+        self,
+        chooser: Chooser,
+        health: HealthPolicy = DEFAULT_HEALTH,
+        prefill_s: float = 120.0,
+        guard: Guard | None = None,
     ) -> None:
         self._chooser = chooser
         self._health = health
         self._prefill_s = prefill_s
+        self._guard = guard or Guard()
         self._metrics = Metrics()
         self._answers: dict[Node, set[ClientResponse]] = {}
         self._session: ClientSession
 
     def app(self) -> web.Application:
         """Return the application; it connects to nodes while it runs."""
-        app = web.Application(client_max_size=MOST_BODY)
+        app = web.Application(client_max_size=MOST_BODY, middlewares=[self._guarded])
         app.router.add_get("/health", self._on_health)
         app.router.add_get("/metrics", self._on_metrics)
         for path in TWO_STEP:
@@ -98,6 +109,20 @@ class Router:
                 check.cancel()
             await asyncio.gather(*checks, return_exceptions=True)
 
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        transport = request.transport
+        self._guard.began(transport)
+        try:
+            return await handler(request)
+        except (web.HTTPException, ConnectionError):
+            raise
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            raise
+        finally:
+            self._guard.ended(transport)
+
     # --- health -----------------------------------------------------------------------------
 
     async def _look_after(self, node: Node) -> None:
@@ -112,6 +137,12 @@ class Router:
             except (ClientError, OSError) as problem:  # includes TimeoutError
                 error = str(problem) or "no answer to a health check in time"
                 refused = _is_refusal(problem)
+                if _is_shortage(problem):  # its answers may be under way all the same
+                    if error != node.error:
+                        logger.warning("node %s: could not be checked: %s", node.url, error)
+                    node.error = error
+                    await asyncio.sleep(policy.pause_s)
+                    continue
             if error:
                 self._note_failure(node, error, refused=refused)
             else:
@@ -142,7 +173,7 @@ class Router:
 
     async def _on_other(self, request: web.Request) -> web.StreamResponse:
         """Pass a request on to a decode node."""
-        raw = await request.read()
+        raw = await _read(request)
         failed: list[Node] = []
         while True:
             plan = self._chooser.plan((), 0, without=failed)
@@ -157,7 +188,7 @@ class Router:
                     return _problem(502, str(error))
 
     async def _on_prompt(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
+        raw = await _read(request)
         try:
             body = RequestBody(request.path, raw)
         except ValueError as error:
@@ -384,6 +415,21 @@ async def _unless_down(node: Node, awaited: Awaitable[T]) -> T:
             await asyncio.wait([task])
             if not task.cancelled():
                 task.exception()  # is of no interest any more
+
+
+async def _read(request: web.Request) -> bytes:
+    """Return the body of a request. Raises `HTTPRequestTimeout` if it does not come."""
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
+
+
+def _is_shortage(error: BaseException) -> bool:
+    """Return whether this machine, not the node, prevented a connection."""
+    cause = getattr(error, "os_error", error)
+    return isinstance(cause, OSError) and is_shortage(cause)
 
 
 def _is_refusal(error: BaseException) -> bool:

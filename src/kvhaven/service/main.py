@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import msgspec
 
 from kvhaven.client.unix import lock_file, prepare_directory
 from kvhaven.config import Settings
+from kvhaven.descriptors import allow_descriptors
 from kvhaven.errors import KVHavenError
 from kvhaven.niceness import run_soon_after_waking
 from kvhaven.service.api_process import ApiProcess, api_for
@@ -128,16 +128,6 @@ async def _run(
         for task in background:
             task.cancel()
     logger.info("node service %s: ended", service.id[:8])
-
-
-def allow_descriptors() -> None:
-    """Raise the limit of open files from the soft to the hard limit.
-
-    The usual soft limit of 1024 exists for programs that use `select`, which supports no more.
-    """
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # some containers forbid it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def favour_the_loop() -> None:

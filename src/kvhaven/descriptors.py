@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File descriptors of a process: their limit, and errors that say that a process has none left."""
+
+import contextlib
+import errno
+import resource
+from typing import Final
+
+_SHORTAGE: Final = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+)
+
+
+def allow_descriptors() -> int:
+    """Raise the limit of open files from the soft to the hard limit; return the limit.
+
+    The usual soft limit of 1024 exists for programs that use `select`, which supports no more.
+    """
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some containers forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return most
+    return soft
+
+
+def is_shortage(error: OSError) -> bool:
+    """Return whether an error of a new connection is for want of descriptors, ports or memory.
+
+    That says something about this machine, and nothing about the other side.
+    """
+    return error.errno in _SHORTAGE

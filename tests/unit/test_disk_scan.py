@@ -82,7 +82,9 @@ async def test_a_file_in_the_wrong_folder_is_removed(path: Path) -> None:
         assert shards == {piece.shard for piece in PIECES[1:]}
 
 
-@pytest.mark.parametrize("damage", ["absent", "empty", "garbage", "changed", "other", "version"])
+@pytest.mark.parametrize(
+    "damage", ["absent", "empty", "garbage", "deep", "changed", "other", "version"]
+)
 async def test_a_folder_without_a_valid_manifest_is_not_offered(path: Path, damage: str) -> None:
     manifest = path / folder_name(SPACE) / "namespace.json"
     raw = manifest.read_bytes()
@@ -93,6 +95,8 @@ async def test_a_folder_without_a_valid_manifest_is_not_offered(path: Path, dama
             manifest.write_bytes(b"")
         case "garbage":
             manifest.write_bytes(b"\xff\x00{")
+        case "deep":
+            manifest.write_bytes(b'{"x": ' + 100_000 * b"[")
         case "changed":
             manifest.write_bytes(raw.replace(b"10000", b"10001"))
         case "other":

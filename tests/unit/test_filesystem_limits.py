@@ -82,8 +82,13 @@ def test_a_lease_is_one_services_until_it_expires(files: SharedFiles, tmp_path: 
     assert one.claim()
 
 
-def test_a_damaged_lease_is_anybodys(files: SharedFiles, tmp_path: Path) -> None:
-    (tmp_path / NAME).write_bytes(b"garbage")
+DEEP = b'{"x": ' + 100_000 * b"["
+"""JSON that is nested so deeply that reading it ends with an error of another kind."""
+
+
+@pytest.mark.parametrize("damage", [b"garbage", DEEP], ids=["garbage", "deep"])
+def test_a_damaged_lease_is_anybodys(files: SharedFiles, tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / NAME).write_bytes(damage)
     lease = Ownership(files, "one", 60)
     assert not lease.renew()
     assert lease.claim()
@@ -129,6 +134,16 @@ def test_grants_survive_their_owner(files: SharedFiles) -> None:
     assert (account.limit, account.outstanding) == (310, 300)
     assert credit.grant(files, {"a": account}, 0) == 200
     assert credit.tell(files, "a", Writer(10, 500), 60)[0] == CreditGrant(310)
+
+
+@pytest.mark.parametrize("damage", [b"garbage", DEEP], ids=["garbage", "deep"])
+def test_damaged_credits_count_as_absent(files: SharedFiles, tmp_path: Path, damage: bytes) -> None:
+    credit.tell(files, "a", Writer(10, 500), 60)
+    credit.grant(files, credit.accounts(files, 60), 300)
+    (tmp_path / "grants" / "a").write_bytes(damage)
+    assert credit.tell(files, "a", Writer(10, 500), 60)[0] is None
+    (tmp_path / "writers" / "a").write_bytes(damage)
+    assert credit.accounts(files, 60)["a"].wants == 0
 
 
 def test_who_is_silent_gets_no_grant_and_is_forgotten_later(

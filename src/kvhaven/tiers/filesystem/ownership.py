@@ -91,5 +91,5 @@ class Ownership:
 def _owner(raw: bytes) -> Owner | None:
     try:
         return msgspec.json.decode(raw, type=Owner)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # a damaged lease is free

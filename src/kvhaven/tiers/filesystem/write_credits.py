@@ -164,5 +164,5 @@ def grant(files: SharedFiles, found: Mapping[str, Account], free: int) -> int:
 def _decode(raw: bytes, kind: type[T]) -> T | None:
     try:
         return msgspec.json.decode(raw, type=kind)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # damaged: treated as absent

@@ -48,7 +48,7 @@ def unpack_manifest(raw: bytes, folder: str) -> Namespace:
     try:
         manifest = msgspec.json.decode(raw, type=_Manifest)
         digest = bytes.fromhex(manifest.digest)
-    except ValueError as error:  # msgspec's errors are ValueErrors
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise TierMissError(f"{folder}/{MANIFEST_NAME} is not a valid manifest: {error}") from error
     if manifest.version != MANIFEST_VERSION:
         raise TierMissError(

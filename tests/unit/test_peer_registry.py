@@ -165,6 +165,20 @@ def test_settings_that_do_not_fit_are_named(url: str) -> None:
     assert list(tiers) == ["peer"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("redis://[::1", "invalid URL"),
+        ("redis://h:99999", "invalid URL"),
+        ("redis://h?foo=bar", "redis-py does not take its URL .*foo"),
+        ("redis://h?socket_timeout=x", "redis-py does not take its URL .*socket_timeout"),
+    ],
+)
+def test_urls_that_cannot_be_right_are_refused(wrong: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"peers: .*{reason}"):
+        make_tiers(Settings(peers=wrong))
+
+
 def test_passwords_are_not_shown() -> None:
     with pytest.raises(TierError) as failed:
         registry("redis://user:hidden@127.0.0.1:1/0").members()

@@ -326,3 +326,18 @@ def test_other_urls_are_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match="redis://host:port") as caught:
         redis_tier(url)
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("redis://h?foo=bar", "foo"),
+        ("redis+cluster://h?foo=bar", "foo"),
+        ("redis://h?socket_timeout=soon", "socket_timeout"),
+        ("redis://h:99999", "[Pp]ort"),
+        ("redis+cluster://h:x", "[Pp]ort"),
+    ],
+)
+def test_urls_that_the_client_does_not_take_are_refused(url: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"redis-py does not take its URL .*{reason}"):
+        redis_tier(url)

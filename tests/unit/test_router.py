@@ -365,7 +365,13 @@ async def test_the_openai_client_works() -> None:
         await client.close()
 
 
-@pytest.mark.parametrize("url", ["", "host:80", "ftp://h", "http://", "http://h:x", "http://h=a/b"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "host:80", "ftp://h", "http://", "http://h:x", "http://h=a/b"),
+        *("http://[::1", "http://h:99999"),
+    ],
+)
 async def test_a_wrong_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--decode: invalid"):
         parse_node(url, "--decode")

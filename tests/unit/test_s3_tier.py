@@ -393,6 +393,7 @@ def test_other_urls_are_refused_and_not_repeated(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_an_endpoint_that_is_no_url_is_refused() -> None:
+@pytest.mark.parametrize("endpoint", ["ceph:7480", "http://ceph:99999", "http://[::1"])
+def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="http://host:port"):
-        s3_tier("s3://bucket", endpoints=["minio:9000"])
+        s3_tier("s3://bucket", endpoints=[endpoint])

@@ -3,7 +3,7 @@
 
 import os
 import re
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvhaven.config.sources import MASK
 
@@ -25,6 +25,16 @@ def parse_urls(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("not a string")
     return " ".join(_parse_url(url) for url in value.split())
+
+
+def split_url(url: str) -> SplitResult:
+    """Return the parts of a URL. Raises `ValueError` with the reason if its host is malformed."""
+    parts = urlsplit(url)
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError("the port is not a number from 0 to 65535") from error
+    return parts
 
 
 def redacted(text: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvhaven.config.urls import split_url
 from kvhaven.errors import ConfigError
 from kvhaven.peers.addresses import PORT, parse_address
 
@@ -146,12 +147,11 @@ def parse_node(text: str, option: str) -> Node:
     Without it, the URL's host and port 7420 are assumed. Raises `ConfigError`.
     """
     url, _, peer = text.partition("=")
-    parts = urlsplit(url)
     try:
-        port = parts.port
+        parts = split_url(url)
     except ValueError:
-        port = -1
-    if parts.scheme not in {"http", "https"} or not parts.hostname or port == -1 or parts.query:
+        parts = urlsplit("")
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:
         raise ConfigError(
             f"{option}: invalid URL (got {text!r}); expected http://host:port, or "
             "http://host:port=peerhost:7420 with the address of the node's peer_listen"

@@ -12,6 +12,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from kvhaven.config.urls import split_url
 from kvhaven.errors import ConfigError, TierError
 
 KEY: Final = "kvhaven:peers"
@@ -34,10 +35,13 @@ class RedisRegistry:
     """
 
     def __init__(self, url: str, host: str = "", port: int = 0) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = split_url(url)
+        except ValueError:
+            parts = urlsplit("")
         if parts.scheme not in {"redis", "rediss"} or not parts.hostname:
             raise ConfigError(
-                f"peers: invalid URL (one that begins with {parts.scheme}://); expected "
+                f"peers: invalid URL (one that begins with {url.partition(':')[0]}://); expected "
                 "redis://host:port/db or rediss://host:port/db"
             )
         self.title = f"node registry in Redis {parts.netloc.rpartition('@')[2]}"
@@ -49,15 +53,22 @@ class RedisRegistry:
             from_environment = os.environ.get(f"REDIS_{option.upper()}")
             if not given and from_environment:
                 credentials[option] = from_environment
-        self._redis = Redis.from_url(
-            url,
-            socket_timeout=_DEADLINE_S,
-            socket_connect_timeout=_DEADLINE_S,
-            retry=Retry(NoBackoff(), 0),
-            decode_responses=True,
-            encoding_errors="surrogateescape",  # anybody may have written the others
-            **credentials,
-        )
+        try:
+            self._redis = Redis.from_url(
+                url,
+                socket_timeout=_DEADLINE_S,
+                socket_connect_timeout=_DEADLINE_S,
+                retry=Retry(NoBackoff(), 0),
+                decode_responses=True,
+                encoding_errors="surrogateescape",  # anybody may have written the others
+                **credentials,
+            )
+            self._redis.connection_pool.make_connection()  # which reads the options
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"peers: {self.title}: redis-py does not take its URL ({error}); see its "
+                "documentation for the options that may follow"
+            ) from error
 
     def members(self) -> list[str]:
         """Register this node for `KEEP_S` seconds more; return all nodes, this one included.

@@ -119,6 +119,15 @@ class RedisClient:
         self._writes = Pipelines(self._execute, WRITERS)
         self._warned = False
         self._has_getex = False
+        try:
+            client = self._connect()
+            if not self._cluster:
+                client.connection_pool.make_connection()  # which reads the options
+        except (ValueError, TypeError, RedisClusterException) as error:
+            raise ConfigError(
+                f"remote_url: {self.title}: redis-py does not take its URL ({error}); see its "
+                "documentation for the options that may follow"
+            ) from error
 
     async def open(self) -> None:
         """Connect; log a warning if the server has no memory limit."""

@@ -14,6 +14,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
 from obstore.store import S3Store
 
+from kvhaven.config.urls import redacted, split_url
 from kvhaven.errors import ConfigError, TierMissError
 from kvhaven.tiers.base import StoredShard
 from kvhaven.tiers.executor import Lane
@@ -323,10 +324,13 @@ class _Endpoint:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        parts = urlsplit(url)
+        try:
+            parts = split_url(url)
+        except ValueError:
+            parts = urlsplit("")
         if url and (parts.scheme not in {"http", "https"} or not parts.hostname):
             raise ConfigError(
-                f"s3_endpoint_url: invalid (got {parts.scheme}://{parts.hostname}); expected "
+                f"s3_endpoint_url: invalid (got {redacted(url)!r}); expected "
                 f"http://host:port or https://host:port, or several of them separated by spaces"
             )
         self.shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if url else "AWS"

@@ -31,8 +31,8 @@ class Seen:
 class FakeVllm:
     """A server that records its requests and answers as it is told; it stands for vLLM.
 
-    It answers `tokens` words, as a stream if asked to. `status`, `silent` and `drops` say how it
-    fails, and `breaks_after` after how many events it breaks off.
+    It answers `tokens` words, as a stream if asked to, or `answer`. `status`, `silent` and `drops`
+    say how it fails, and `breaks_after` after how many events it breaks off.
     """
 
     name: str
@@ -41,6 +41,7 @@ class FakeVllm:
     healthy: bool = True
     silent: bool = False
     drops: bool = False
+    answer: bytes = b""
     breaks_after: int | None = None
     hangs_after: int | None = None
     may_break: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,6 +87,8 @@ class FakeVllm:
         if self.status != 200:
             error = {"error": {"message": f"{self.name} says {self.status}"}}
             return web.json_response(error, status=self.status)
+        if self.answer:
+            return web.Response(body=self.answer, content_type="application/json")
         if request.path == "/v1/models":
             return web.json_response({"object": "list", "data": [{"id": self.name}]})
         params = body.get("kv_transfer_params") or {}

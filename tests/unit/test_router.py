@@ -131,6 +131,24 @@ async def test_a_prefill_that_refuses_is_replaced_once_and_then_done_without(sta
         assert "kv_transfer_params" not in d.bodies()[0]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [b"nonsense", b'{"usage": 5}', b'{"x": "\xff"}', b'{"x": ' + 200_000 * b"["],
+    ids=["nonsense", "usage", "encoding", "deep"],
+)
+async def test_a_malformed_answer_of_a_prefill_node_is_done_without(answer: bytes) -> None:
+    async with fleet() as ((p,), _, router):
+        p.answer = answer
+        assert (await router.ask(ASK))[0] == 200
+
+
+async def test_a_prefill_that_does_not_tell_its_usage_counts() -> None:
+    async with fleet() as ((p,), (d,), router):
+        p.answer = b'{"usage": null, "kv_transfer_params": {"do_remote_prefill": true}}'
+        assert (await router.ask(ASK))[0] == 200
+        assert d.bodies()[0]["kv_transfer_params"]["do_remote_prefill"]
+
+
 async def test_a_clients_error_comes_from_the_decode_node() -> None:
     async with fleet(decodes=2) as ((p,), ds, router):
         for server in (p, *ds):

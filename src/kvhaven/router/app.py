@@ -277,9 +277,9 @@ class Router:
             return {}  # the decode node says what is wrong with the request
         try:
             answered = msgspec.json.decode(whole, type=_PrefillAnswer)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise NodeFailedError(f"malformed answer: {error}") from error
-        usage = answered.usage
+        usage = answered.usage or _Usage()
         self._chooser.learn_length(body.text_bytes, usage.prompt_tokens or usage.input_tokens)
         return answered.kv_transfer_params or {}
 
@@ -396,7 +396,7 @@ class _PrefillAnswer(msgspec.Struct):
     """The part of a prefill's answer that the router reads."""
 
     kv_transfer_params: dict[str, Any] | None = None
-    usage: _Usage = msgspec.field(default_factory=_Usage)
+    usage: _Usage | None = None
 
 
 async def _unless_down(node: Node, awaited: Awaitable[T]) -> T:

@@ -3,6 +3,8 @@
 
 import contextlib
 import json
+import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -81,6 +83,18 @@ def test_a_busy_port_is_no_reason_not_to_start(short_dir: Path) -> None:
             log = short_dir / "log"
             eventually(lambda: "no HTTP API: 127.0.0.1:8888 is not free" in log.read_text())
             assert status_of(node.address).version
+
+
+def test_without_a_descriptor_no_address_is_free() -> None:
+    """So the thread that waits for the address goes on waiting."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Path(os.devnull).open("rb") as lowest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno() + 1, hard))
+        try:
+            assert not api_process._is_free("127.0.0.1:0")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert api_process._is_free("127.0.0.1:0")
 
 
 def test_an_api_that_was_asked_for_is_not_left_out(

@@ -2,7 +2,10 @@
 """One API for all services of a node: what it shows of each, and services that come and go."""
 
 import contextlib
+import errno
+import os
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,6 +114,28 @@ def test_services_come_and_go(
     monkeypatch.setattr(services, "_GONE_S", 0.1)
     eventually(lambda: shown(api) == {FIRST: "ok", OTHER: "ok"})
     assert api.get("/services/engine-late/livez").status == 404
+
+
+def test_a_look_around_that_fails_is_repeated(
+    nodes: tuple[NodeThread, NodeThread],
+    api: GatewayThread,
+    short_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert nodes
+    failed = threading.Event()
+
+    def fail(_: str) -> bool:
+        failed.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    (short_dir / "engine-stale.sock").write_bytes(b"")
+    monkeypatch.setattr(services, "listens", fail)
+    assert failed.wait(60)
+    monkeypatch.undo()
+    with node_at(short_dir, "engine-late"):
+        eventually(lambda: shown(api).get("engine-late") == "ok")
+    assert api.health() == (200, "ok")
 
 
 def test_streams_of_all_services_share_one_limit(

@@ -65,7 +65,10 @@ class Services:
         async with self.first.running():
             try:
                 while True:
-                    await self._look()
+                    try:
+                        await self._look()
+                    except Exception:  # the services that are shown must stay
+                        logger.exception("api: looking for other services failed")
                     await asyncio.sleep(_LOOK_S)
             finally:
                 for name in list(self._shown):

@@ -79,14 +79,14 @@ def api_for(settings: Settings, address: str, *, by_default: bool) -> "ApiProces
 
 
 def _is_free(listen: str) -> bool:
-    """Return whether no other process listens at an address."""
+    """Return whether no other process listens at an address; False if that is not known."""
     address = parse_address(listen, "api_listen")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address.host, address.port))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 

@@ -550,6 +550,27 @@ async def test_a_chunk_that_a_busy_peer_cannot_pin_is_found_again_later() -> Non
         listener.close()
 
 
+async def test_a_name_service_that_hangs_keeps_no_other_peer_away(
+    listener: PeerListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "_PING_S", 0.02)
+    answered = threading.Event()
+
+    def hang(address: Address) -> list[Address]:
+        if address.dynamic:
+            assert answered.wait(60)
+        return [address]
+
+    monkeypatch.setattr(tiers, "resolve", hang)
+    async with tier_of(Address("service", 7420, dynamic=True), local(listener.port)) as tier:
+        await reached(tier)
+        listener.close()
+        async with asyncio.timeout(60):
+            while any(peer.up for peer in tier.peers()):  # noqa: ASYNC110  nothing tells a test
+                await asyncio.sleep(0.01)
+        answered.set()
+
+
 class Turns:
     """Count of the turns that others get on the event loop."""
 

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 
 from kvhaven.errors import ConfigError, ProtocolError, TierError, TierMissError
@@ -382,38 +382,62 @@ class PeerTier:
 
     async def _keep(self, tried: asyncio.Event) -> None:
         """Resolve names, and find out which peers answer, until cancelled."""
-        resolved = -_RESOLVE_S
+        resolved = time.monotonic()
+        resolving = self._spawn(self._resolve(), "kvhaven-peers-resolve")
         while True:
-            if time.monotonic() - resolved >= _RESOLVE_S:
+            if resolving.done() and time.monotonic() - resolved >= _RESOLVE_S:
                 resolved = time.monotonic()
-                try:
-                    await self._resolve()
-                except Exception as error:  # noqa: BLE001  membership must survive any error
-                    _log.exception("peers: their addresses could not be read")
-                    self._last_error = str(error)
+                resolving = self._spawn(self._resolve(), "kvhaven-peers-resolve")
+            # A name service may hang: peers that are known are pinged meanwhile.
+            await asyncio.wait([resolving], timeout=_PING_S)
             await asyncio.gather(*map(self._look_after, tuple(self._peers.values())))
             tried.set()
             await asyncio.sleep(_PING_S)
 
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     async def _resolve(self) -> None:
         """Add peers for new addresses, and drop those of names that no longer have them."""
-        found: dict[Address, None] = {}
-        for address in self._addresses:
-            try:
-                there = await self._names.run(Lane.READ, functools.partial(resolve, address))
-                self._resolved[address] = there
-            except (OSError, TierError) as error:
-                # Its members stay while the name service is away.
-                self._last_error = f"{address} cannot be resolved: {error}"
-            found |= dict.fromkeys(self._resolved.get(address, ()))
-        for registry in self._registries:
-            try:
-                words = await self._names.run(Lane.READ, registry.members)
-            except TierError as error:
-                self._last_error = str(error)
-            else:
-                self._registered[registry] = _addresses(words, registry.title)
-            found |= dict.fromkeys(self._registered.get(registry, ()))
+        try:
+            for address in self._addresses:
+                if not address.dynamic:
+                    self._resolved[address] = [address]
+            await self._settle()
+            for address in self._addresses:
+                if address.dynamic:
+                    await self._resolve_name(address)
+            for registry in self._registries:
+                await self._ask_registry(registry)
+        except Exception as error:  # noqa: BLE001  membership must survive any error
+            _log.exception("peers: their addresses could not be read")
+            self._last_error = str(error)
+
+    async def _resolve_name(self, name: Address) -> None:
+        try:
+            work = functools.partial(resolve, name)
+            self._resolved[name] = await self._names.run(Lane.READ, work)
+        except (OSError, TierError) as error:
+            # Its members stay while the name service is away.
+            self._last_error = f"{name} cannot be resolved: {error}"
+        await self._settle()
+
+    async def _ask_registry(self, registry: NodeRegistry) -> None:
+        try:
+            words = await self._names.run(Lane.READ, registry.members)
+        except TierError as error:
+            self._last_error = str(error)
+        else:
+            self._registered[registry] = _addresses(words, registry.title)
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """Have the peers that names and registries said last, and no others."""
+        told = (*self._resolved.values(), *self._registered.values())
+        found = dict.fromkeys(address for addresses in told for address in addresses)
         for address in [one for one in found if one not in self._peers]:
             route = self._channel.route(f"peer {address}")
             self._peers[address] = Peer(
@@ -477,10 +501,9 @@ class PeerTier:
             peer.own = node == self.node
             peer.up, peer.error = True, ""
             if not peer.own:  # a test read may take seconds, and other peers are pinged meanwhile
-                task = asyncio.create_task(peer.negotiate(), name="kvhaven-peers-negotiate")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-                if peer not in self._followers:
+                self._spawn(peer.negotiate(), "kvhaven-peers-negotiate")
+                known = self._peers.get(peer.address) is peer  # not dropped during the ping
+                if known and peer not in self._followers:
                     following = asyncio.create_task(self._follow(peer), name="kvhaven-peers-follow")
                     self._followers[peer] = following
             # Not before: a pause that grew while it was away would go on when it is back.

@@ -6,6 +6,7 @@ import errno
 import resource
 from typing import Final
 
+_NO_LIMIT: Final = 1 << 30
 _SHORTAGE: Final = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 )
@@ -16,11 +17,11 @@ def allow_descriptors() -> int:
 
     The usual soft limit of 1024 exists for programs that use `select`, which supports no more.
     """
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # some containers forbid it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        return most
-    return soft
+        limit = most
+    return _NO_LIMIT if limit == resource.RLIM_INFINITY else limit
 
 
 def is_shortage(error: OSError) -> bool:

@@ -115,6 +115,12 @@ class Epoch:
         else:
             self._old_blocks.update(held())
 
+    def distrust_blocks(self, blocks: Iterable[int]) -> None:
+        """Exclude the present KV of these blocks, and KV computed from it, from saves."""
+        self._old_blocks.update(blocks)
+        if self._new_blocks is not None:
+            self._new_blocks.difference_update(blocks)
+
     def next_step(self) -> None:
         """Note that the engine starts to plan another step."""
         self._step += 1

@@ -129,6 +129,9 @@ class SchedulerSide:
         self._layered_left = layered_tokens
         self._offered_layered: set[str] = set()
         """Requests whose last offer was layered, whatever became of it."""
+        self._found: dict[str, int] = {}
+        """Tokens that the engine's prefix cache had of requests that it asked for in this step, and
+        of which this side loads none."""
         self._loading: set[str] = set()
         """Requests whose asynchronous load has not ended."""
         self._failed_loads: dict[int, int] = {}
@@ -171,6 +174,7 @@ class SchedulerSide:
         verified and leased count.
         """
         self._follow_weights()
+        self._found[request.request_id] = computed
         self._offered_layered.discard(request.request_id)
         failed = self._may_have_failed(request.request_id)
         state = self._states.get(request.request_id) or self._track(request)
@@ -236,6 +240,7 @@ class SchedulerSide:
                 self._lookups.drop(state)
                 state.ask_after = 0.0
             return
+        self._found.pop(request.request_id, None)
         offer = state.offer if state is not None else None
         several = len(self._parts) > 1
         end = offer.start + tokens if offer is not None else 0
@@ -543,11 +548,17 @@ class SchedulerSide:
         """Note the requests that a step starts or resumes, before its saves are planned.
 
         This includes uncached requests, and sessions with new input, which are not looked up.
+
+        KV that another of the engine's connectors loads in the same step is not saved: if that load
+        fails, only the step's output tells.
         """
         for one in scheduled:
             request = self._requests.get(one.request_id) if one.starts else None
             if request is not None:
                 self._extras.note(request, runs=True)
+            found = self._found.get(one.request_id, one.computed)
+            if found < one.computed and one.blocks is not None:
+                self._epoch.distrust_blocks(self._ids_of(one.blocks, found))
 
     def _follow(self, state: RequestState) -> None:
         """Start a request's key chain once its extras are known, and again after new input.
@@ -729,6 +740,7 @@ class SchedulerSide:
 
     def _plan(self, saves: list[SaveJob], fence: list[int]) -> StepPlan:
         loads, self._loads = self._loads, []
+        self._found.clear()
         self._layered_left = self._layered_tokens
         first_steps, self._first_steps = self._first_steps, []
         # The ranks own the leases of these loads now, so their service is still in use.

@@ -179,3 +179,31 @@ def test_a_streaming_session_is_hashed_anew_when_it_drops_a_token(bench: Bench) 
     (job,) = plan.saves
     assert job.keys == tuple(bench.keys(request)[1:3])
     assert before[1] not in job.keys
+
+
+def test_kv_that_another_connector_loads_in_the_step_is_not_saved(bench: Bench) -> None:
+    """If that load fails, only the step's output tells, when the copy of a save has begun."""
+    side = bench.side()
+    loads, shares, later = (make_request(40, name) for name in ("loads", "shares", "later"))
+    ask(side, loads)
+    side.matched_tokens(loads, 0)
+    side.allocated(loads, (list(range(10)),), 0)
+    side.matched_tokens(shares, 36)
+    side.allocated(shares, ([*range(9), 10],), 0)
+    plan = side.plan_step(
+        scheduled(new=[(shares, [*range(9), 10], 36, 4), (loads, range(10), 16, 24)])
+    )
+    assert saved_chunks(plan) == 0
+    assert saved_chunks(run_new(side, later, 8, blocks=range(10), computed=32)) == 0
+    anew = make_request(40, "anew")
+    assert saved_chunks(run_new(side, anew, 40, blocks=range(10))) == 2
+
+
+def test_kv_that_another_connector_has_loaded_between_steps_is_saved(bench: Bench) -> None:
+    side = bench.side()
+    request = make_request(40)
+    ask(side, request)
+    side.matched_tokens(request, 0)
+    side.allocated(request, (list(range(10)),), 0)
+    assert saved_chunks(side.plan_step(scheduled())) == 0
+    assert saved_chunks(side.plan_step(scheduled(new=[(request, range(10), 16, 24)]))) == 2

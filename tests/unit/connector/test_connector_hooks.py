@@ -453,6 +453,16 @@ def test_context_parallelism_is_refused(tmp_path: Path, setting: str) -> None:
         require_supported_engine(config, caches(spec()))
 
 
+def test_returning_the_experts_of_each_token_is_refused(tmp_path: Path) -> None:
+    """VLLM has none of loaded tokens: it ends with "auxiliary output object does not exist"."""
+    config = make_config(tmp_path, Setup(service_address="/nowhere"))
+    require_supported_engine(config, caches(spec()))
+    outputs = getattr(config, "aux_output_config", config.model_config)
+    outputs.enable_return_routed_experts = True
+    with pytest.raises(IncompatibleEngineError, match="Leave --enable-return-routed-experts out"):
+        require_supported_engine(config, caches(spec()))
+
+
 def test_a_model_that_needs_every_token_computed_is_refused(tmp_path: Path) -> None:
     from vllm.config import PoolerConfig
 

@@ -191,6 +191,13 @@ def require_supported_engine(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
                 f"{setting} is {getattr(parallel, setting)}: a block's tokens are then spread over "
                 "ranks, which KVHaven does not support yet; set it to 1"
             )
+    outputs = getattr(config, "aux_output_config", config.model_config)  # else older vLLM
+    if getattr(outputs, "enable_return_routed_experts", False):
+        raise IncompatibleEngineError(
+            "enable_return_routed_experts is set: vLLM returns the experts of all tokens of a "
+            "prompt, which it does not have for tokens that it did not compute. Leave "
+            f"--enable-return-routed-experts out. {WITHOUT}"
+        )
     require_supported_model(config)
     groups = kv_cache.kv_cache_groups
     kinds = sorted({kind for group in groups for kind in kinds_of(group.kv_cache_spec)})

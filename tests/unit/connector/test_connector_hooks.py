@@ -453,6 +453,14 @@ def test_context_parallelism_is_refused(tmp_path: Path, setting: str) -> None:
         require_supported_engine(config, caches(spec()))
 
 
+def test_going_on_after_a_fault_of_experts_is_refused(tmp_path: Path) -> None:
+    """VLLM finds the fault in the step's output, after its KV was saved, and drops that output."""
+    config = make_config(tmp_path, Setup(service_address="/nowhere"))
+    config.parallel_config.enable_fault_tolerance = True
+    with pytest.raises(IncompatibleEngineError, match="Leave --enable-fault-tolerance out"):
+        require_supported_engine(config, caches(spec()))
+
+
 def test_returning_the_experts_of_each_token_is_refused(tmp_path: Path) -> None:
     """VLLM has none of loaded tokens: it ends with "auxiliary output object does not exist"."""
     config = make_config(tmp_path, Setup(service_address="/nowhere"))

@@ -191,6 +191,12 @@ def require_supported_engine(config: "VllmConfig", kv_cache: "KVCacheConfig") ->
                 f"{setting} is {getattr(parallel, setting)}: a block's tokens are then spread over "
                 "ranks, which KVHaven does not support yet; set it to 1"
             )
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise IncompatibleEngineError(
+            "enable_fault_tolerance is set: after a fault of an expert's rank, vLLM continues with "
+            "KV of the steps that it dropped, and does not tell connectors of them. Leave "
+            f"--enable-fault-tolerance out. {WITHOUT}"
+        )
     outputs = getattr(config, "aux_output_config", config.model_config)  # else older vLLM
     if getattr(outputs, "enable_return_routed_experts", False):
         raise IncompatibleEngineError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another connector of a MultiConnector, in front of ours, whose synchronous load fails."""
+"""Other connectors beside ours in a MultiConnector: failed loads, and requests for other nodes."""
 
 import random
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.simulation.connector_kit import wait_until
 from tests.simulation.engine_model import Model, Runner
 from tests.simulation.engine_world import Engine
 from tests.simulation.node import running_node
-from tests.simulation.test_failed_sync_loads import LONG, SETUP, SHORT, fail_a_load, run
+from tests.simulation.test_failed_sync_loads import LONG, SETUP, SHORT, fail_a_load, finish, run
 
 pytestmark = pytest.mark.slow
 
@@ -47,4 +47,21 @@ def test_kv_of_its_failed_load_is_not_saved(
         engine = engine_with(second.address, "")
         run(engine, "short", SHORT)
         run(engine, "long", LONG)
+        engine.close()
+
+
+def test_two_connectors_do_not_both_answer_for_another_node(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM's NIXL connector answers with the same names: the MultiConnector ended the engine."""
+    folders = [short_dir / name for name in ("1", "2")]
+    for folder in folders:
+        folder.mkdir()
+    with running_node(folders[0]) as first, running_node(folders[1]) as second:
+        setup = replace(SETUP, service_address=first.address, second_address=second.address)
+        engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
+        engine.wait_ready()
+        engine.add("prefilled", LONG, 1, params={"kv_transfer_params": {"do_remote_decode": True}})
+        finish(engine)
+        assert not engine.handovers
         engine.close()

@@ -55,21 +55,29 @@ _HOOKED = ("NONE", "PIECEWISE")
 _MULTI: Final = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 
+def enclosing_connector() -> Any | None:
+    """Return the MultiConnector that makes this connector, from the callers; None without one."""
+    multi = getattr(sys.modules.get(_MULTI), "MultiConnector", None)
+    frame = sys._getframe() if multi is not None else None  # noqa: SLF001  the way to callers
+    found = None
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if multi is not None and isinstance(caller, multi):
+            found = caller
+        frame = frame.f_back
+    return found
+
+
 def failure_policy(config: "VllmConfig") -> str:
     """Return what vLLM does about failed loads: `fail` or `recompute`. Call it at the start only.
 
     A MultiConnector hands each of its connectors a configuration with the default policy, whereas
-    vLLM's scheduler follows that of the engine. The MultiConnector that makes this connector is
-    found among the callers.
+    vLLM's scheduler follows that of the engine.
     """
+    multi = enclosing_connector()
+    if multi is not None:
+        config = multi._vllm_config  # noqa: SLF001  of the base class
     transfer = config.kv_transfer_config
-    multi = getattr(sys.modules.get(_MULTI), "MultiConnector", None)
-    frame = sys._getframe() if multi is not None else None  # noqa: SLF001  the way to callers
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if multi is not None and isinstance(caller, multi):
-            transfer = caller._vllm_config.kv_transfer_config  # noqa: SLF001  of the base class
-        frame = frame.f_back
     assert transfer is not None
     return str(transfer.kv_load_failure_policy)
 

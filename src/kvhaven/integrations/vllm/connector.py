@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvhaven.engine.jobs import StepPlan, StepReport
 from kvhaven.integrations.vllm.compat import (
     calls_layer_hooks,
+    enclosing_connector,
     is_last_stage,
     never_raises,
     report_error,
@@ -97,6 +98,9 @@ class KVHavenFlatConnector(KVConnectorBase_V1):
         self.reported_errors: set[str] = set()
         self._errors = 0
         self._handled_before: BaseException | None = None
+        self._hands_over = enclosing_connector() is None
+        """Whether this connector tells another node of requests. A MultiConnector raises an error
+        if two of its connectors answer for a request with the same parameters."""
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -300,11 +304,11 @@ class KVHavenFlatConnector(KVConnectorBase_V1):
 
         Returns the parameters for the node that decodes a request which this one has prefilled.
         """
-        ours = VllmRequest(request)
-        if self._scheduler is None:
-            return False, ours.handover("")
-        self._scheduler.finished(ours)
-        return False, ours.handover(self._scheduler.service)
+        ours, service = VllmRequest(request), ""
+        if self._scheduler is not None:
+            self._scheduler.finished(ours)
+            service = self._scheduler.service
+        return False, ours.handover(service) if self._hands_over else None
 
     @never_raises(dict)
     def get_external_cache_hit_sources(

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from kvhaven.client.rank import RankClient, RankGrant, Reservation
 from kvhaven.devices.base import CopyJob, Device, FinishedCopy
-from kvhaven.engine.copies import CopyWatch, all_ended
+from kvhaven.engine.copies import COPY_DEADLINE_S, CopyWatch, all_ended
 from kvhaven.engine.jobs import SaveJob, StepReport
 from kvhaven.engine.loaded_model import LoadedModel
 from kvhaven.engine.parts import block_lists
 from kvhaven.engine.stats import Stats
+from kvhaven.errors import DeviceCopyError
 from kvhaven.layouts import Layout
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Saver:
 
     Called from the worker's thread. The watch's thread sends commits when a copy has ended, also
     while the engine is idle; of this object it touches only the queue of ended saves.
-    `chunk_blocks` is the number of blocks of a whole chunk.
+    `chunk_blocks` is the number of blocks of a whole chunk. `alone` is as in `WorkerSide`.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class Saver:
         model: LoadedModel,
         chunk_size: int,
         chunk_blocks: int,
+        *,
+        alone: bool = True,
     ) -> None:
         self._client = client
         self._device = device
@@ -73,6 +76,7 @@ class Saver:
         self._stats = stats
         self._model = model
         self._chunk_size = chunk_size
+        self._alone = alone
         self._chunk_bytes = layout.shard_bytes(chunk_blocks) * layout.shards
         self._reserved: list[tuple[SaveJob, Reservation | None]] = []
         self._running: dict[int, _Save] = {}
@@ -88,14 +92,19 @@ class Saver:
         """Make all later work on the device wait for these saves' copies.
 
         Their blocks were reallocated to other requests. If the device cannot ensure the order,
-        the saves are dropped.
+        the saves are dropped. If others write to the KV tensors, too, their writes may be no work
+        of the device (transfers over a network), so this waits until the copies have ended.
         """
         running = [self._running[job] for job in jobs if job in self._running]
         saves = [save for save in running if save.copied]
         if not saves:
             return
+        copies = [save.copy for save in saves]
         try:
-            self._device.fence([save.copy for save in saves])
+            if self._alone:
+                self._device.fence(copies)
+            else:
+                _await(copies)
         except Exception:  # a driver may raise anything; saves without a fence are invalid
             self.spoil(saves)
             logger.exception("%d saves are dropped: the device could not fence them", len(saves))
@@ -247,3 +256,8 @@ class Saver:
         missing = set(unwritten)
         if missing:
             self._report.unwritten[job.id] = missing
+
+
+def _await(copies: Sequence[CopyJob]) -> None:
+    if not all_ended(copies, time.monotonic() + COPY_DEADLINE_S):
+        raise DeviceCopyError(f"copies have not ended within {COPY_DEADLINE_S:g} s")

@@ -39,7 +39,8 @@ class WorkerSide:
 
     `layout` describes this rank's KV tensors, `rank` is its number in the engine's world, `model`
     the state of this process's model. `heard` says that the scheduler side receives the worker's
-    reports. After a method raised, the engine must call `doubt`.
+    reports, `alone` that nothing but the device's own work, ordered as the forward is, writes to
+    the KV tensors. After a method raised, the engine must call `doubt`.
 
     If the KV has several parts, `client` and `layout` are those of the first, whose chunks have
     `chunk_blocks` blocks (default: those of its tokens), and `more_parts` has the others. A load
@@ -56,6 +57,7 @@ class WorkerSide:
         *,
         model: LoadedModel | None = None,
         heard: bool = True,
+        alone: bool = True,
         chunk_blocks: int = 0,
         more_parts: Sequence[PartCopies] = (),
     ) -> None:
@@ -101,6 +103,7 @@ class WorkerSide:
                 self._model,
                 settings.chunk_size,
                 part.chunk_blocks,
+                alone=alone,
             )
             for part in parts
         ]

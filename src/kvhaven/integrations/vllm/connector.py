@@ -98,9 +98,8 @@ class KVHavenFlatConnector(KVConnectorBase_V1):
         self.reported_errors: set[str] = set()
         self._errors = 0
         self._handled_before: BaseException | None = None
-        self._hands_over = enclosing_connector() is None
-        """Whether this connector tells another node of requests. A MultiConnector raises an error
-        if two of its connectors answer for a request with the same parameters."""
+        self._alone = enclosing_connector() is None
+        """Whether the engine has no other connector, which a MultiConnector would have."""
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -136,7 +135,12 @@ class KVHavenFlatConnector(KVConnectorBase_V1):
         ones.
         """
         self._worker = start_worker(
-            self._vllm_config, self._kv_cache_config, kv_caches, self._member, self._worker
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            self._member,
+            self._worker,
+            alone=self._alone,
         )
 
     # --- worker, each step ------------------------------------------------------------------
@@ -302,13 +306,14 @@ class KVHavenFlatConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; vLLM may free its blocks immediately.
 
-        Returns the parameters for the node that decodes a request which this one has prefilled.
+        Returns the parameters for the node that decodes a request which this one has prefilled. A
+        MultiConnector raises an error if two of its connectors return the same ones.
         """
         ours, service = VllmRequest(request), ""
         if self._scheduler is not None:
             self._scheduler.finished(ours)
             service = self._scheduler.service
-        return False, ours.handover(service) if self._hands_over else None
+        return False, ours.handover(service) if self._alone else None
 
     @never_raises(dict)
     def get_external_cache_hit_sources(

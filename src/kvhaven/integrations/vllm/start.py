@@ -88,12 +88,15 @@ def start_worker(
     tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     member: str,
     before: WorkerSide | None = None,
+    *,
+    alone: bool = True,
 ) -> WorkerSide:
     """Read the layout, test the device's copies, attach to the service as a rank.
 
     With `before`, this rank's side over earlier tensors, that side continues with the new ones.
-    Raises `KVHavenError` if the engine is refused. If the service does not answer, storage fails,
-    or other ranks are missing or have loaded other files, the engine serves without a cache.
+    `alone` says that the engine has no other connector. Raises `KVHavenError` if the engine is
+    refused. If the service does not answer, storage fails, or other ranks are missing or have
+    loaded other files, the engine serves without a cache.
     """
     settings = with_chunk_size(resolve_settings(config), kv_cache).settings
     require_state_format(settings, kv_cache)
@@ -164,6 +167,7 @@ def start_worker(
         rank,
         model=watch_model(),
         heard=platform_of(config).hears_workers,
+        alone=alone,
         chunk_blocks=first.chunk_blocks,
         more_parts=copies[1:],
     )

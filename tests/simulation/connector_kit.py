@@ -118,6 +118,7 @@ class Bench:
         role: Permissions = EVERYTHING,
         hears_workers: bool = True,
         drops_last_block: bool = False,
+        counts_dropped: bool = False,
         layered_tokens: int = 0,
         parts: Sequence[KvPart] = (),
         groups: int = 1,
@@ -146,6 +147,7 @@ class Bench:
             role=role,
             hears_workers=hears_workers,
             drops_last_block=drops_last_block,
+            counts_dropped=counts_dropped,
             layered_tokens=layered_tokens,
             parts=parts,
         )

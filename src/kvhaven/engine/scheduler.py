@@ -3,7 +3,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
@@ -35,6 +35,7 @@ from kvhaven.engine.requests import (
     printable,
 )
 from kvhaven.engine.save_planner import SaveEvents, SavePlanner
+from kvhaven.engine.session_turns import SessionTurns
 from kvhaven.engine.stats import SchedulerStats
 from kvhaven.errors import KVHavenError
 from kvhaven.protocol import EngineSettings, ModelState
@@ -48,8 +49,9 @@ class SchedulerSide:
     `block_sizes` are the tokens per block of each KV group, `world_size` the number of ranks. Loads
     are asynchronous (between steps) or synchronous (before the forward), by `asynchronous`.
     `shared` says that the engine has its own prefix cache, `hears_workers` that the ranks' reports
-    arrive here, `drops_last_block` that the engine recomputes the last block of a hit. `role` is
-    the permissions of the engine's role. `events` receives saved chunks, `extras` creates the
+    arrive here, `drops_last_block` that the engine recomputes the last block of a hit,
+    `counts_dropped` that it may count KV of dropped tokens when a session goes on. `role` is the
+    permissions of the engine's role. `events` receives saved chunks, `extras` creates the
     source of requests' extras.
 
     `client` is the connection of the first of the KV's `parts`, `more_clients` are those of the
@@ -76,6 +78,7 @@ class SchedulerSide:
         role: Permissions = EVERYTHING,
         hears_workers: bool = True,
         drops_last_block: bool = False,
+        counts_dropped: bool = False,
         parts: Sequence[KvPart] = (),
         more_clients: Sequence[SchedulerClient] = (),
         layered_tokens: int = 0,
@@ -85,7 +88,6 @@ class SchedulerSide:
         self._client = client
         self._clients = (client, *more_clients)
         self._parts = tuple(parts) or one_part(block_sizes)
-        self._keeps_states = any(part.is_state for part in self._parts)
         self._block_sizes = tuple(block_sizes)
         self._asynchronous = asynchronous
         if len(self._parts) != len(self._clients) or (more_clients and not asynchronous):
@@ -141,8 +143,7 @@ class SchedulerSide:
         self._models: Mapping[int, ModelState] = {}
         self._left_alone: set[str] = set()
         self._complaints: set[str] = set()
-        self._turns: dict[str, Hashable] = {}
-        """The turn in which a session was last admitted, if a part keeps states."""
+        self._turns = SessionTurns(self._parts, block_sizes, counts_dropped=counts_dropped)
         self._in_doubt = False
         self.held_blocks: HeldBlocks | None = None if shared else tuple
         """Set by engines that keep KV of finished requests (a prefix cache, `shared`)."""
@@ -314,6 +315,7 @@ class SchedulerSide:
                     self._admitted(request_id, blocks, computed)
                 else:
                     self._extended(request_id, blocks)
+            self._turns.planned(self._requests.get(request_id))
             for job in self._plan_saves(request_id, computed, computed + count, states):
                 (tails if job.tail else saves).append(job)
         if self._in_doubt:
@@ -390,7 +392,7 @@ class SchedulerSide:
         self._left_alone.discard(request.request_id)
         self._offered_layered.discard(request.request_id)
         self._to_ask_again.discard(request.request_id)
-        self._turns.pop(request.request_id, None)
+        self._turns.finished(request.request_id)
         if not self._requests:
             self._steps.idle()
 
@@ -676,7 +678,7 @@ class SchedulerSide:
         """Note that a request starts or resumes with `computed` tokens of KV in its blocks."""
         self._saves.note_new(blocks, computed)
         filled, ids = self._filled(blocks, computed)
-        doubtful = self._doubtful(request_id, blocks, computed)
+        doubtful = self._turns.doubtful(self._requests.get(request_id), blocks, computed)
         current = self._epoch.admitted(request_id, ids, filled, doubtful)
         state = self._states.get(request_id)
         if state is not None:
@@ -686,31 +688,6 @@ class SchedulerSide:
             if state.unproven is not None:
                 self._first_steps.append(state.unproven)
                 state.unproven = None
-
-    def _doubtful(
-        self, request_id: str, blocks: Sequence[Sequence[int]], computed: int
-    ) -> Sequence[int] | None:
-        """Return the blocks of a session that goes on whose content may not be of its tokens.
-
-        With asynchronous scheduling, vLLM (0.32) has begun to compute one more token when a turn
-        ends. It drops that token and its KV, but a recurrent state is advanced in place: the next
-        turn goes on from a state of other tokens, and so does all KV that is computed from it.
-        None: no such doubt, for other models, new requests, and those computed from the start.
-        """
-        request = self._requests.get(request_id)
-        if not self._keeps_states or request is None or not request.resumable:
-            return None
-        before = self._turns.get(request_id, NO_TURN)
-        self._turns[request_id] = request.turn
-        if before in {NO_TURN, request.turn} or not computed:
-            return None
-        ends = {group: part.is_state for part in self._parts for group in part.groups}
-        return [
-            block
-            for group, ids in enumerate(blocks)
-            for block in ids[(computed - ends[group]) // self._block_sizes[group] :]
-            if block != NULL_BLOCK
-        ]
 
     def _extended(self, request_id: str, blocks: Sequence[Sequence[int]]) -> None:
         """Note additional blocks of a running request."""

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's side: which chunks are saved, what is fenced, and what routers are told."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import StreamingUpdate
+
 from kvhaven.keys import tenant_id
 from kvhaven.types import ChunkKey
 from tests.simulation.connector_kit import (
+    BLOCK,
     Bench,
     admit,
     ask,
@@ -207,3 +212,30 @@ def test_kv_that_another_connector_has_loaded_between_steps_is_saved(bench: Benc
     side.allocated(request, (list(range(10)),), 0)
     assert saved_chunks(side.plan_step(scheduled())) == 0
     assert saved_chunks(side.plan_step(scheduled(new=[(request, range(10), 16, 24)]))) == 2
+
+
+@pytest.mark.parametrize(("dropped", "saved"), [(0, 1), (2, 0)])
+def test_kv_of_drafts_that_a_turn_dropped_is_not_saved(
+    bench: Bench, dropped: int, saved: int
+) -> None:
+    """A step accepts all its drafts, and the first token that it samples ends the turn.
+
+    Without asynchronous scheduling, vLLM goes on behind all accepted drafts: it takes their KV for
+    that of the next turn's first tokens.
+    """
+    side = bench.side(counts_dropped=True)
+    request = make_request(20, resumable=True)
+    run_new(side, request, 20, blocks=range(6))
+    request.append_output_token_ids([1])
+    side.plan_step(scheduled(cached=[(request, None, 20, 1 + dropped)]))
+    request.append_output_token_ids([2])
+    request.num_computed_tokens = 21 + dropped
+    more = StreamingUpdate(None, list(range(100, 120)), 8, 1.0, request.sampling_params)
+    engine: Any = SimpleNamespace(hash_block_size=BLOCK, log_stats=False)
+    Scheduler._update_request_as_session(engine, request, more)
+    left = request.num_tokens - request.num_computed_tokens
+    turn = [(request, range(11), request.num_computed_tokens, left)]
+    assert saved_chunks(side.plan_step(scheduled(new=turn))) == saved
+    other = make_request(list(request.all_token_ids), "other")
+    found = run_new(side, other, 10, blocks=range(11), computed=32)
+    assert not dropped or saved_chunks(found) == 0

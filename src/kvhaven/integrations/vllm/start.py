@@ -219,6 +219,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         role=_role(config, settings),
         hears_workers=platform_of(config).hears_workers,
         drops_last_block=drops_last_block(config),
+        counts_dropped=_counts_dropped(config),
         parts=parts,
         more_clients=clients[1:],
         layered_tokens=_layered_tokens(settings, config, kv_cache),
@@ -457,6 +458,14 @@ def _recomputes_wrongly(config: "VllmConfig") -> str:
     }
     named = ", ".join(name for name, applies in reasons.items() if applies)
     return f"{named}, vLLM cannot recompute failed synchronous loads" if named else ""
+
+
+def _counts_dropped(config: "VllmConfig") -> bool:
+    """Return whether vLLM counts drafts as computed that it accepted and dropped at a turn's end.
+
+    By the source of 0.32: its asynchronous scheduler subtracts them (`num_output_placeholders`).
+    """
+    return config.speculative_config is not None and not config.scheduler_config.async_scheduling
 
 
 def _layered_tokens(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:

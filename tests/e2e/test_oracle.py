@@ -249,11 +249,15 @@ OF_EMBEDDINGS = "embeddings_are_cached_by_their_tokens"
 OF_TEXT = [name for name in MUTATIONS if name not in {OF_PICTURES, OF_EMBEDDINGS}]
 BY_ANSWERS = {"adapters_are_left_out_of_the_keys"}
 """Answers alone must show these; of salts and epochs they show nothing."""
+ATTEMPTS = 4
+"""One shows a breakage nearly always, but that depends on what the engine reuses."""
 
 
 @pytest.mark.parametrize("name", OF_TEXT)
 def test_a_breakage_is_found(name: str, text: Oracle) -> None:
-    found = text.mutated(name, 1000, offers=name not in BY_ANSWERS)
+    for _ in range(ATTEMPTS):
+        if found := text.mutated(name, 1000, offers=name not in BY_ANSWERS):
+            break
     print(found)  # noqa: T201
     assert found
 

@@ -321,7 +321,7 @@ async def test_a_server_that_is_overloaded_is_asked_again_but_not_much_more(
 async def test_a_server_that_never_answers_costs_its_deadline_and_nobody_else(
     scripted: ScriptedServer,
 ) -> None:
-    async with tier_of(scripted.url, absent_s=0, deadline_s=0.3, failures=2) as tier:
+    async with tier_of(scripted.url, absent_s=0, deadline_s=1, failures=2) as tier:
         scripted.script = lambda *_: Answer(hang=True)
         buffer = page_buffer(PIECE.shard.payload_bytes)
         with pytest.raises(TimeoutError):  # the caller's own, shorter one

@@ -428,7 +428,7 @@ def test_a_client_that_does_not_read_is_disconnected(node: NodeThread) -> None:
     with Raw(node) as raw:
         raw.say(Hello())
         frame = encode(Status(1))
-        raw.socket.settimeout(5)
+        raw.socket.settimeout(120)
         with contextlib.suppress(OSError):
             for _ in range(2000):
                 raw.raw(frame * 200)

@@ -37,6 +37,11 @@ class Guard:
         """Return `inner` with the limits applied."""
         return Guarded(inner, self._open, self._most)
 
+    def abort(self) -> None:
+        """Close all connections, also those whose other side does not end its TLS session."""
+        for transport in tuple(self._open):
+            _abort(transport)
+
     def began(self, transport: asyncio.BaseTransport | None) -> None:
         """Record that the header of a request is complete."""
         guarded = self._open.get(transport) if transport is not None else None

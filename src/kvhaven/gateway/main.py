@@ -79,6 +79,7 @@ async def serving(
                 Path(access.path).unlink(missing_ok=True)  # noqa: ASYNC240  it is one system call
     finally:
         await runner.cleanup()
+        guard.abort()
 
 
 async def _listen(runner: web.AppRunner, guard: Guard, access: Access) -> asyncio.Server:

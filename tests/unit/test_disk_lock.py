@@ -193,6 +193,39 @@ async def test_an_older_scan_that_fails_last_causes_no_other_one(tmp_path: Path)
         await runner.close(5)
 
 
+class FailingScan(DiskTier):
+    """A disk tier whose first scan fails as no tier should."""
+
+    scans = 0
+
+    async def scan(
+        self, tenant: TenantId | None = None
+    ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
+        self.scans += 1
+        if self.scans == 1:
+            raise ValueError("of a tier of others")
+        async for found in super().scan(tenant):
+            yield found
+
+
+async def test_a_scan_that_ends_by_any_error_is_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = FailingScan(tmp_path / "tier", 1 << 20, executor=TierExecutor())
+    node = Node(tiers=[TierSpec(DISK, 1 << 20)])
+    runner = TierRunner(Driver(node.catalog), {DISK: tier}, lambda _: memoryview(b""), lookup_s=1)
+    await tier.start()
+    try:
+        await tier.add_namespace(SPACE)
+        for scans, complete in ((1, False), (2, True)):
+            runner.check_health()
+            await until(lambda: not runner._tasks)
+            assert (tier.scans, node.catalog.stats().tiers[DISK].scanned) == (scans, complete)
+        assert "the scan ended early: ValueError('of a tier of others')" in caplog.text
+    finally:
+        await runner.close(5)
+
+
 # --- others must not be able to put files there -------------------------------------------------
 
 

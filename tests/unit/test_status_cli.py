@@ -7,8 +7,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvhaven.errors import KVHavenError
+from kvhaven.service.status import decode_status
 from tests.commands import kvhaven
 from tests.crash.engine import MODEL, Engine, Rank, prompt
 from tests.crash.node import NodeProcess, NodeThread, eventually, flush
@@ -34,6 +37,13 @@ def test_status_as_a_table_names_what_there_is(node: NodeThread) -> None:
     for word in ("memory", "disk", MODEL, "5 chunks", "rank 1", "scheduler", "1 leases"):
         assert word in table, table
     assert "lost" not in table
+
+
+def test_a_status_of_another_version_is_named_as_such(node: NodeThread) -> None:
+    status = node.status()
+    assert decode_status(msgspec.json.encode(status)) == status
+    with pytest.raises(KVHavenError, match="the service has another version than this command"):
+        decode_status(msgspec.json.encode({"version": status.version}))
 
 
 def test_status_and_clear_know_shared_tiers(short_dir: Path) -> None:

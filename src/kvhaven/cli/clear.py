@@ -38,18 +38,16 @@ def clear(
     socket: Annotated[Path | None, typer.Option(help="Socket of the service.")] = None,
 ) -> None:
     """Clear a namespace, a tenant, a tier, or all. Chunks in use are dropped when released."""
-    import msgspec  # noqa: PLC0415 - keeps other commands quick
-
     from kvhaven.cli.address import find_socket  # noqa: PLC0415
     from kvhaven.client.control import connect  # noqa: PLC0415
     from kvhaven.config import load_settings  # noqa: PLC0415
-    from kvhaven.service.status import ServiceStatus  # noqa: PLC0415
+    from kvhaven.service.status import decode_status  # noqa: PLC0415
 
     if not (namespace or tenant or tier or everything):
         raise KVHavenError("specify what to clear: --namespace, --tenant, --tier, or --all")
     who = tenant_of(tenant) if tenant else NO_TENANT
     with connect(find_socket(load_settings().settings, socket)) as control:
-        known = msgspec.json.decode(control.status(), type=ServiceStatus).namespaces
+        known = decode_status(control.status()).namespaces
         digests = [row.digest for row in known if row.digest.startswith(namespace.lower())]
         if namespace and len(digests) != 1:
             raise KVHavenError(

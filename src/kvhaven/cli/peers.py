@@ -137,15 +137,13 @@ def _compare(digest: str, fields: Mapping[str, str], theirs: "Sequence[Namespace
 
 
 def _status(socket: Path | None) -> "ServiceStatus":
-    import msgspec  # noqa: PLC0415 - keeps other commands quick
-
-    from kvhaven.cli.address import find_socket  # noqa: PLC0415
+    from kvhaven.cli.address import find_socket  # noqa: PLC0415 - keeps other commands quick
     from kvhaven.client.control import connect  # noqa: PLC0415
     from kvhaven.config import load_settings  # noqa: PLC0415
-    from kvhaven.service.status import ServiceStatus  # noqa: PLC0415
+    from kvhaven.service.status import decode_status  # noqa: PLC0415
 
     with connect(find_socket(load_settings().settings, socket)) as control:
-        return msgspec.json.decode(control.status(), type=ServiceStatus)
+        return decode_status(control.status())
 
 
 def _access(host: str) -> "tuple[Address, bytes, Certificates | None]":

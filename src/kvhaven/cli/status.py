@@ -40,14 +40,14 @@ def status(
     from kvhaven.cli.address import find_socket  # noqa: PLC0415
     from kvhaven.client.control import connect  # noqa: PLC0415
     from kvhaven.config import load_settings  # noqa: PLC0415
-    from kvhaven.service.status import ServiceStatus  # noqa: PLC0415
+    from kvhaven.service.status import decode_status  # noqa: PLC0415
 
     with connect(find_socket(load_settings().settings, socket)) as control:
         answer = control.status()
     if as_json:
         typer.echo(msgspec.json.format(answer, indent=2).decode())
         return
-    _print(Console(), msgspec.json.decode(answer, type=ServiceStatus))
+    _print(Console(), decode_status(answer))
 
 
 def _print(console: "Console", status: "ServiceStatus") -> None:

@@ -22,6 +22,7 @@ from kvhaven.peers.nixl_messages import (
     Connect,
     Done,
     Failed,
+    FromHelper,
     Lending,
     Order,
     Read,
@@ -222,16 +223,21 @@ class HelperProcess:
 
     # In a thread
 
+    def _receive(self) -> FromHelper | None:
+        """Wait for a message; None when the helper has closed its socket, or sends nonsense."""
+        try:
+            packet = self._socket.recv(PACKET)
+            return FROM_HELPER.decode(packet) if packet else None
+        except OSError:
+            return None
+        except msgspec.MsgspecError as error:
+            self._last_words = f"its helper process sent an invalid message: {error}"
+            self._process.kill()
+            return None
+
     def _listen(self) -> None:
         """Hand out answers until the helper closes its socket."""
-        while True:
-            try:
-                packet = self._socket.recv(PACKET)
-            except OSError:
-                packet = b""
-            if not packet:
-                break
-            message = FROM_HELPER.decode(packet)
+        while (message := self._receive()) is not None:
             if isinstance(message, Up):
                 self._up.set_result(message)
                 continue

@@ -11,6 +11,7 @@ from kvhaven import __version__
 from kvhaven.catalog import Catalog
 from kvhaven.catalog.actions import TierName
 from kvhaven.catalog.stats import CatalogStats, NamespaceStats, TenantStats
+from kvhaven.errors import KVHavenError
 from kvhaven.peers.listener import ListenerStatus
 from kvhaven.peers.peer import PeerStatus
 from kvhaven.peers.tier import PeerTier
@@ -111,6 +112,18 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     """Other nodes whose memory is read."""
     chains: ChainStatus = ChainStatus()
     listener: ListenerStatus = ListenerStatus()
+
+
+def decode_status(raw: bytes) -> ServiceStatus:
+    """Return a service's status from JSON. Raises `KVHavenError` for one of another version."""
+    try:
+        return msgspec.json.decode(raw, type=ServiceStatus)
+    except msgspec.MsgspecError as error:
+        raise KVHavenError(
+            f"the service's status cannot be read ({error}): the service has another version than "
+            f"this command (got kvhaven {__version__} here). Use the command of its version, or "
+            "restart the service"
+        ) from error
 
 
 def describe(

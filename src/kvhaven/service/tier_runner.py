@@ -266,11 +266,12 @@ class TierRunner:
                     found += self._found(name, namespace, part)
                     await asyncio.sleep(0)
             complete = True
-        except TierError as error:
+        except Exception as error:  # noqa: BLE001 - whatever ended it, a later check scans again
             if self._scanned.get(name) == epoch:
                 del self._scanned[name]
                 self._not_scanned[name] = epoch
-            logger.warning("tier %s: the scan ended early: %s", name, error)
+            reason = error if isinstance(error, TierError) else repr(error)
+            logger.warning("tier %s: the scan ended early: %s", name, reason)
         finally:
             with self._driver.event() as catalog:
                 catalog.tier_scanned(name, ended=True, complete=complete)

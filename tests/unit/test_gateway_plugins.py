@@ -455,7 +455,7 @@ def test_scripts_of_lmcache_run_with_its_variables_and_end_with_the_api(
         assert (short_dir / "config").read_text() == "256"
         eventually(lambda: (short_dir / "said").read_text() == "worker 0\n" * 2)
         pids = short_dir / "pids"  # written after that
-        pid = int(eventually(lambda: pids.exists() and pids.read_text()) or "")
+        pid = int(eventually(lambda: pids.read_text() if pids.exists() else ""))
         assert Path(f"/proc/{pid}").exists()
     eventually(lambda: not Path(f"/proc/{pid}").exists())
 

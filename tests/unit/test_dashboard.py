@@ -43,6 +43,9 @@ ASKED = sum(10 * (4 + n % 5) + 3 for n in range(12)) + 60
 MOST_BYTES = 60 << 10
 NONE = "\N{EN DASH}"
 
+REACHED = """() => [...document.querySelectorAll(".wide")]
+    .every((one) => one.scrollWidth <= one.clientWidth || one.tabIndex === 0)"""
+"""Whether the keyboard reaches all boxes that scroll."""
 PROBES = Path(__file__).parents[1] / "page_probes.js"
 """Functions that run in the page."""
 
@@ -106,6 +109,21 @@ def opened(browser: Any, api: GatewayThread, **options: Any) -> tuple[Page, Cons
 def probe(page: Page, name: str) -> Any:
     """Return the result of a function of `PROBES`."""
     return page.evaluate(f"() => {{ {PROBES.read_text()}; return {name}(); }}")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_axe_finds_no_violation(browser: Any, api: GatewayThread, scheme: str, width: int) -> None:
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe is not installed; run `make servers`"
+    ).Axe()
+    page, _ = opened(browser, api, color_scheme=scheme, viewport={"width": width, "height": 900})
+    page.evaluate("() => document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    for tab in TABS:
+        page.get_by_role("tab", name=tab).click()
+        until(page, REACHED)
+        found = axe.run(page)
+        assert not found.violations_count, (tab, found.generate_report())
 
 
 def until(page: Page, true: str, argument: Any = None) -> None:

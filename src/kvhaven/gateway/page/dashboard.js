@@ -227,6 +227,13 @@ function table(target, columns, rows, key = (row) => row.id, empty = "None.") {
     body.replaceChildren(...wanted);
     if (focus && body.contains(focus)) focus.focus();
   }
+  fit(target.parentElement);
+}
+
+/** Let the keyboard reach a box that scrolls. */
+function fit(box) {
+  if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+  else box.removeAttribute("tabindex");
 }
 
 function legend(target, entries) {
@@ -795,7 +802,10 @@ $("tabs").addEventListener("keydown", ({ key }) => {
 });
 $("window").addEventListener("change", () => seen.snapshot && render());
 for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", () => seen.snapshot && render());
-new ResizeObserver(() => { if (seen.snapshot) { drawTraffic(); drawCurve(); } }).observe($("main"));
+new ResizeObserver(() => {
+  document.querySelectorAll(".wide").forEach(fit);
+  if (seen.snapshot) { drawTraffic(); drawCurve(); }
+}).observe($("main"));
 setInterval(drawState, 250);
 
 /** Offer the other services of the node; this page's own path may have a proxy's prefix. */

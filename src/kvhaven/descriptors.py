@@ -25,8 +25,8 @@ def allow_descriptors() -> int:
 
 
 def is_shortage(error: OSError) -> bool:
-    """Return whether an error of a new connection is for want of descriptors, ports or memory.
+    """Return whether a connection failed because this process or machine lacks resources.
 
-    That says something about this machine, and nothing about the other side.
+    These are descriptors, ports and memory. The other side has not failed then.
     """
     return error.errno in _SHORTAGE

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other connectors beside ours in a MultiConnector: failed loads, and requests for other nodes."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,14 +87,21 @@ class HostLoads(KVConnectorMetadata):
     blocks: list[int]
 
 
-def test_kv_of_its_failed_load_is_not_saved(
-    short_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both connectors are ours, each with a node of its own. The first one's load fails."""
+@contextlib.contextmanager
+def two_nodes(short_dir: Path) -> Iterator[tuple[Any, Any]]:
+    """Run two nodes, each with a folder of its own."""
     folders = [short_dir / name for name in ("1", "2")]
     for folder in folders:
         folder.mkdir()
     with running_node(folders[0]) as first, running_node(folders[1]) as second:
+        yield first, second
+
+
+def test_kv_of_its_failed_load_is_not_saved(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both connectors are ours, each with a node of its own. The first one's load fails."""
+    with two_nodes(short_dir) as (first, second):
 
         def engine_with(*addresses: str) -> Engine:
             setup = replace(SETUP, service_address=addresses[0], second_address=addresses[1])
@@ -121,10 +130,7 @@ def test_two_connectors_do_not_both_answer_for_another_node(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM's NIXL connector answers with the same names: the MultiConnector ended the engine."""
-    folders = [short_dir / name for name in ("1", "2")]
-    for folder in folders:
-        folder.mkdir()
-    with running_node(folders[0]) as first, running_node(folders[1]) as second:
+    with two_nodes(short_dir) as (first, second):
         setup = replace(SETUP, service_address=first.address, second_address=second.address)
         engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
         engine.wait_ready()

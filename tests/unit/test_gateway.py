@@ -26,7 +26,8 @@ from tests.unit.catalog_kit import namespace_of
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
-from kvhaven.gateway import guard, server, views
+from kvhaven import http_server
+from kvhaven.gateway import server, views
 from kvhaven.gateway.page import FILES
 from tests.gateway_kit import GatewayThread, ask, streams
 
@@ -494,7 +495,7 @@ def test_a_stream_has_a_new_snapshot_in_each_event(api: GatewayThread) -> None:
 
 
 def test_clients_that_do_not_read_are_dropped_and_others_are_served(api: GatewayThread) -> None:
-    with streams(api.url, guard.MOST_CONNECTIONS + 50) as opened:
+    with streams(api.url, http_server.MOST_CONNECTIONS + 50) as opened:
         eventually(lambda: served(api))
         for sock in opened:
             eventually(lambda s=sock: hung_up(s))  # type: ignore[misc]

@@ -21,7 +21,8 @@ from tests.crash.node import NodeThread, eventually
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
-from kvhaven.gateway import guard, server
+from kvhaven import http_server
+from kvhaven.gateway import server
 from kvhaven.gateway.access import access_of
 from kvhaven.gateway.page import FILES
 from tests.gateway_kit import GatewayThread, ask, make_certificate
@@ -193,7 +194,7 @@ def test_a_unix_socket_is_for_its_user_alone(node: NodeThread, short_dir: Path) 
 def test_a_header_that_does_not_come_ends_its_connection(
     node: NodeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "HEADER_S", 0.2)
+    monkeypatch.setattr(http_server, "HEADER_S", 0.2)
     with GatewayThread(node.address) as api:
         eventually(lambda: api.health() == (200, "ok"))
         where = urlsplit(api.url)

@@ -24,7 +24,7 @@ _LEVELS = (
         "config",
     },
     {"arena", "catalog", "devices", "layouts", "peers", "tiers"},
-    {"client", "gateway", "router", "service"},
+    {"client", "gateway", "http_server", "router", "service"},
     {"engine", "identity"},
     {"cli", "integrations", "testing"},
 )

@@ -170,8 +170,8 @@ def test_settings_that_do_not_fit_are_named(url: str) -> None:
     [
         ("redis://[::1", "invalid URL"),
         ("redis://h:99999", "invalid URL"),
-        ("redis://h?foo=bar", "redis-py does not take its URL .*foo"),
-        ("redis://h?socket_timeout=x", "redis-py does not take its URL .*socket_timeout"),
+        ("redis://h?foo=bar", "redis-py rejects the URL .*foo"),
+        ("redis://h?socket_timeout=x", "redis-py rejects the URL .*socket_timeout"),
     ],
 )
 def test_urls_that_cannot_be_right_are_refused(wrong: str, reason: str) -> None:

@@ -339,5 +339,5 @@ def test_other_urls_are_refused_and_not_repeated(url: str) -> None:
     ],
 )
 def test_urls_that_the_client_does_not_take_are_refused(url: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"redis-py does not take its URL .*{reason}"):
+    with pytest.raises(ConfigError, match=f"redis-py rejects the URL .*{reason}"):
         redis_tier(url)

@@ -23,8 +23,8 @@ pytest.importorskip("uvloop", reason="kvhaven[router] is not installed")
 
 import aiohttp
 
+from kvhaven import http_server
 from kvhaven.errors import ConfigError
-from kvhaven.gateway import guard
 from kvhaven.peers.addresses import Address
 from kvhaven.router import main, nodes
 from kvhaven.router.body import RequestBody
@@ -467,7 +467,7 @@ async def test_a_lack_of_descriptors_is_no_failure_of_nodes() -> None:
 async def test_clients_that_send_no_request_are_disconnected_and_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guard, "HEADER_S", 0.5)
+    monkeypatch.setattr(http_server, "HEADER_S", 0.5)
     async with fake("d0") as d, aiohttp.ClientSession() as client:
         port = free_port()
         chooser = Chooser([], [parse_node(d.url, "--decode")], 0)

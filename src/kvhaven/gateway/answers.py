@@ -12,7 +12,7 @@ from aiohttp import web
 
 from kvhaven.errors import KVHavenError
 from kvhaven.gateway import models
-from kvhaven.gateway.guard import HEADER_S
+from kvhaven.http_server import HEADER_S
 from kvhaven.protocol import Steered
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 """Life cycle of the API's process."""
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -10,24 +11,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from aiohttp import web
-
 from kvhaven.client.unix import listens, prepare_directory
 from kvhaven.errors import ConfigError
 from kvhaven.gateway.access import Access
-from kvhaven.gateway.guard import HEADER_S, MOST_CONNECTIONS, Guard
 from kvhaven.gateway.observer import Observer
 from kvhaven.gateway.plugins import PluginSettings
 from kvhaven.gateway.server import Server
+from kvhaven.http_server import HEADER_S, MOST_CONNECTIONS, Guard, ProtocolFactory
+from kvhaven.http_server import serving as serving_app
 
 HEARTBEAT_S: Final = 1.0
 _SHUTDOWN_S: Final = 1.0
 _NO_PLUGINS: Final = PluginSettings()
 
 logger = logging.getLogger(__name__)
-
-_malformed = logging.getLogger(f"{__name__}.malformed")
-_malformed.setLevel(logging.CRITICAL)  # aiohttp would log a traceback for each malformed request
 
 
 def serve(
@@ -60,36 +57,18 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve the API within a context; yield its URL. Raises `KVHavenError` if it cannot listen."""
     guard = Guard()
-    runner = web.AppRunner(
-        Server(observer, access, guard, plugins).app(),
-        access_log=None,
-        logger=_malformed,
-        handler_cancellation=True,  # a client that goes away ends its request
-        keepalive_timeout=HEADER_S,
-        shutdown_timeout=_SHUTDOWN_S,
-    )
-    await runner.setup()
-    try:
-        server = await _listen(runner, guard, access)
+    app = Server(observer, access, guard, plugins).app()
+    listen = functools.partial(_listen, access)
+    async with serving_app(app, guard, listen, idle_s=HEADER_S, shutdown_s=_SHUTDOWN_S) as server:
         try:
             yield _url(server, access)
         finally:
-            server.close()
             if access.path:
                 Path(access.path).unlink(missing_ok=True)  # noqa: ASYNC240  it is one system call
-    finally:
-        await runner.cleanup()
-        guard.abort()
 
 
-async def _listen(runner: web.AppRunner, guard: Guard, access: Access) -> asyncio.Server:
-    inner = runner.server
-    assert inner is not None, "the runner was set up"
+async def _listen(access: Access, protocol: ProtocolFactory) -> asyncio.Server:
     loop, tls = asyncio.get_running_loop(), access.tls()
-
-    def protocol() -> asyncio.Protocol:
-        return guard.protocol(inner())
-
     handshake_s = HEADER_S if tls is not None else None
     try:
         if access.address is None:

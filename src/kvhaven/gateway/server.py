@@ -13,7 +13,6 @@ from kvhaven.gateway import models
 from kvhaven.gateway.access import Access
 from kvhaven.gateway.answers import audit, json_of, problem
 from kvhaven.gateway.app import Gateway, Handler, log_failure
-from kvhaven.gateway.guard import Guard
 from kvhaven.gateway.metrics import Requests
 from kvhaven.gateway.observer import Observer
 from kvhaven.gateway.openapi import document
@@ -21,6 +20,7 @@ from kvhaven.gateway.page import FILES, Page
 from kvhaven.gateway.plugins import PluginSettings
 from kvhaven.gateway.routes import METRICS, ROUTES
 from kvhaven.gateway.services import PREFIX, Services
+from kvhaven.http_server import Guard
 
 logger = logging.getLogger(__name__)
 

@@ -224,7 +224,7 @@ class HelperProcess:
     # In a thread
 
     def _receive(self) -> FromHelper | None:
-        """Wait for a message; None when the helper has closed its socket, or sends nonsense."""
+        """Wait for a message; None at the end of the socket, and after an invalid message."""
         try:
             packet = self._socket.recv(PACKET)
             return FROM_HELPER.decode(packet) if packet else None

@@ -24,7 +24,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from kvhaven.descriptors import is_shortage
-from kvhaven.gateway.guard import Guard
+from kvhaven.http_server import Guard
 from kvhaven.router.body import TWO_STEP, RequestBody
 from kvhaven.router.choice import Chooser, Plan
 from kvhaven.router.metrics import Metrics

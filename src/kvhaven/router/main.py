@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Life cycle of the router's process, and the limits of its clients' connections."""
+"""Life cycle of the router's process."""
 
 import asyncio
-import logging
+import functools
 import signal
 from typing import Final
 
 import uvloop
-from aiohttp import web
 
 from kvhaven.descriptors import allow_descriptors
 from kvhaven.errors import ConfigError
-from kvhaven.gateway.guard import Guard
+from kvhaven.http_server import Guard, ProtocolFactory, serving
 from kvhaven.peers.addresses import Address
 from kvhaven.router.app import Router
 from kvhaven.router.choice import Chooser
@@ -23,11 +22,6 @@ _BACKLOG: Final = 1024
 _RESERVED: Final = 64
 """Descriptors for everything but clients, each of which needs two: its own, and one to a node."""
 _SHUTDOWN_S: Final = 30.0
-
-logger = logging.getLogger(__name__)
-
-_malformed = logging.getLogger(f"{__name__}.malformed")
-_malformed.setLevel(logging.CRITICAL)  # aiohttp would log a traceback for each malformed request
 
 
 def serve(address: Address, chooser: Chooser, health: HealthPolicy, prefill_s: float) -> None:
@@ -45,32 +39,13 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     guard = Guard(most, _IDLE_S)
-    runner = web.AppRunner(
-        Router(chooser, health, prefill_s, guard).app(),
-        access_log=None,
-        logger=_malformed,
-        handler_cancellation=True,  # a client that goes away ends its requests
-        keepalive_timeout=_IDLE_S,
-        shutdown_timeout=_SHUTDOWN_S,
-    )
-    await runner.setup()
-    try:
-        server = await _listen(runner, guard, address)
-        try:
-            await stop.wait()
-        finally:
-            server.close()
-    finally:
-        await runner.cleanup()
+    app = Router(chooser, health, prefill_s, guard).app()
+    listen = functools.partial(_listen, address)
+    async with serving(app, guard, listen, idle_s=_IDLE_S, shutdown_s=_SHUTDOWN_S):
+        await stop.wait()
 
 
-async def _listen(runner: web.AppRunner, guard: Guard, address: Address) -> asyncio.Server:
-    inner = runner.server
-    assert inner is not None, "the runner was set up"
-
-    def protocol() -> asyncio.Protocol:
-        return guard.protocol(inner())
-
+async def _listen(address: Address, protocol: ProtocolFactory) -> asyncio.Server:
     try:
         return await asyncio.get_running_loop().create_server(
             protocol, address.host, address.port, backlog=_BACKLOG

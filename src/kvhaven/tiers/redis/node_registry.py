@@ -60,14 +60,14 @@ class RedisRegistry:
                 socket_connect_timeout=_DEADLINE_S,
                 retry=Retry(NoBackoff(), 0),
                 decode_responses=True,
-                encoding_errors="surrogateescape",  # anybody may have written the others
+                encoding_errors="surrogateescape",  # other members may be any bytes
                 **credentials,
             )
             self._redis.connection_pool.make_connection()  # which reads the options
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"peers: {self.title}: redis-py does not take its URL ({error}); see its "
-                "documentation for the options that may follow"
+                f"peers: {self.title}: redis-py rejects the URL ({error}); expected "
+                "options that its documentation lists"
             ) from error
 
     def members(self) -> list[str]:

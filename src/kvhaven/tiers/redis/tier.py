@@ -125,8 +125,8 @@ class RedisClient:
                 client.connection_pool.make_connection()  # which reads the options
         except (ValueError, TypeError, RedisClusterException) as error:
             raise ConfigError(
-                f"remote_url: {self.title}: redis-py does not take its URL ({error}); see its "
-                "documentation for the options that may follow"
+                f"remote_url: {self.title}: redis-py rejects the URL ({error}); expected "
+                "options that its documentation lists"
             ) from error
 
     async def open(self) -> None:

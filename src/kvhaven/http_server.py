@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of a server's connections: their number, their silence, and the user of a unix socket."""
+"""HTTP servers of aiohttp whose connections have limits: the HTTP API and the router."""
 
 import asyncio
 import logging
 import os
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final, cast
+
+from aiohttp import web
 
 from kvhaven.client.unix import peer_uid
 
@@ -13,7 +17,12 @@ MOST_CONNECTIONS: Final = 256
 HEADER_S: Final = 10.0
 """Seconds for the header of a request, and for the pause between two requests."""
 
+ProtocolFactory = Callable[[], asyncio.Protocol]
+
 logger = logging.getLogger(__name__)
+
+_malformed = logging.getLogger(f"{__name__}.malformed")
+_malformed.setLevel(logging.CRITICAL)  # aiohttp would log a traceback for each malformed request
 
 
 class Guard:
@@ -119,6 +128,42 @@ class Guarded(asyncio.Protocol):
     def _abort(self) -> None:
         if self._transport is not None:
             _abort(self._transport)
+
+
+@asynccontextmanager
+async def serving(
+    app: web.Application,
+    guard: Guard,
+    listen: Callable[[ProtocolFactory], Awaitable[asyncio.Server]],
+    *,
+    idle_s: float,
+    shutdown_s: float,
+) -> AsyncIterator[asyncio.Server]:
+    """Serve an application within a context, with the connections of the server of `listen`.
+
+    A connection without a request is closed after `idle_s` seconds. At the end, requests that are
+    being answered get `shutdown_s` seconds.
+    """
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=_malformed,
+        handler_cancellation=True,  # a client that goes away ends its request
+        keepalive_timeout=idle_s,
+        shutdown_timeout=shutdown_s,
+    )
+    await runner.setup()
+    try:
+        inner = runner.server
+        assert inner is not None, "the runner was set up"
+        server = await listen(lambda: guard.protocol(inner()))
+        try:
+            yield server
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()
+        guard.abort()
 
 
 def _abort(transport: asyncio.BaseTransport) -> None:

@@ -106,6 +106,19 @@ def opened(browser: Any, api: GatewayThread, **options: Any) -> tuple[Page, Cons
     return page, console
 
 
+def test_an_engine_with_a_long_layout_shows_its_rates_beside_its_name(
+    browser: Any, own: Loaded
+) -> None:
+    """The layout of real engines is a digest of 64 digits, which hid all columns behind it."""
+    with Engine(own.node.address, engine="real", more_fields={"layout": "0123456789abcdef" * 4}):
+        page, _ = opened(browser, own.api, viewport={"width": 1120, "height": 900})
+        row = page.locator("#engines tr[data-id='real#2']")
+        until(page, "() => !!document.querySelector(\"#engines tr[data-id='real#2']\")")
+        assert row.locator("td").last.inner_text() == "0123456789ab"
+        box = row.locator("[data-name=skipped_tokens]").bounding_box()
+        assert box["x"] + box["width"] < 1120
+
+
 def probe(page: Page, name: str) -> Any:
     """Return the result of a function of `PROBES`."""
     return page.evaluate(f"() => {{ {PROBES.read_text()}; return {name}(); }}")

@@ -475,18 +475,18 @@ function drawEngines() {
   table($("engines"), [
     { title: "Engine", text: ({ id }) => id },
     { title: "Model", text: ({ model }) => model ?? "–" },
-    { title: "Versions", text: ({ engine }) => engine ?? "–" },
-    { title: "Device", name: "device", text: ({ device }) => device ?? "–" },
-    { title: "Data type", text: ({ dtype }) => dtype ?? "–" },
-    { title: "Layout", text: ({ layout }) => layout ?? "–" },
-    { title: "Chunk", number: true, text: (row) => row.chunk_tokens === null ? "–" : `${row.chunk_tokens} tokens` },
-    { title: "Block", number: true, text: (row) => row.block_tokens === null ? "–" : `${row.block_tokens} tokens` },
-    { title: "Ranks", number: true, name: "ranks", text: (row) => `${row.attached_ranks} of ${row.world_size}`, value: (row) => row.attached_ranks },
-    { title: "Scheduler", text: (row) => row.scheduler_attached ? "✓ attached" : "✕ absent" },
-    { title: "Attached", text: ({ since }) => `${duration(Math.max(0, now() - since))} ago` },
     { title: "Hit", number: true, name: "hit", text: (row) => percent(hit(row)), value: hit },
     rate("Load", "loaded_bytes"), rate("Save", "saved_bytes"),
     { title: "Skipped", number: true, name: "skipped_tokens", text: ({ id }) => `${short(growth(id, "skipped_tokens").total)} tokens`, value: ({ id }) => growth(id, "skipped_tokens").total },
+    { title: "Ranks", number: true, name: "ranks", text: (row) => `${row.attached_ranks} of ${row.world_size}`, value: (row) => row.attached_ranks },
+    { title: "Scheduler", text: (row) => row.scheduler_attached ? "✓ attached" : "✕ absent" },
+    { title: "Attached", text: ({ since }) => `${duration(Math.max(0, now() - since))} ago` },
+    { title: "Chunk", number: true, text: (row) => row.chunk_tokens === null ? "–" : `${row.chunk_tokens} tokens` },
+    { title: "Block", number: true, text: (row) => row.block_tokens === null ? "–" : `${row.block_tokens} tokens` },
+    { title: "Versions", text: ({ engine }) => engine ?? "–" },
+    { title: "Device", name: "device", text: ({ device }) => device ?? "–" },
+    { title: "Data type", text: ({ dtype }) => dtype ?? "–" },
+    { title: "Layout", text: ({ layout }) => layout?.slice(0, 12) ?? "–" },
   ], seen.engines, undefined, "No engine is attached.");
 }
 

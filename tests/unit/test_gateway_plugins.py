@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plugins of the API, in real processes: their hooks, and that a bad one harms nothing."""
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -373,6 +374,39 @@ def test_a_plugin_that_waits_for_a_core_is_not_ended_for_it(
         assert time.monotonic() - began > limits.hook_s, "it had to wait"
         assert row_of(api, "slow:Slow")["starts"] == 1
         assert os.sched_getscheduler(row["pid"]) == os.SCHED_IDLE
+
+
+def test_a_plugin_is_not_ended_because_the_api_was_late(code: Callable[[str, str], None]) -> None:
+    """The hook's end has come in time; the loop that reads of it was held for longer than that."""
+    code("quick", "from kvhaven.plugins import PluginBase\nclass Quick(PluginBase): pass")
+
+    async def ask(_: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    async def until(holds: Callable[[], bool], pause_s: float) -> None:
+        while not holds():  # noqa: ASYNC110  plugins signal nothing
+            await asyncio.sleep(pause_s)
+
+    async def run() -> Plugin:
+        plugin = Plugin("quick:Quick", dict, ask, QUICK._replace(hook_s=0.5))
+        task = asyncio.create_task(plugin.run())
+        try:
+            async with asyncio.timeout(120):
+                await until(lambda: plugin.state == "running", 0.05)
+                for count in (2, 3, 4):
+                    plugin.offer("on_finish", "engine")
+                    await until(lambda: not plugin.queued, 0)
+                    await asyncio.sleep(0)  # it is sent
+                    time.sleep(2 * plugin.limits.hook_s)  # noqa: ASYNC251  holds the loop
+                    await until(lambda c=count: plugin.counts.total() >= c, 0.05)  # type: ignore[misc]
+            return plugin
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    plugin = asyncio.run(run())
+    assert plugin.counts == {("on_startup", "ok"): 1, ("on_finish", "ok"): 3}, plugin.error
+    assert plugin.starts == 1
 
 
 def test_an_error_of_a_hook_is_counted_and_the_plugin_goes_on(

@@ -33,6 +33,8 @@ _TERM_S: Final = 0.5
 _MOST_KILLED: Final = 1 << 12
 _PATIENCE: Final = 10
 """A deadline counts the time in which a plugin waits for a core only from so many times on."""
+_STEPS: Final = 4
+"""Steps in which a deadline counts."""
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _MOST_LINE: Final = 1000
@@ -384,17 +386,21 @@ class Plugin(Supervised):
     async def _within(self, seconds: float, work: Coroutine[Any, Any, str]) -> str:
         """Return the result of `work`. Raises `TimeoutError` if the plugin takes longer.
 
-        On a busy machine plugins wait for a core, which is no fault of theirs: one that could run,
-        and has not yet used `seconds` of a core, gets more time.
+        On a busy machine plugins wait for a core, which is no fault of theirs: of the time in which
+        one could run, only what it used of a core counts. This loop may be late itself: then a step
+        counts as a step only.
         """
-        loop, family = asyncio.get_running_loop(), _family(self.pid or 0, self.limits.processes)
-        began, used = loop.time(), _cpu_seconds(family)
+        step_s, counted_s = seconds / _STEPS, 0.0
+        family = _family(self.pid or 0, self.limits.processes)
+        used_s = _cpu_seconds(family)
         async with asyncio.timeout(_PATIENCE * seconds):
             task = asyncio.create_task(work)
             try:
-                while not (await asyncio.wait([task], timeout=seconds / 4))[0]:
-                    waits = _cpu_seconds(family) - used < seconds and any(map(_may_run, family))
-                    if loop.time() - began >= seconds and not waits:
+                while not (await asyncio.wait([task], timeout=step_s))[0]:
+                    before_s, used_s = used_s, _cpu_seconds(family)
+                    could_run = any(map(_may_run, family))
+                    counted_s += min(step_s, used_s - before_s) if could_run else step_s
+                    if counted_s >= seconds:
                         raise TimeoutError
                 return task.result()
             finally:

@@ -137,6 +137,25 @@ def test_chunks_on_disk_go_by_their_last_use_since_the_start() -> None:
     assert node.resident(used) == 2
 
 
+def test_what_a_later_scan_finds_may_have_been_used_meanwhile() -> None:
+    """It was forgotten when the tier was reopened, and used in memory before it was found again."""
+    node = Node(pages=16, tiers=[spec()])
+    node.catalog.switch_tier(DISK, WriteMode.OFF)
+    tick(node, 100.0, 200.0)
+    keys = keys_of("a", 2)
+    node.save(keys)
+    node.catalog.tier_scanned(DISK, ended=False)
+    tick(node, 201.0, 260.0)
+    lease = node.acquire(keys)
+    node.catalog.release(node.session, lease.lease_id)
+    tick(node, 261.0)
+    node.store(keys)
+    node.catalog.tier_scanned(DISK, ended=True)
+    tick(node, 262.0, 300.0)
+    assert drop(node, 50.0, tier=DISK) == (0, 0)
+    assert drop(node, 20.0, tier=DISK) == (2, 2 * STORED)
+
+
 def test_what_is_deleted_is_deleted_in_the_tier() -> None:
     node = Node(pages=4, tiers=[spec()])
     tick(node, 100.0)

@@ -99,6 +99,7 @@ async def test_peers_stay_while_redis_is_away(listener: PeerListener) -> None:
         seen = registry(url)
         tier = PeerTier([], token=b"", deadline_s=5.0, registries=[seen])
         await tier.start()
+        await eventually(lambda: [peer.up for peer in tier.peers()] == [True])
     with pytest.raises(TierError, match="node registry in Redis"):
         seen.members()
     await eventually(lambda: "node registry" in tier.health().last_error)

@@ -293,7 +293,7 @@ async def test_callers_that_leave_early_never_get_anothers_answer(redis_server: 
 
 async def test_connections_are_few_and_end_with_the_tier(server: str) -> None:
     with Redis.from_url(server) as client:
-        async with tier_at(server) as tier:
+        async with tier_at(server, deadline_s=60.0) as tier:
             pieces = [make_piece(SPACE, number) for number in range(50)]
             await asyncio.gather(*(store(tier, piece) for piece in pieces))
             await asyncio.gather(*(fetch(tier, piece.shard) for piece in pieces))

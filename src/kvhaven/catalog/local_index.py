@@ -95,16 +95,16 @@ class LocalTierIndex(TierTransfers):
 
     def tick(self, now: float) -> None:
         """Set the time in seconds, so that it is known later which chunks were used since."""
-        if now >= self._divide_at:
+        if now >= self._divide_at and not self._scans:
             self._divide_at = now + DIVISION_S
             self._uses.mark(self.stored.divide(), now)
 
     def unused_since(self, time: float) -> Iterator[list[tuple[ChunkKey, Stored]]]:
         """Yield the chunks that were not used after a time, page by page, the oldest first.
 
-        Left out are those that were used in the last `DIVISION_S` before it, or about then. For
-        chunks that a scan found, the time before the start counts as without use. Chunks may come
-        and go between two pages.
+        Left out are those that were used in the last `DIVISION_S` before it, or about then. What a
+        scan finds may have been used meanwhile, in memory, so there are none for a time before the
+        last scan has ended. Chunks may come and go between two pages.
         """
         division = self._uses.value_at(time)
         return iter(()) if division is None else self.stored.walk(division)
@@ -153,7 +153,9 @@ class LocalTierIndex(TierTransfers):
         scans overlap, the older one belongs to an earlier opening of the tier and is never
         complete.
         """
-        self._begun += begins
+        if begins:
+            self._begun += 1
+            self._uses, self._divide_at = Marks(), float("-inf")
         self._scans = max(0, self._scans + (1 if begins else -1))
         self._complete = not begins and (self._complete or complete)
         self._scanned = self._complete and not self._scans

@@ -114,20 +114,18 @@ class RequestState:
         """The input that its keys were computed for; a streaming session gets further input."""
         self.blocks: list[list[int]] = []
         self.planned_chunks = 0
-        self.announced = False
-        """Whether its chunks were announced to another node."""
+        self.decode_node = ""
+        """Address of the node that decodes it, to which its chunks are announced; empty: none."""
+        self.announced = self.pulled = False
+        """Whether its chunks were announced there, and asked of the node that prefilled it."""
         self.asks_tail = self.saves_tail = False
         """Whether the tail of its prompt is looked up, and saved, too."""
-        self.pulled = False
-        """Whether the node that prefilled it was asked for its chunks."""
         self.planned_tail = False
         """Whether the tail of its prompt has a planned save or needs none."""
         self.tail: ChunkKey | None = None
         """The tail that its lookup asks for, behind all full chunks."""
-        self.counted = False
-        """Whether its lookup is in the statistics; each request counts once."""
-        self.told = False
-        """Whether the service has counted it."""
+        self.counted = self.told = False
+        """Whether its lookup is in the engine's statistics, and the service's: it counts once."""
         self.computed = 0
         """Number of tokens in the engine's prefix cache at the last lookup."""
         self.lease_id: int | None = None

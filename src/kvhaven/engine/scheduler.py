@@ -182,14 +182,7 @@ class SchedulerSide:
         if failed or state is None:
             return (None if failed else 0), False
         state.computed = computed
-        with self._keying(state):
-            self._follow(state)
-            if state.permissions.load:
-                state.extend_keys(request.num_tokens)
-                # Only prompts have tails, so it is not looked up for a request with output.
-                prompt = request.num_tokens == request.num_prompt_tokens
-                wanted = state.asks_tail and prompt
-                state.tail = state.tail_key(request.num_tokens) if wanted else None
+        self._key_lookup(state, request)
         self._announce(state)
         if not state.permissions.load:
             self._lookups.drop(state)
@@ -479,6 +472,7 @@ class SchedulerSide:
         chunk_size = self._settings.chunk_size
         state = RequestState(request, self._epoch.root(namespace), chunk_size, roots)
         transfer = request.transfer
+        state.decode_node = transfer.to
         if not more:
             state.saves_tail = self._settings.pd_tail or bool(transfer.to) or transfer.handed
             state.asks_tail = state.saves_tail or transfer.awaited
@@ -585,10 +579,22 @@ class SchedulerSide:
         elif state.media is not None and state.permissions != NOTHING:
             state.media.check()
 
+    def _key_lookup(self, state: RequestState, request: EngineRequest) -> None:
+        """Compute the keys that a request's lookup asks for; leave it uncached if they fail."""
+        try:  # `_keying` takes longer, and engines ask for every waiting request in each step
+            self._follow(state)
+            if state.permissions.load:
+                state.extend_keys(request.num_tokens)
+                # Only prompts have tails, so it is not looked up for a request with output.
+                prompt = request.num_tokens == request.num_prompt_tokens
+                wanted = state.asks_tail and prompt
+                state.tail = state.tail_key(request.num_tokens) if wanted else None
+        except Exception as error:  # noqa: BLE001 - any error leaves the request uncached
+            self._leave_uncached(state, error)
+
     def _announce(self, state: RequestState) -> None:
         """Announce a request's chunks to the node that decodes it, once its keys are known."""
-        transfer = state.request.transfer
-        if state.announced or not (transfer.to and state.permissions.save):
+        if state.announced or not (state.decode_node and state.permissions.save):
             return
         if len(self._parts) > 1:
             return  # the other node looks the chunks up; chains have no windows yet
@@ -598,7 +604,7 @@ class SchedulerSide:
             keys = state.chain.keys[: tokens // state.chunk_size]
             tail = None if state.request.resumable else state.tail_key(tokens)
             name = _chain_name(state.request.request_id)
-            self._client.offer_chain(name, transfer.to, keys, state.chain.tenant, tail)
+            self._client.offer_chain(name, state.decode_node, keys, state.chain.tenant, tail)
             state.announced = True
 
     def _waits_for_media(self, state: RequestState) -> bool:
@@ -612,16 +618,20 @@ class SchedulerSide:
 
     @contextmanager
     def _keying(self, state: RequestState) -> Iterator[None]:
-        """Leave a request uncached if its keys fail; log the first error of each type."""
+        """Leave a request uncached if its keys fail."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - any error leaves the request uncached
-            state.forbid()
-            reason = type(error).__name__
-            if reason not in self._complaints:
-                self._complaints.add(reason)
-                name = printable(state.request.request_id)
-                logger.warning("request %s is not cached: %s (more are not logged)", name, error)
+            self._leave_uncached(state, error)
+
+    def _leave_uncached(self, state: RequestState, error: Exception) -> None:
+        """Leave a request uncached whose keys failed; log the first error of each type."""
+        state.forbid()
+        reason = type(error).__name__
+        if reason not in self._complaints:
+            self._complaints.add(reason)
+            name = printable(state.request.request_id)
+            logger.warning("request %s is not cached: %s (more are not logged)", name, error)
 
     def _follow_settings(self) -> None:
         """Apply the settings that the service has changed, from this request on."""

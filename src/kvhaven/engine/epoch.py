@@ -54,6 +54,8 @@ class Epoch:
         self._new_blocks: set[int] | None = None
         """The only trusted blocks, after KV was distrusted in an engine that did not tell which
         blocks it holds; None: all but `_old_blocks` are trusted."""
+        self._first_trusted = 0
+        """The first step whose written blocks are trusted; 0: all steps."""
         self._old_requests: set[str] = set()
         self._adapter_of_request: dict[str, CacheName] = {}
         self._adapter_of_block: dict[int, CacheName | None] = {}
@@ -105,15 +107,14 @@ class Epoch:
             )
         return old
 
-    def distrust_cache(self, held: HeldBlocks | None) -> None:
+    def distrust_cache(self) -> None:
         """Exclude from saves what later requests find in the engine's prefix cache now.
 
-        Running requests go on; one that is preempted and finds its own blocks counts as later.
+        This is every block that is not written in this step or later. To note that takes no walk of
+        the cache: engines under memory pressure preempt often. Running requests go on; one that is
+        preempted and finds its own blocks counts as later.
         """
-        if held is None:
-            self._trust_no_block()
-        else:
-            self._old_blocks.update(held())
+        self._first_trusted = self._step
 
     def distrust_blocks(self, blocks: Iterable[int]) -> None:
         """Exclude the present KV of these blocks, and KV computed from it, from saves."""
@@ -203,7 +204,8 @@ class Epoch:
             self._old_requests.add(request_id)
             self._writes(request_id, [*doubtful, *blocks[computed_blocks:]])
             return False
-        if self._old_blocks or self._old_requests or self._new_blocks is not None:
+        some_old = self._old_blocks or self._old_requests or self._first_trusted
+        if some_old or self._new_blocks is not None:
             self._old_requests.discard(request_id)
             if self._any_old(blocks[:computed_blocks]):
                 self._old_requests.add(request_id)
@@ -230,7 +232,10 @@ class Epoch:
     def _any_old(self, blocks: Sequence[int]) -> bool:
         if not self._old_blocks.isdisjoint(blocks):
             return True
-        return self._new_blocks is not None and not self._new_blocks.issuperset(blocks)
+        if self._new_blocks is not None and not self._new_blocks.issuperset(blocks):
+            return True
+        first, written = self._first_trusted, self._written
+        return first > 0 and any(written.get(block, 0) < first for block in blocks)
 
     def _trust_no_block(self) -> None:
         """Distrust all blocks until each is written anew: the engine does not tell which it holds.
@@ -241,7 +246,7 @@ class Epoch:
             logger.warning(
                 "the engine does not tell which blocks its prefix cache holds: from now on, "
                 "requests that find KV there or in KVHaven are only saved if it was computed after "
-                "the last error, reset or preemption"
+                "the last error or reset"
             )
         self._new_blocks = set()
 

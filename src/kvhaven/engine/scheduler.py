@@ -295,7 +295,7 @@ class SchedulerSide:
         self._lookups.new_step()
         self._epoch.next_step()
         if cache_in_doubt:
-            self._epoch.distrust_cache(self.held_blocks)
+            self._epoch.distrust_cache()
         self._follow_weights()
         self._note(scheduled)
         saves: list[SaveJob] = []

@@ -134,6 +134,9 @@ class SchedulerSide:
         self._found: dict[str, int] = {}
         """Tokens that the engine's prefix cache had of requests that it asked for in this step, and
         of which this side loads none."""
+        self._elsewhere: dict[str, Sequence[int]] = {}
+        """Blocks that another of the engine's connectors may be loading, of requests that have
+        blocks and do not run yet."""
         self._loading: set[str] = set()
         """Requests whose asynchronous load has not ended."""
         self._failed_loads: dict[int, int] = {}
@@ -230,11 +233,15 @@ class SchedulerSide:
             # Another connector may write into these blocks immediately.
             own = state.computed if state is not None else 0
             self._saves.note_new(blocks, request.num_computed_tokens or own)
+            if request.request_id in self._found:
+                found = self._found[request.request_id]
+                self._elsewhere[request.request_id] = self._ids_of(blocks, found)
             if state is not None:
                 self._lookups.drop(state)
                 state.ask_after = 0.0
             return
         self._found.pop(request.request_id, None)
+        self._elsewhere.pop(request.request_id, None)
         offer = state.offer if state is not None else None
         several = len(self._parts) > 1
         end = offer.start + tokens if offer is not None else 0
@@ -346,6 +353,7 @@ class SchedulerSide:
         self._steps.reported(time.perf_counter(), empty=empty)
         self._saves.reported(report)
         for request_id in finished_loads:
+            self._epoch.loaded_elsewhere(self._elsewhere.pop(request_id, ()))
             self._lookups.load_ended(request_id)
             self._loading.discard(request_id)
         news = {
@@ -385,6 +393,7 @@ class SchedulerSide:
         self._left_alone.discard(request.request_id)
         self._offered_layered.discard(request.request_id)
         self._to_ask_again.discard(request.request_id)
+        self._elsewhere.pop(request.request_id, None)
         self._turns.finished(request.request_id)
         if not self._requests:
             self._steps.idle()
@@ -550,6 +559,7 @@ class SchedulerSide:
         """
         for one in scheduled:
             request = self._requests.get(one.request_id) if one.starts else None
+            self._elsewhere.pop(one.request_id, None)
             if request is not None:
                 self._extras.note(request, runs=True)
             found = self._found.get(one.request_id, one.computed)

@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
+from vllm.v1.request import Request
+
 from kvhaven.config import Settings
 from kvhaven.engine import save_planner as saves_module
-from kvhaven.engine.jobs import SaveJob, StepReport
+from kvhaven.engine.jobs import SaveJob, StepPlan, StepReport
 from kvhaven.engine.parts import KvPart
 from kvhaven.engine.request_state import RequestState
 from kvhaven.engine.requests import EVERYTHING, KnownExtras
@@ -247,6 +249,31 @@ def test_a_preemption_costs_no_walk_of_the_engines_blocks(bench: Bench) -> None:
     bind(side, object())  # has no blocks
     side.plan_step(scheduled(), cache_in_doubt=True)
     assert saved_chunks(run_new(side, make_request(40), 40)) == 2
+
+
+def load_elsewhere(side: VllmSide, request: Request, blocks: Sequence[int]) -> StepPlan:
+    """Have another connector load a request's first 32 tokens between steps; then it runs."""
+    ask(side, request)
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated(request, (list(blocks),), 0)
+    side.plan_step(scheduled())
+    side.reported(None, [request.request_id])
+    return side.plan_step(scheduled(new=[(request, blocks, 32, request.num_tokens - 32)]))
+
+
+def test_kv_that_another_connector_loads_is_saved_until_any_was_in_doubt(bench: Bench) -> None:
+    """It may have stored that KV, and identifies adapters, for one, by their names alone."""
+    side = bench.side()
+    bind(side, Pool(range(16)))
+    before, after = make_request(48, "before"), make_request(range(100, 148), "after")
+    assert saved_chunks(load_elsewhere(side, before, range(20, 32))) == 3
+    side.reported(StepReport(failed_loads={0: 1}), ())
+    assert saved_chunks(load_elsewhere(side, after, range(40, 52))) == 0
+    # Others find its blocks, or compute everything.
+    hitting = make_request([*range(100, 132), *range(16)], "hitting")
+    plan = run_new(side, hitting, 16, computed=32, blocks=[*range(40, 48), *range(60, 64)])
+    assert saved_chunks(plan) == 0
+    assert saved_chunks(run_new(side, make_request(range(300, 348)), 48)) == 3
 
 
 @BOUND

@@ -558,10 +558,12 @@ class SchedulerSide:
         fails, only the step's output tells.
         """
         for one in scheduled:
-            request = self._requests.get(one.request_id) if one.starts else None
-            self._elsewhere.pop(one.request_id, None)
+            if not one.starts:
+                continue
+            request = self._requests.get(one.request_id)
             if request is not None:
                 self._extras.note(request, runs=True)
+            self._elsewhere.pop(one.request_id, None)
             found = self._found.get(one.request_id, one.computed)
             if found < one.computed and one.blocks is not None:
                 self._epoch.distrust_blocks(self._ids_of(one.blocks, found))

@@ -119,6 +119,7 @@ class Bench:
         hears_workers: bool = True,
         drops_last_block: bool = False,
         counts_dropped: bool = False,
+        beside_stores: bool = False,
         layered_tokens: int = 0,
         parts: Sequence[KvPart] = (),
         groups: int = 1,
@@ -148,6 +149,7 @@ class Bench:
             hears_workers=hears_workers,
             drops_last_block=drops_last_block,
             counts_dropped=counts_dropped,
+            beside_stores=beside_stores,
             layered_tokens=layered_tokens,
             parts=parts,
         )

@@ -114,6 +114,8 @@ def test_kv_of_its_failed_load_is_not_saved(
         wait_until(lambda: first.status().catalog.resident_chunks == 2)
         engine.close()
         engine = engine_with(first.address, second.address)
+        for ours in engine.connector.sub_connectors:
+            assert ours._scheduler._epoch._trusts_others, "KVHaven verifies what it keeps"
         engine.add("fails", LONG, 3)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Runner, "_expect", lambda *_: None)  # vLLM drops what it computes
@@ -166,6 +168,8 @@ def test_writes_of_another_connector_from_the_host_wait_for_saves(
             )
             engine = Engine(short_dir, setup, Model(), random.Random(0), monkeypatch)
             engine.wait_ready()
+        _, ours = engine.connector.sub_connectors
+        assert not ours._scheduler._epoch._trusts_others
         engine.add("saves", LONG, 1)
         while engine.requests["saves"].status.name != "FINISHED_LENGTH_CAPPED":
             engine.step()

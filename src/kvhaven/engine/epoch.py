@@ -43,10 +43,10 @@ class Epoch:
     drop its own KV (requests are running), it continues to use old blocks; KV computed from them
     belongs to the old epoch and must not be saved in the new one. The same holds for one adapter
     whose content has changed: the adapter of each request and block is recorded, and an unknown
-    adapter matches any.
+    adapter matches any. `beside_stores` is as in `SchedulerSide`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, beside_stores: bool = False) -> None:
         self.known = True
         """Whether old KV can be told apart; False after `reset` or `doubt` failed midway."""
         self._salt = b""
@@ -56,8 +56,8 @@ class Epoch:
         blocks it holds; None: all but `_old_blocks` are trusted."""
         self._first_trusted = 0
         """The first step whose written blocks are trusted; 0: all steps."""
-        self._doubted = False
-        """Whether any KV was ever excluded from saves: other connectors may have stored it."""
+        self._trusts_others = not beside_stores
+        """Whether KV that other connectors load may be saved."""
         self._old_requests: set[str] = set()
         self._adapter_of_request: dict[str, CacheName] = {}
         self._adapter_of_block: dict[int, CacheName | None] = {}
@@ -96,7 +96,7 @@ class Epoch:
         def concerned(own: CacheName | None) -> bool:
             return adapter is None or own is None or own == adapter
 
-        self._doubted = True
+        self._trusts_others = False
         requests, blocks = self._adapter_of_request, self._adapter_of_block
         old = {name for name in {*running, *requests} if concerned(requests.get(name))}
         self._old_requests |= old
@@ -117,21 +117,23 @@ class Epoch:
         the cache: engines under memory pressure preempt often. Running requests go on; one that is
         preempted and finds its own blocks counts as later.
         """
-        self._doubted = True
+        self._trusts_others = False
         self._first_trusted = self._step
 
     def loaded_elsewhere(self, blocks: Iterable[int]) -> None:
         """Note blocks whose KV another of the engine's connectors has loaded.
 
         It is excluded from saves if any KV ever was: the other connector, which knows nothing of
-        that, may have stored that very KV, from these blocks or from others.
+        that, may have that very KV, from these blocks or from others. Also if it may keep KV, which
+        was never verified: vLLM's OffloadingConnector (0.32, issue 46951) stores blocks that loads
+        of other connectors have overwritten.
         """
-        if self._doubted:
+        if not self._trusts_others:
             self.distrust_blocks(blocks)
 
     def distrust_blocks(self, blocks: Iterable[int]) -> None:
         """Exclude the present KV of these blocks, and KV computed from it, from saves."""
-        self._doubted = True
+        self._trusts_others = False
         self._old_blocks.update(blocks)
         if self._new_blocks is not None:
             self._new_blocks.difference_update(blocks)
@@ -215,7 +217,7 @@ class Epoch:
         self.placed(request_id, blocks)
         self._load_over(request_id)
         if doubtful is not None:
-            self._doubted = True
+            self._trusts_others = False
             self._old_requests.add(request_id)
             self._writes(request_id, [*doubtful, *blocks[computed_blocks:]])
             return False

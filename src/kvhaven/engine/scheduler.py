@@ -50,9 +50,10 @@ class SchedulerSide:
     are asynchronous (between steps) or synchronous (before the forward), by `asynchronous`.
     `shared` says that the engine has its own prefix cache, `hears_workers` that the ranks' reports
     arrive here, `drops_last_block` that the engine recomputes the last block of a hit,
-    `counts_dropped` that it may count KV of dropped tokens when a session goes on. `role` is the
-    permissions of the engine's role. `events` receives saved chunks, `extras` creates the
-    source of requests' extras.
+    `counts_dropped` that it may count KV of dropped tokens when a session goes on, `beside_stores`
+    that other connectors of the engine keep KV, whose loads are then not saved. `role` is the
+    permissions of the engine's role. `events` receives saved chunks, `extras` creates the source
+    of requests' extras.
 
     `client` is the connection of the first of the KV's `parts`, `more_clients` are those of the
     others. By default there is one part with all groups. With several, loads are asynchronous, and
@@ -79,6 +80,7 @@ class SchedulerSide:
         hears_workers: bool = True,
         drops_last_block: bool = False,
         counts_dropped: bool = False,
+        beside_stores: bool = False,
         parts: Sequence[KvPart] = (),
         more_clients: Sequence[SchedulerClient] = (),
         layered_tokens: int = 0,
@@ -120,7 +122,7 @@ class SchedulerSide:
             parts=self._parts,
             hears_workers=hears_workers,
         )
-        self._epoch = Epoch()
+        self._epoch = Epoch(beside_stores=beside_stores)
         adapters = Adapters(world_size, lambda: client.models, self._distrust)
         self._extras = extras(adapters) if extras is not None else NoExtras()
         self._requests: dict[str, EngineRequest] = {}

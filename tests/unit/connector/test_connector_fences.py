@@ -276,6 +276,13 @@ def test_kv_that_another_connector_loads_is_saved_until_any_was_in_doubt(bench: 
     assert saved_chunks(run_new(side, make_request(range(300, 348)), 48)) == 3
 
 
+def test_kv_from_another_store_is_not_saved(bench: Bench) -> None:
+    side = bench.side(beside_stores=True)
+    loads, computes = make_request(48, "loads"), make_request(range(100, 148), "computes")
+    assert saved_chunks(load_elsewhere(side, loads, range(20, 32))) == 0
+    assert saved_chunks(run_new(side, computes, 48, blocks=range(40, 52))) == 3
+
+
 @BOUND
 def test_what_is_computed_from_old_kv_is_not_saved_in_the_new_epoch(
     bench: Bench, *, bound: bool

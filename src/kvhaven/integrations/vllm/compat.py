@@ -15,7 +15,7 @@ import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvhaven.errors import IncompatibleEngineError, UnreportedLoadError
-from kvhaven.integrations.vllm import OLDEST_VLLM
+from kvhaven.integrations.vllm import FLAT_NAME, NAME, OLDEST_VLLM
 from kvhaven.integrations.vllm.parts import (
     FULL_KINDS,
     WITHOUT,
@@ -51,8 +51,15 @@ _NO_INVARIANT_REUSE = frozenset({"FLASHINFER", "TRITON_MLA"})
 _HOOKED = ("NONE", "PIECEWISE")
 """Modes of CUDA graphs in which attention layers run in Python."""
 
-
 _MULTI: Final = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+
+_KEEP_NONE: Final = frozenset(
+    {
+        *(NAME, FLAT_NAME, "NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+        *("MooncakeConnector", "MoRIIOConnector"),
+    }
+)
+"""Connectors whose loads are of KV that another engine has now; and KVHaven, which verifies it."""
 
 
 def enclosing_connector() -> Any | None:
@@ -66,6 +73,16 @@ def enclosing_connector() -> Any | None:
             found = caller
         frame = frame.f_back
     return found
+
+
+def beside_stores() -> bool:
+    """Return whether the engine has other connectors that keep KV. Call it at the start only."""
+    multi = enclosing_connector()
+    if multi is None:
+        return False
+    transfer = multi._vllm_config.kv_transfer_config  # noqa: SLF001  of the base class
+    children = transfer.kv_connector_extra_config.get("connectors", ())
+    return not _KEEP_NONE.issuperset(child.get("kv_connector") for child in children)
 
 
 def failure_policy(config: "VllmConfig") -> str:

@@ -42,6 +42,7 @@ from kvhaven.identity.background import (
 from kvhaven.identity.files import EngineFiles, Source
 from kvhaven.integrations.vllm.compat import (
     attention_backend,
+    beside_stores,
     drops_last_block,
     failure_policy,
     kv_form,
@@ -220,6 +221,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         hears_workers=platform_of(config).hears_workers,
         drops_last_block=drops_last_block(config),
         counts_dropped=_counts_dropped(config),
+        beside_stores=beside_stores(),
         parts=parts,
         more_clients=clients[1:],
         layered_tokens=_layered_tokens(settings, config, kv_cache),

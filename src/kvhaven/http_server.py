@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP servers of aiohttp whose connections have limits: the HTTP API and the router."""
 
+import array
 import asyncio
+import contextlib
+import fcntl
 import logging
 import os
 import socket
+import ssl
+import sys
+import termios
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final, cast
@@ -15,7 +21,9 @@ from kvhaven.client.unix import peer_uid
 
 MOST_CONNECTIONS: Final = 256
 HEADER_S: Final = 10.0
-"""Seconds for the header of a request, and for the pause between two requests."""
+"""Seconds for a TLS handshake, for the header of a request, and for the pause between two."""
+STALL_S: Final = 600.0
+"""Seconds after which a client that has taken no byte of an answer is disconnected."""
 
 ProtocolFactory = Callable[[], asyncio.Protocol]
 
@@ -29,14 +37,22 @@ class Guard:
     """Registry of a server's connections.
 
     A connection beyond `most` is closed immediately, and so is one of another user on a unix
-    socket. A connection without a request for `HEADER_S` seconds is closed, also if parts of a
-    header arrive meanwhile; after its first request, one without another for `idle_s` seconds
-    (default: the same).
+    socket. With `tls`, connections are encrypted; they count from before the handshake. A
+    connection without a request for `HEADER_S` seconds is closed, also if parts of a header arrive
+    meanwhile; after its first request, one without another for `idle_s` seconds (default: the
+    same). A client that does not take what it was sent is disconnected after `STALL_S` seconds, one
+    that takes it slowly is not.
     """
 
-    def __init__(self, most: int = MOST_CONNECTIONS, idle_s: float | None = None) -> None:
+    def __init__(
+        self,
+        most: int = MOST_CONNECTIONS,
+        idle_s: float | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._most = most
         self._idle_s = idle_s
+        self._tls = tls
         self._open: dict[asyncio.BaseTransport, Guarded] = {}
 
     def __len__(self) -> int:
@@ -44,7 +60,7 @@ class Guard:
 
     def protocol(self, inner: asyncio.Protocol) -> "Guarded":
         """Return `inner` with the limits applied."""
-        return Guarded(inner, self._open, self._most)
+        return Guarded(inner, self._open, self._most, self._tls)
 
     def abort(self) -> None:
         """Close all connections, also those whose other side does not end its TLS session."""
@@ -72,18 +88,26 @@ class Guarded(asyncio.Protocol):
         inner: asyncio.Protocol,
         connections: "dict[asyncio.BaseTransport, Guarded]",
         most: int,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._inner = inner
         self._open = connections
         self._most = most
+        self._tls = tls
         self._transport: asyncio.BaseTransport | None = None
+        self._descriptor = -1
+        self._made = False
+        """Whether `inner` has the connection: after the handshake."""
+        self._early: list[bytes] = []
+        """Data that came with the last message of the handshake."""
+        self._securing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
 
     def arm(self, seconds: float | None = None) -> None:
         """Close the connection unless the header of a request arrives in time."""
         self.disarm()
-        limit_s = HEADER_S if seconds is None else seconds
-        self._timer = asyncio.get_running_loop().call_later(limit_s, self._abort)
+        self._timer = self._unless_taken(HEADER_S if seconds is None else seconds, self.arm)
 
     def disarm(self) -> None:
         """Wait for no header."""
@@ -94,40 +118,113 @@ class Guarded(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Pass the connection on, or close it."""
         if len(self._open) >= self._most or not _is_own(transport):
-            self._inner = asyncio.Protocol()
             _abort(transport)
             return
-        self._transport = transport
-        self._open[transport] = self
-        self.arm()
-        self._inner.connection_made(transport)
+        sock: socket.socket | None = transport.get_extra_info("socket")
+        self._descriptor = -1 if sock is None else sock.fileno()
+        self._take(transport)
+        if self._tls is None:
+            self._make(transport)
+        else:
+            raw = cast(asyncio.Transport, transport)
+            raw.pause_reading()  # what comes now is for TLS
+            self._securing = asyncio.create_task(self._secure(raw, self._tls))
 
     def data_received(self, data: bytes) -> None:
         """Pass on data."""
-        self._inner.data_received(data)
+        if self._made:
+            self._inner.data_received(data)
+        else:
+            self._early.append(data)
 
     def eof_received(self) -> bool | None:
         """Pass on the end of the client's data."""
-        return self._inner.eof_received()
+        return self._inner.eof_received() if self._made else None
 
     def pause_writing(self) -> None:
-        """Pass on that the client reads slowly."""
+        """Pass on that the client reads slowly, and watch whether it reads at all."""
         self._inner.pause_writing()
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         """Pass on that the client reads again."""
+        self._stop_watching()
         self._inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection, and pass on its end."""
+        """Forget the connection, and pass on its end. A second call has no effect."""
         self.disarm()
+        self._stop_watching()
         if self._transport is not None:
             self._open.pop(self._transport, None)
-        self._inner.connection_lost(exc)
+            self._transport = None
+        if self._made:
+            self._made = False
+            self._inner.connection_lost(exc)
 
-    def _abort(self) -> None:
+    def _take(self, transport: asyncio.BaseTransport) -> None:
+        """Register the connection, and give it time for its next step."""
         if self._transport is not None:
-            _abort(self._transport)
+            self._open.pop(self._transport, None)
+        self._transport = transport
+        self._open[transport] = self
+        self.arm()
+
+    def _make(self, transport: asyncio.BaseTransport) -> None:
+        self._made = True
+        self._inner.connection_made(transport)
+
+    async def _secure(self, raw: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        """Begin a TLS session on a connection, and pass it on; forget the connection otherwise."""
+        secured: asyncio.Transport | None = None
+        with contextlib.suppress(OSError):  # of TLS, too: the client does not speak it, or is slow
+            secured = await asyncio.get_running_loop().start_tls(
+                raw, self, tls, server_side=True, ssl_handshake_timeout=HEADER_S
+            )
+        self._securing = None
+        # A connection that ended meanwhile may have no error.
+        if secured is None or secured.is_closing() or self._transport is None:
+            _abort(raw)
+            self.connection_lost(None)
+            return
+        self._take(secured)
+        self._make(secured)
+        early, self._early = self._early, []
+        for data in early:
+            self.data_received(data)
+
+    def _watch_reader(self, seconds: float | None = None) -> None:
+        self._stop_watching()
+        self._stall = self._unless_taken(
+            STALL_S if seconds is None else seconds, self._watch_reader
+        )
+
+    def _stop_watching(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _unless_taken(self, seconds: float, again: Callable[[float], None]) -> asyncio.TimerHandle:
+        """Close the connection after a time, or call `again` if its client took data meanwhile."""
+        before = self._unsent() or sys.maxsize  # an answer may be written after the time began
+
+        def late() -> None:
+            if 0 < self._unsent() < before:
+                again(seconds)
+            elif self._transport is not None:
+                _abort(self._transport)
+
+        return asyncio.get_running_loop().call_later(seconds, late)
+
+    def _unsent(self) -> int:
+        """Return the bytes that the client has not taken, those in the kernel included."""
+        if self._transport is None:
+            return 0
+        queued = array.array("i", [0])
+        with contextlib.suppress(OSError, ValueError):  # there is no socket, or it is closed
+            fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, queued)
+        buffered = cast(asyncio.WriteTransport, self._transport).get_write_buffer_size()
+        return buffered + queued[0]
 
 
 @asynccontextmanager

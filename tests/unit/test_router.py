@@ -464,6 +464,31 @@ async def test_a_lack_of_descriptors_is_no_failure_of_nodes() -> None:
                 assert b"out of use" not in said
 
 
+async def test_as_many_clients_as_are_let_in_have_descriptors_for_their_requests() -> None:
+    """A connection to a prefill node stays open for a while after its answer."""
+    files = 256
+    clients = (files - main._RESERVED) // main._EACH
+    async with (
+        fake("p0") as p,
+        fake("d0", hangs_after=1) as d,
+        contextlib.AsyncExitStack() as open_,
+    ):
+        nodes = ["--prefill", p.url, "--decode", d.url]
+        _, port = await open_.enter_async_context(command(*nodes, files=f"-n {files}"))
+        await until(lambda: _listens(port))
+        connector = aiohttp.TCPConnector(limit=0)
+        client = await open_.enter_async_context(aiohttp.ClientSession(connector=connector))
+
+        async def ask() -> int:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            answer = await open_.enter_async_context(client.post(url, json=ASK | {"stream": True}))
+            await answer.content.readany()
+            return answer.status
+
+        statuses = await asyncio.gather(*(ask() for _ in range(clients)))
+    assert statuses == [200] * clients
+
+
 async def test_clients_that_send_no_request_are_disconnected_and_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -56,7 +56,7 @@ async def serving(
     observer: Observer, access: Access, plugins: PluginSettings = _NO_PLUGINS
 ) -> AsyncIterator[str]:
     """Serve the API within a context; yield its URL. Raises `KVHavenError` if it cannot listen."""
-    guard = Guard()
+    guard = Guard(tls=access.tls())
     app = Server(observer, access, guard, plugins).app()
     listen = functools.partial(_listen, access)
     async with serving_app(app, guard, listen, idle_s=HEADER_S, shutdown_s=_SHUTDOWN_S) as server:
@@ -68,8 +68,7 @@ async def serving(
 
 
 async def _listen(access: Access, protocol: ProtocolFactory) -> asyncio.Server:
-    loop, tls = asyncio.get_running_loop(), access.tls()
-    handshake_s = HEADER_S if tls is not None else None
+    loop = asyncio.get_running_loop()
     try:
         if access.address is None:
             prepare_directory(access.path)
@@ -77,9 +76,7 @@ async def _listen(access: Access, protocol: ProtocolFactory) -> asyncio.Server:
                 raise ConfigError(f"api_listen: another process listens at {access}")
             mask = os.umask(0o177)
             try:
-                return await loop.create_unix_server(
-                    protocol, access.path, ssl=tls, ssl_handshake_timeout=handshake_s
-                )
+                return await loop.create_unix_server(protocol, access.path)
             finally:
                 os.umask(mask)
         return await loop.create_server(
@@ -87,8 +84,6 @@ async def _listen(access: Access, protocol: ProtocolFactory) -> asyncio.Server:
             access.address.host,
             access.address.port,
             backlog=MOST_CONNECTIONS,
-            ssl=tls,
-            ssl_handshake_timeout=handshake_s,
         )
     except OSError as error:
         raise ConfigError(

@@ -20,13 +20,15 @@ _IDLE_S: Final = 75.0
 """Longest pause between two requests of a client, longer than that of common load balancers."""
 _BACKLOG: Final = 1024
 _RESERVED: Final = 64
-"""Descriptors for everything but clients, each of which needs two: its own, and one to a node."""
+"""Descriptors for everything but clients."""
+_EACH: Final = 3
+"""Descriptors of a client: its own, one to a node, and one that is idle, to the node before."""
 _SHUTDOWN_S: Final = 30.0
 
 
 def serve(address: Address, chooser: Chooser, health: HealthPolicy, prefill_s: float) -> None:
     """Serve until SIGTERM or SIGINT. Raises `ConfigError` if the address cannot be used."""
-    most = max(1, (allow_descriptors() - _RESERVED) // 2)
+    most = max(1, (allow_descriptors() - _RESERVED) // _EACH)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(address, chooser, health, prefill_s, most))
 

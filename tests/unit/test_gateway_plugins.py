@@ -3,16 +3,18 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from tests.crash.workload import events_of_this_run
 
 pytest.importorskip("aiohttp", reason="kvhaven[api] is not installed")
 
+from kvhaven.gateway import plugin_process
 from kvhaven.gateway.plugin_process import MOST_EVENTS, Limits, Plugin
 from kvhaven.gateway.plugins import PluginSettings, plugin_settings
 from tests.gateway_kit import (
@@ -376,19 +379,20 @@ def test_a_plugin_that_waits_for_a_core_is_not_ended_for_it(
         assert os.sched_getscheduler(row["pid"]) == os.SCHED_IDLE
 
 
+async def _no_answer(_: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
 def test_a_plugin_is_not_ended_because_the_api_was_late(code: Callable[[str, str], None]) -> None:
     """The hook's end has come in time; the loop that reads of it was held for longer than that."""
     code("quick", "from kvhaven.plugins import PluginBase\nclass Quick(PluginBase): pass")
-
-    async def ask(_: dict[str, Any]) -> dict[str, Any]:
-        return {}
 
     async def until(holds: Callable[[], bool], pause_s: float) -> None:
         while not holds():  # noqa: ASYNC110  plugins signal nothing
             await asyncio.sleep(pause_s)
 
     async def run() -> Plugin:
-        plugin = Plugin("quick:Quick", dict, ask, QUICK._replace(hook_s=0.5))
+        plugin = Plugin("quick:Quick", dict, _no_answer, QUICK._replace(hook_s=0.5))
         task = asyncio.create_task(plugin.run())
         try:
             async with asyncio.timeout(120):
@@ -407,6 +411,53 @@ def test_a_plugin_is_not_ended_because_the_api_was_late(code: Callable[[str, str
     plugin = asyncio.run(run())
     assert plugin.counts == {("on_startup", "ok"): 1, ("on_finish", "ok"): 3}, plugin.error
     assert plugin.starts == 1
+
+
+@pytest.mark.parametrize(("step", "deadlines"), [(1, 12.0), (3, 0.5)])
+async def test_a_hook_whose_end_the_api_reads_late_was_in_time(
+    step: int, deadlines: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late: the loop is held for longer than any deadline, or in the last step of one."""
+    seconds, looks = 0.2, itertools.count()
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+
+    async def hook() -> str:
+        line = asyncio.create_task(reader.readline())  # as a plugin's messages are read
+        return (await line).decode()
+
+    def hold() -> None:
+        theirs.send(b"end\n")
+        time.sleep(deadlines * seconds)
+
+    def used(_: Sequence[int]) -> float:
+        if next(looks) == step:  # after so many steps, so in the next one
+            asyncio.get_running_loop().call_soon(hold)
+        return 0.0
+
+    monkeypatch.setattr(plugin_process, "_cpu_seconds", used)
+    plugin = Plugin("none", dict, _no_answer, QUICK)
+    assert await plugin._within(seconds, hook()) == "end\n"
+    writer.close()
+    theirs.close()
+
+
+async def test_a_deadline_comes_although_a_child_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the child had used of a core is missing from what is read then."""
+    read: list[float] = []
+
+    def used(_: Sequence[int]) -> float:
+        read.append(1000.0 if len(read) < 2 else float(len(read)))
+        return read[-1]
+
+    monkeypatch.setattr(plugin_process, "_cpu_seconds", used)
+    monkeypatch.setattr(plugin_process, "_may_run", lambda _: True)
+    monkeypatch.setattr(plugin_process, "_LATE", 1e9)
+    with pytest.raises(TimeoutError):
+        await Plugin("none", dict, _no_answer, QUICK)._within(0.2, asyncio.sleep(3600, ""))
+    assert len(read) < 3 * plugin_process._STEPS
 
 
 def test_an_error_of_a_hook_is_counted_and_the_plugin_goes_on(

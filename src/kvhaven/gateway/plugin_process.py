@@ -35,6 +35,8 @@ _PATIENCE: Final = 10
 """A deadline counts the time in which a plugin waits for a core only from so many times on."""
 _STEPS: Final = 4
 """Steps in which a deadline counts."""
+_LATE: Final = 1.5
+"""A step that took so many times its length was one in which the API's loop was late."""
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _MOST_LINE: Final = 1000
@@ -387,24 +389,30 @@ class Plugin(Supervised):
         """Return the result of `work`. Raises `TimeoutError` if the plugin takes longer.
 
         On a busy machine plugins wait for a core, which is no fault of theirs: of the time in which
-        one could run, only what it used of a core counts. This loop may be late itself: then a step
-        counts as a step only.
+        one could run, only what it used of a core counts. This loop may be late itself, and read
+        late of a hook that has ended: steps in which it was do not count.
         """
-        step_s, counted_s = seconds / _STEPS, 0.0
+        loop, step_s, counted_s = asyncio.get_running_loop(), seconds / _STEPS, 0.0
         family = _family(self.pid or 0, self.limits.processes)
         used_s = _cpu_seconds(family)
-        async with asyncio.timeout(_PATIENCE * seconds):
-            task = asyncio.create_task(work)
-            try:
-                while not (await asyncio.wait([task], timeout=step_s))[0]:
-                    before_s, used_s = used_s, _cpu_seconds(family)
+        task = asyncio.create_task(work)
+        try:
+            for _ in range(_PATIENCE * _STEPS):
+                began_s = loop.time()
+                if (await asyncio.wait([task], timeout=step_s))[0]:
+                    return task.result()
+                was_late = loop.time() - began_s > _LATE * step_s
+                before_s, used_s = used_s, _cpu_seconds(family)
+                if not was_late:
                     could_run = any(map(_may_run, family))
-                    counted_s += min(step_s, used_s - before_s) if could_run else step_s
-                    if counted_s >= seconds:
-                        raise TimeoutError
-                return task.result()
-            finally:
-                task.cancel()
+                    # A process that has ended takes what it used with it.
+                    ran_s = min(step_s, max(0.0, used_s - before_s))
+                    counted_s += ran_s if could_run else step_s
+                if counted_s >= seconds:
+                    break
+            raise TimeoutError
+        finally:
+            task.cancel()
 
     # --- questions --------------------------------------------------------------------------
 

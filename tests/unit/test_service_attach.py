@@ -228,6 +228,14 @@ def test_a_status_of_many_namespaces_is_made_in_pieces(node: NodeThread) -> None
     assert node.call(pieces) - before >= 256 // 64 + 256 // 16
 
 
+def test_ranks_are_told_in_pieces_that_the_arena_has_grown(node: NodeThread) -> None:
+    def pieces() -> int:
+        return sum(1 for _ in node.service._membership.announce_growth())
+
+    with Engine(node.address, 3):
+        assert node.call(pieces) >= 3
+
+
 def test_a_shard_without_bytes_is_refused(node: NodeThread) -> None:
     with pytest.raises(KVHavenError, match="expected more than 0"):
         Rank(node.address, shard_bytes=0).start()

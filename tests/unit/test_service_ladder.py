@@ -172,6 +172,19 @@ def test_one_that_is_stuck_costs_a_deadline_and_only_its_own_chunks(
         node.call(filled.before.clear)
 
 
+def test_a_changed_deadline_is_that_of_further_lookups(short_dir: Path, filled: SlowStore) -> None:
+    settings = {"promote_deadline_ms": 600_000.0, "stop_deadline_s": 0.5}
+    with Node(short_dir / "s.sock", filled, **settings) as node, Engine(node.address) as engine:
+        filled.before["contains"] = never
+        change = {"promote_deadline_ms": 50}
+        node.call(lambda: node.service.settings.change(change, dry_run=False, version=None))
+        filled.asked.clear()
+        engine.scheduler.client.prefetch(KEYS)
+        eventually(lambda: filled.asked)
+        eventually(lambda: not node.status().catalog.tiers[MEMORY_TIER].looking_up)
+        node.call(filled.before.clear)
+
+
 def test_a_slow_one_is_used_as_far_as_it_came_in_time(short_dir: Path, filled: SlowStore) -> None:
     reads, go_on = 0, asyncio.Event()
 

@@ -116,12 +116,13 @@ class Membership:
             passing = isinstance(error, IncompleteEngineError | DrainingError)
             connection.send(Refused(message.id, str(error), passing))
 
-    def announce_growth(self) -> None:
-        """Send the allocated size of the arena to all ranks."""
-        grown = Grown(SEGMENT, self._arena.usable)
+    def announce_growth(self) -> Job:
+        """Send the allocated size of the arena to all ranks, one per piece of the job."""
         for connection, member in tuple(self._members.items()):
             if member.rank is not None:
-                connection.send(grown)
+                # As it is now: of two jobs, the later one must not be contradicted by the other.
+                connection.send(Grown(SEGMENT, self._arena.usable))
+            yield
 
     def ready(self, member: AttachedProcess, message: Ready) -> None:
         """Record the part of the arena that a rank can copy to and from.

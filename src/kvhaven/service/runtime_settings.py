@@ -136,6 +136,9 @@ class RuntimeSettings:
             "fill_faster_tiers": self._fill_faster,
             "write_queue_size": self._limit_queues,
             "remote_lookup_ttl_s": self._believe,
+            "promote_deadline_ms": lambda: runner.look_up_within(
+                self.settings.promote_deadline_ms / 1000
+            ),
             "max_local_disk_size": self._resize_disk,
             "disk_write": self._switch_writes,
             "remote_write": self._switch_writes,

@@ -434,7 +434,7 @@ class Service:
         """Inform the catalog and the ranks that the arena has grown, or has its final size."""
         with self.driver.event() as catalog:
             catalog.grew(SEGMENT, self.arena.usable, last=not self.arena.allocating)
-        self._membership.announce_growth()
+        self.driver.turns.start(self._membership.announce_growth())
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Update) and action.session == OWN_SESSION:

@@ -154,6 +154,10 @@ class TierRunner:
         self._meters = {name: SpeedMeter() for name in tiers}
         self._traffic = {name: {OP_READ: _Traffic(), OP_WRITE: _Traffic()} for name in tiers}
 
+    def look_up_within(self, seconds: float) -> None:
+        """Answer further lookups within this time (setting `promote_deadline_ms`)."""
+        self._lookup_s = seconds
+
     def traffic(self) -> dict[str, dict[str, TierTraffic]]:
         """Return bytes and times of chunks that were read and written, by tier and operation."""
         return {

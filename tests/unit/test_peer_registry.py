@@ -120,6 +120,11 @@ async def test_nonsense_in_redis_keeps_nobody_away(url: str, listener: PeerListe
     there.leave()
 
 
+async def test_a_registry_needs_one_connection(url: str) -> None:
+    """Checking the options in its URL leaves it that one."""
+    assert registry(f"{url}?max_connections=1", 7420).members() == ["127.0.0.1:7420"]
+
+
 class Failing:
     """A registry that fails in a way that the contract does not allow, and then works."""
 

@@ -230,15 +230,21 @@ class HelperProcess:
             return FROM_HELPER.decode(packet) if packet else None
         except OSError:
             return None
-        except msgspec.MsgspecError as error:
-            self._last_words = f"its helper process sent an invalid message: {error}"
-            self._process.kill()
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+            self._refuse(str(error))
             return None
+
+    def _refuse(self, why: str) -> None:
+        self._last_words = f"its helper process sent an invalid message: {why}"
+        self._process.kill()
 
     def _listen(self) -> None:
         """Hand out answers until the helper closes its socket."""
         while (message := self._receive()) is not None:
             if isinstance(message, Up):
+                if self._up.done():
+                    self._refuse("a second Up")
+                    break
                 self._up.set_result(message)
                 continue
             with self._lock:

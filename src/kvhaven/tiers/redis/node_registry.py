@@ -63,7 +63,9 @@ class RedisRegistry:
                 encoding_errors="surrogateescape",  # other members may be any bytes
                 **credentials,
             )
-            self._redis.connection_pool.make_connection()  # which reads the options
+            pool = self._redis.connection_pool
+            pool.make_connection()  # which reads the options
+            pool.reset()  # a pool counts it, and may be limited to one
         except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"peers: {self.title}: redis-py rejects the URL ({error}); expected "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One API for all services of a node: what it shows of each, and services that come and go."""
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -114,6 +115,26 @@ def test_services_come_and_go(
     monkeypatch.setattr(services, "_GONE_S", 0.1)
     eventually(lambda: shown(api) == {FIRST: "ok", OTHER: "ok"})
     assert api.get("/services/engine-late/livez").status == 404
+
+
+def test_the_api_stops_while_it_forgets_a_service(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgetting, run = threading.Event(), services._run
+
+    async def ends_slowly(gateway: app.Gateway) -> None:
+        try:
+            await run(gateway)
+        finally:
+            forgetting.set()
+            await asyncio.sleep(3600)  # until it is cancelled again
+
+    monkeypatch.setattr(services, "_run", ends_slowly)
+    monkeypatch.setattr(services, "_GONE_S", 0.1)
+    with node_at(short_dir, FIRST) as first, steerable(first, short_dir) as api:
+        with node_at(short_dir, "engine-late"):
+            eventually(lambda: shown(api).get("engine-late") == "ok")
+        assert forgetting.wait(60)
 
 
 def test_a_look_around_that_fails_is_repeated(

@@ -2,7 +2,6 @@
 """The services of a node that one API shows: the one it was started for, and its neighbours."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
@@ -109,8 +108,8 @@ class Services:
     async def _forget(self, name: str) -> None:
         one = self._shown.pop(name)
         one.task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await one.task
+        # Not awaited directly: its cancellation would be taken for that of this task, or hide it.
+        await asyncio.gather(one.task, return_exceptions=True)
 
 
 async def _run(gateway: Gateway) -> None:

@@ -194,15 +194,16 @@ async def test_an_older_scan_that_fails_last_causes_no_other_one(tmp_path: Path)
 
 
 class FailingScan(DiskTier):
-    """A disk tier whose first scan fails as no tier should."""
+    """A disk tier whose first scans fail as no tier should."""
 
+    failures = 1
     scans = 0
 
     async def scan(
         self, tenant: TenantId | None = None
     ) -> AsyncIterator[tuple[Namespace, Mapping[StoredShard, int]]]:
         self.scans += 1
-        if self.scans == 1:
+        if self.scans <= self.failures:
             raise ValueError("of a tier of others")
         async for found in super().scan(tenant):
             yield found
@@ -222,6 +223,25 @@ async def test_a_scan_that_ends_by_any_error_is_repeated(
             await until(lambda: not runner._tasks)
             assert (tier.scans, node.catalog.stats().tiers[DISK].scanned) == (scans, complete)
         assert "the scan ended early: ValueError('of a tier of others')" in caplog.text
+    finally:
+        await runner.close(5)
+
+
+async def test_a_scan_that_fails_always_is_not_always_under_way(tmp_path: Path) -> None:
+    """Each failure of a read or write checks the tier's health, and may repeat a scan."""
+    tier = FailingScan(tmp_path / "tier", 1 << 20, executor=TierExecutor())
+    tier.failures = 1000
+    node = Node(tiers=[TierSpec(DISK, 1 << 20)])
+    runner = TierRunner(Driver(node.catalog), {DISK: tier}, lambda _: memoryview(b""), lookup_s=1)
+    await tier.start()
+    try:
+        await tier.add_namespace(SPACE)
+        begin = time.monotonic()
+        for _ in range(100):
+            runner.check_health()
+            await until(lambda: not runner._tasks)
+        most = 3 + (time.monotonic() - begin)  # two, and then at most one a second
+        assert tier.scans <= most
     finally:
         await runner.close(5)
 

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,6 +35,9 @@ _AT_ONCE: Final = 64
 """Most chunks that are read from a tier, or written to it, concurrently; others wait."""
 _DELETED_AT_ONCE: Final = 128
 """Most shards that a tier deletes in one batch; one chunk with more shards is a batch, too."""
+_RESCAN_S: Final = 1.0
+"""Pause after a tier's second scan in a row that failed; it doubles with each further one."""
+_LONGEST_RESCAN_S: Final = 60.0
 _FOUND_AT_ONCE: Final = 64
 """Shards found by a scan that are reported in one event."""
 
@@ -119,6 +122,14 @@ class _Deletes:
         return name in self.waiting or name in self.batch
 
 
+class _FailedScan(NamedTuple):
+    """The last scan of a tier, which failed; it is not repeated for a while."""
+
+    epoch: int
+    until: float
+    pause_s: float
+
+
 class TierRunner:
     """Executor of tier actions, as tasks of the event loop.
 
@@ -143,8 +154,7 @@ class TierRunner:
         self._introduced: set[tuple[TierName, NamespaceDigest]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._scanned: dict[TierName, int] = {}
-        self._not_scanned: dict[TierName, int] = {}
-        """Epochs of the last scans that failed."""
+        self._not_scanned: dict[TierName, _FailedScan] = {}
         self._lookup_s = lookup_s
         self._late: dict[TierName, asyncio.Task[Sequence[bool] | None]] = {}
         self._reads = {name: _Lane[TierRead](self._read, self._spawn) for name in tiers}
@@ -211,7 +221,8 @@ class TierRunner:
         """Report to the catalog which tiers are online; scan local tiers that were opened.
 
         The scan of a tier that was opened begins before the catalog has it online, which relies on
-        that. Without `scan`, a scan that failed is not repeated; the next check repeats it.
+        that. Without `scan`, a scan that failed is not repeated; a later check repeats it, the
+        first time immediately, and then after pauses that double up to a minute.
         """
         with self._driver.event() as catalog:
             for name, tier in self.tiers.items():
@@ -221,8 +232,7 @@ class TierRunner:
                 elif not tier.shared:
                     if health.capacity_bytes is not None:
                         catalog.tier_capacity(name, health.capacity_bytes)
-                    allowed = scan or self._not_scanned.get(name) != health.epoch
-                    if allowed and self._scanned.get(name) != health.epoch:
+                    if self._may_scan(name, health.epoch, again=scan):
                         self._scanned[name] = health.epoch
                         catalog.tier_scanned(name, ended=False)
                         self._spawn(self._scan(name, tier, health.epoch))
@@ -270,16 +280,34 @@ class TierRunner:
                     found += self._found(name, namespace, part)
                     await asyncio.sleep(0)
             complete = True
+            self._not_scanned.pop(name, None)
         except Exception as error:  # noqa: BLE001 - whatever ended it, a later check scans again
             if self._scanned.get(name) == epoch:
                 del self._scanned[name]
-                self._not_scanned[name] = epoch
+                self._not_scanned[name] = self._failed_scan(name, epoch)
             reason = error if isinstance(error, TierError) else repr(error)
             logger.warning("tier %s: the scan ended early: %s", name, reason)
         finally:
             with self._driver.event() as catalog:
                 catalog.tier_scanned(name, ended=True, complete=complete)
         logger.info("tier %s: the scan found %d shards of earlier runs", name, found)
+
+    def _may_scan(self, name: TierName, epoch: int, *, again: bool) -> bool:
+        """Return whether a tier is to be scanned; `again`: also if the last scan failed."""
+        if self._scanned.get(name) == epoch:
+            return False
+        failed = self._not_scanned.get(name)
+        if failed is None or failed.epoch != epoch:
+            return True
+        return again and asyncio.get_running_loop().time() >= failed.until
+
+    def _failed_scan(self, name: TierName, epoch: int) -> _FailedScan:
+        """Return until when a scan that failed is not repeated."""
+        before, now = self._not_scanned.get(name), asyncio.get_running_loop().time()
+        if before is None or before.epoch != epoch:
+            return _FailedScan(epoch, now, _RESCAN_S)
+        pause_s = before.pause_s
+        return _FailedScan(epoch, now + pause_s, min(2 * pause_s, _LONGEST_RESCAN_S))
 
     def _found(
         self, name: TierName, namespace: Namespace, shards: Sequence[tuple[StoredShard, int]]

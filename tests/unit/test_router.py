@@ -30,7 +30,7 @@ from kvhaven.router import main, nodes
 from kvhaven.router.body import RequestBody
 from kvhaven.router.choice import Chooser
 from kvhaven.router.nodes import HealthPolicy, parse_node
-from tests.router_kit import QUICK, Running, fake, routing, until
+from tests.router_kit import QUICK, FakeVllm, Running, fake, routing, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -550,6 +550,30 @@ async def test_a_node_that_refuses_connections_is_out_of_use_immediately() -> No
         assert (await router.ask(ASK))[0] == 200
         await until(lambda: not router.chooser.decode[1].up)
         assert router.chooser.decode[0].up
+
+
+async def test_a_node_with_a_name_that_no_host_can_have_is_out_of_use() -> None:
+    async with fake("d0") as d, contextlib.AsyncExitStack() as stack:
+        odd = FakeVllm("odd", url="http://a..b:80")
+        router = await stack.enter_async_context(routing([], [odd, d]))
+        await until(lambda: not router.chooser.decode[0].up)
+        assert [(await router.ask(ASK))[0] for _ in range(4)] == [200] * 4
+
+
+async def test_checks_go_on_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet() as (_, (d,), router):
+        node = router.chooser.decode[0]
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(aiohttp.ClientSession, "get", fail)
+            await until(lambda: node.error)
+        assert (node.up, node.error) == (True, "can't start new thread")
+        await until(lambda: not node.error)
+        d.healthy = False
+        await until(lambda: not node.up)
 
 
 async def test_a_request_that_may_have_had_an_effect_is_sent_once() -> None:

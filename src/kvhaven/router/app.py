@@ -49,6 +49,8 @@ _NOTHING: Final[Mapping[str, str]] = {}
 _OK: Final = 200
 _MOST_PREFILLS: Final = 2
 """Prefill nodes that are asked for one prompt."""
+_FAILURES: Final = (ClientError, OSError, UnicodeError)
+"""Errors of connections; the last one is of a name that no host can have."""
 _FAILED: Final = 500
 """Status from which an answer is the node's failure, not the client's."""
 
@@ -134,12 +136,12 @@ class Router:
                     async with self._session.get(f"{node.url}/health") as answer:
                         error = "" if answer.status < _FAILED else f"health {answer.status}"
                 refused = False
-            except (ClientError, OSError) as problem:  # includes TimeoutError
+            except Exception as problem:  # noqa: BLE001  checks must go on
                 error = str(problem) or "no answer to a health check in time"
                 refused = _is_refusal(problem)
-                if _is_shortage(problem):  # its answers may be under way all the same
+                if not _is_of_node(problem):  # its answers may be under way all the same
                     if error != node.error:
-                        logger.warning("node %s: could not be checked: %s", node.url, error)
+                        logger.warning("node %s: could not be checked: %r", node.url, problem)
                     node.error = error
                     await asyncio.sleep(policy.pause_s)
                     continue
@@ -309,7 +311,7 @@ class Router:
             finally:
                 answers.discard(answer)
                 answer.close()
-        except (ClientError, OSError) as error:
+        except _FAILURES as error:
             if _is_refusal(error):  # else health checks decide: this request may be the cause
                 self._note_failure(node, str(error), refused=True)
             raise NodeFailedError(f"{node.url}: {str(error) or type(error).__name__}") from error
@@ -426,10 +428,10 @@ async def _read(request: web.Request) -> bytes:
         raise web.HTTPRequestTimeout from None
 
 
-def _is_shortage(error: BaseException) -> bool:
-    """Return whether this machine, not the node, prevented a connection."""
+def _is_of_node(error: Exception) -> bool:
+    """Return whether an error is the node's, or its name's, and not this machine's or a bug."""
     cause = getattr(error, "os_error", error)
-    return isinstance(cause, OSError) and is_shortage(cause)
+    return isinstance(error, _FAILURES) and not (isinstance(cause, OSError) and is_shortage(cause))
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -106,21 +106,22 @@ class RequestBody:
         return msgspec.json.decode(raw) if raw is not None else None
 
     def _pieces(self) -> Iterator[memoryview]:
-        for part in self._parts:
+        for raw in self._parts:
+            part = memoryview(raw)  # no sooner: for all of 200,000 messages it takes 0.2 s
             for start in range(0, len(part), _PIECE):
                 yield part[start : start + _PIECE]
 
 
-def _parts(fields: Fields) -> Iterator[memoryview]:
+def _parts(fields: Fields) -> Iterator[msgspec.Raw]:
     """Yield the messages of a chat, or the whole prompt, as JSON."""
     for name in _TEXTS:
         raw = fields.get(name)
         if raw is not None:
             listed = bytes(memoryview(raw)[:2]) == b"[{"
-            yield from (memoryview(part) for part in (_decode_list(raw) if listed else [raw]))
+            yield from _decode_list(raw) if listed else [raw]
 
 
-def _text_length(part: memoryview) -> int:
+def _text_length(part: msgspec.Raw) -> int:
     """Return the bytes of text that a part of a prompt counts as."""
     coded = len(part) > _LONG and _MEDIA in bytes(part)
     return _MEDIA_TEXT if coded else len(part)

@@ -128,6 +128,18 @@ def test_a_long_chain_that_is_awaited_is_asked_for_in_several_batches(short_dir:
     assert store.asked == [LOOKUP_SHARDS, LOOKUP_SHARDS - 10]
 
 
+def test_of_a_chain_that_is_awaited_only_the_next_chunks_are_asked_for(
+    short_dir: Path, filled: SlowStore
+) -> None:
+    chain = [*KEYS, *prompt("more", 100)]
+    filled.asked.clear()
+    with Node(short_dir / "s.sock", filled) as node, Engine(node.address) as engine:
+        engine.scheduler.client.pull_chain("unknown node", chain)
+        eventually(lambda: len(filled.asked) >= 4)
+    assert filled.asked[0] == len(chain)
+    assert max(filled.asked[1:]) < 20
+
+
 def test_a_prefetch_has_it_ready(short_dir: Path, filled: SlowStore) -> None:
     with Node(short_dir / "s.sock", filled) as node, Engine(node.address) as engine:
         engine.scheduler.client.prefetch(KEYS)

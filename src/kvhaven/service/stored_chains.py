@@ -4,6 +4,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 from kvhaven.catalog.actions import TierName
@@ -24,6 +25,9 @@ LONGEST_POLL_S: Final = 0.25
 """A tier that remembers absent shards for longer would hide those that are written meanwhile."""
 _LONGEST_S: Final = 60.0
 """Longest time for which a chain is awaited, however slowly its chunks come."""
+_NEXT: Final = 16
+"""Missing chunks that are asked for while a chain is awaited. They are stored in about their order,
+and each costs an object store a request: of a long chain, all would be thousands a second."""
 _PIECE: Final = 128
 """Chunks that are expected or answered before others may use the event loop."""
 
@@ -32,7 +36,7 @@ class StoredChains:
     """Chains that another node has prefilled and may still be writing to a shared tier.
 
     A prefill node writes behind: when its request ends, its last chunks are not stored yet. Without
-    peers nothing tells when they are, so the tier is asked for them again, at growing intervals.
+    peers nothing tells when they are, so the tier is asked for the next ones, at growing intervals.
     A chain of which nothing is stored when it is first looked up is not awaited, nor one of which
     no further chunk comes for `stall_s` seconds. `spawn` runs a coroutine as a task of the service.
     """
@@ -109,13 +113,17 @@ class StoredChains:
             if not numbers:
                 return
             began = moved = self._clock()
-            pause_s, found = _POLL_S, await self._ask(tier, namespace, tenant, numbers)
+            pause_s, most = _POLL_S, _NEXT
+            found = await self._ask(tier, namespace, tenant, numbers, len(numbers))
             self.awaited += bool(found and numbers)
             if not found:
                 return
             while numbers and self._clock() - began < _LONGEST_S:
                 await asyncio.sleep(pause_s)
-                found = await self._ask(tier, namespace, tenant, numbers)
+                left = len(numbers)
+                found = await self._ask(tier, namespace, tenant, numbers, most)
+                # More if they come faster than they are asked for.
+                most = 2 * most if left - len(numbers) >= most else _NEXT
                 if found:
                     pause_s, moved = _POLL_S, self._clock()
                 elif self._clock() - moved >= self._stall_s:
@@ -125,13 +133,18 @@ class StoredChains:
             self._driver.turns.start(self._end(tier, numbers, answered=found is not None))
 
     async def _ask(
-        self, tier: TierName, namespace: Namespace, tenant: TenantId, numbers: dict[ChunkKey, int]
+        self,
+        tier: TierName,
+        namespace: Namespace,
+        tenant: TenantId,
+        numbers: dict[ChunkKey, int],
+        most: int,
     ) -> bool | None:
-        """Ask which of the missing chunks are stored now; return whether any is.
+        """Ask which of the first `most` missing chunks are stored now; return whether any is.
 
         Returns None if the tier gave no answer.
         """
-        keys = [*numbers]
+        keys = [*islice(numbers, most)]
         there = await self._runner.ask(tier, namespace, tenant, keys)
         if there is None:
             return None

@@ -237,6 +237,8 @@ async def test_a_client_that_goes_away_ends_its_requests(leg: str) -> None:
         await until(lambda: hung.cancelled and not hung.running)
         await until(lambda: not any(node.running for node in router.chooser.nodes))
         assert all(node.queued_tokens == 0 for node in router.chooser.nodes)
+        metrics = (await router.get("/metrics"))[1]
+        assert 'kvhaven_route_total{what="requests",outcome="left"} 1' in metrics.splitlines()
 
 
 async def test_without_a_decode_node_there_is_a_clear_error() -> None:

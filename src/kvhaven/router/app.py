@@ -117,6 +117,9 @@ class Router:
         self._guard.began(transport)
         try:
             return await handler(request)
+        except asyncio.CancelledError:
+            self._metrics.count("requests", "left")  # the client went away
+            raise
         except (web.HTTPException, ConnectionError):
             raise
         except Exception:
@@ -378,13 +381,13 @@ class Router:
     ) -> None:
         """End an answer whose node failed after the first byte, so that the client notices."""
         logger.warning("decode: %s", why)
-        self._metrics.count("requests", "broken")
         if answer.content_type == "text/event-stream":
             error = {"error": {"message": why, "type": "upstream_error", "code": 502}}
             await passed.write(b"\n\ndata: " + msgspec.json.encode(error) + b"\n\n")
             await passed.write_eof()
         elif request.transport is not None:
             request.transport.abort()
+        self._metrics.count("requests", "broken")
 
 
 class _Usage(msgspec.Struct):

@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,9 @@ class FakeVllm:
     seen: list[Seen] = field(default_factory=list)
     cancelled: int = 0
     running: int = 0
+    checks: int = 0
+    holds_s: float = 0.0
+    """How long a check holds the event loop, which is also the router's."""
     url: str = ""
 
     def bodies(self) -> list[Any]:
@@ -57,6 +61,8 @@ class FakeVllm:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request."""
         if request.path == "/health":
+            self.checks += 1
+            time.sleep(self.holds_s)  # noqa: ASYNC251
             if self.silent:
                 await asyncio.sleep(3600)
             return web.Response(status=200 if self.healthy else 503)

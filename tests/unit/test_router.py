@@ -578,6 +578,16 @@ async def test_checks_go_on_after_any_error(monkeypatch: pytest.MonkeyPatch) -> 
         await until(lambda: not node.up)
 
 
+async def test_a_check_whose_answer_the_router_reads_late_is_no_failure() -> None:
+    """A large body holds its loop; answers that are under way would be broken off."""
+    async with fleet() as (_, (d,), router):
+        d.holds_s, checks = 2 * QUICK.timeout_s, d.checks
+        await until(lambda: d.checks > checks + QUICK.failures + 1)
+        assert router.chooser.decode[0].up
+        d.holds_s = 0
+        await until(lambda: not router.chooser.decode[0].error)
+
+
 async def test_a_request_that_may_have_had_an_effect_is_sent_once() -> None:
     async with fleet(prefills=0) as (_, (d,), router):
         d.drops = True

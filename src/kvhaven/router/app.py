@@ -49,6 +49,8 @@ _NOTHING: Final[Mapping[str, str]] = {}
 _OK: Final = 200
 _MOST_PREFILLS: Final = 2
 """Prefill nodes that are asked for one prompt."""
+_LATE: Final = 1.5
+"""A check that took so many times its limit was one whose answer this router may not have read."""
 _FAILURES: Final = (ClientError, OSError, UnicodeError)
 """Errors of connections; the last one is of a name that no host can have."""
 _FAILED: Final = 500
@@ -132,8 +134,9 @@ class Router:
 
     async def _look_after(self, node: Node) -> None:
         """Check a node forever."""
-        policy = self._health
+        policy, loop = self._health, asyncio.get_running_loop()
         while True:
+            began_s = loop.time()
             try:
                 async with asyncio.timeout(policy.timeout_s):
                     async with self._session.get(f"{node.url}/health") as answer:
@@ -142,7 +145,9 @@ class Router:
             except Exception as problem:  # noqa: BLE001  checks must go on
                 error = str(problem) or "no answer to a health check in time"
                 refused = _is_refusal(problem)
-                if not _is_of_node(problem):  # its answers may be under way all the same
+                took_s = loop.time() - began_s
+                late = isinstance(problem, TimeoutError) and took_s > _LATE * policy.timeout_s
+                if late or not _is_of_node(problem):  # its answers may be under way all the same
                     if error != node.error:
                         logger.warning("node %s: could not be checked: %r", node.url, problem)
                     node.error = error

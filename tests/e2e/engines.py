@@ -318,7 +318,7 @@ class NodeService:
     def flush(self) -> None:
         """Wait until everything is on disk."""
         with connect(str(self.socket)) as control:
-            assert control.flush(20) == 0
+            assert control.flush(60) == 0
 
     def await_ranks(self, count: int = 1) -> None:
         """Wait until so many ranks can copy to and from the whole arena: then all is saved."""
@@ -328,6 +328,11 @@ class NodeService:
             whole = status.arena_allocated_bytes == status.arena_planned_bytes
             if whole and len(ready) == count and min(ready) >= status.arena_allocated_bytes:
                 return
+            time.sleep(0.05)
+
+    def await_tiers(self) -> None:
+        """Wait until its tiers are online: before that, what they hold is not found."""
+        while not all(tier.online for tier in self.status().tiers.values()):
             time.sleep(0.05)
 
     def settled(self, timeout_s: float = 15) -> ServiceStatus:

@@ -104,6 +104,7 @@ def service_at(nodes: Nodes, number: int, **settings: object) -> Iterator[NodeSe
     try:
         service.start()
         service.await_ranks()
+        service.await_tiers()
         wait_until_attached(log, before // 2 + 1)
         yield service
     finally:

@@ -46,6 +46,7 @@ def test_a_node_hits_what_another_computed_through_a_directory_and_through_s3(
     try:
         with engine(model, tmp_path / "a-engine.log", settings, in_process=True) as started:
             a.await_ranks()
+            a.await_tiers()
             assert_same(started.generate(asked, max_tokens=8), expected)
         a.flush()
         assert [tier.writes > 0 for tier in a.status().tiers.values()] == [True, True]
@@ -61,6 +62,7 @@ def test_a_node_hits_what_another_computed_through_a_directory_and_through_s3(
             try:
                 wait_until_attached(log, attached)
                 b.await_ranks()
+                b.await_tiers()
                 started.ask("reset")
                 found = started.generate(asked, max_tokens=8)
                 assert_same(found, expected)

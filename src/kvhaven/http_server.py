@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import ssl
-import sys
 import termios
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -206,10 +205,10 @@ class Guarded(asyncio.Protocol):
 
     def _unless_taken(self, seconds: float, again: Callable[[float], None]) -> asyncio.TimerHandle:
         """Close the connection after a time, or call `again` if its client took data meanwhile."""
-        before = self._unsent() or sys.maxsize  # an answer may be written after the time began
+        before = self._unsent()
 
         def late() -> None:
-            if 0 < self._unsent() < before:
+            if 0 < self._unsent() != before:  # more: an answer was written since the time began
                 again(seconds)
             elif self._transport is not None:
                 _abort(self._transport)

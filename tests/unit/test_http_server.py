@@ -176,15 +176,23 @@ class _Taking(asyncio.Transport):
 async def test_a_client_that_reads_slowly_is_served_to_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if its answer is written only when the time for its next request has begun."""
+    """Also if its answer is written only when the time for its next request has begun.
+
+    It has not always taken what came before by then: the last messages of TLS's handshake, 510
+    bytes, are not acknowledged when the first answer is written.
+    """
     for name in ("HEADER_S", "STALL_S"):
         monkeypatch.setattr(http_server, name, 0.01)
-    for left in ([90, 80, 80, 40, 40, 39, 39, 39], [0, 90, 90, 80, 80, 80]):
+    for left in (
+        [90, 80, 80, 40, 40, 39, 39, 39],
+        [0, 90, 90, 80, 80, 80],
+        [51, 90, 90, 80, 80, 80],
+    ):
         transport = _Taking([0, *left])
         guarded = Guard().protocol(asyncio.Protocol())
         guarded.connection_made(transport)
         guarded.disarm()
-        (guarded.arm if left[0] == 0 else guarded.pause_writing)()
+        (guarded.pause_writing if left[0] == 90 else guarded.arm)()
         async with asyncio.timeout(60):
             await transport.aborted.wait()
         assert transport.left == []

@@ -156,12 +156,26 @@ def test_what_a_later_scan_finds_may_have_been_used_meanwhile() -> None:
     assert drop(node, 20.0, tier=DISK) == (2, 2 * STORED)
 
 
+def test_chunks_are_dropped_also_if_no_scan_is_complete() -> None:
+    """A scan that fails is repeated every second; one of an earlier opening may hang for ever."""
+    node = Node(pages=16, tiers=[spec()])
+    for _ in range(2):
+        node.catalog.tier_scanned(DISK, ended=False)
+    node.store(keys_of("a", 2))
+    for time in range(100, 200):
+        node.catalog.tier_scanned(DISK, ended=True, complete=False)
+        tick(node, time)
+        node.catalog.tier_scanned(DISK, ended=False)
+    assert drop(node, 110.0, tier=DISK) == (0, 0)
+    assert drop(node, 60.0, tier=DISK) == (2, 2 * STORED)
+
+
 def test_what_is_deleted_is_deleted_in_the_tier() -> None:
     node = Node(pages=4, tiers=[spec()])
     tick(node, 100.0)
     keys = keys_of("a", 3)
     node.store(keys)
-    tick(node, 200.0)
+    tick(node, 101.0, 201.0)
     job = node.catalog.drop_unused(100.0, tier=DISK)
     assert counted(job) == (3, 3 * STORED)
     deleted = node.of_type(TierDelete)

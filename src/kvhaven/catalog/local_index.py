@@ -80,7 +80,8 @@ class LocalTierIndex(TierTransfers):
         self._ghosts = ghosts
         self._trimming = False
         self._sweeping = False
-        self._scans = 0  # under way: one may begin before an older one has ended
+        self._scans = 0  # under way: one may begin before an older one has ended, or hangs for ever
+        self._scanning = False  # since the last scan began, none has ended
         self._begun = 0
         self._complete = False  # since the last scan began, a scan was complete
         self._scanned = False
@@ -95,7 +96,7 @@ class LocalTierIndex(TierTransfers):
 
     def tick(self, now: float) -> None:
         """Set the time in seconds, so that it is known later which chunks were used since."""
-        if now >= self._divide_at and not self._scans:
+        if now >= self._divide_at and not self._scanning:
             self._divide_at = now + DIVISION_S
             self._uses.mark(self.stored.divide(), now)
 
@@ -103,8 +104,8 @@ class LocalTierIndex(TierTransfers):
         """Yield the chunks that were not used after a time, page by page, the oldest first.
 
         Left out are those that were used in the last `DIVISION_S` before it, or about then. What a
-        scan finds may have been used meanwhile, in memory, so there are none for a time before the
-        last scan has ended. Chunks may come and go between two pages.
+        scan finds may have been used meanwhile, in memory, so there are none for a time before a
+        scan that found any has ended. Chunks may come and go between two pages.
         """
         division = self._uses.value_at(time)
         return iter(()) if division is None else self.stored.walk(division)
@@ -153,9 +154,8 @@ class LocalTierIndex(TierTransfers):
         scans overlap, the older one belongs to an earlier opening of the tier and is never
         complete.
         """
-        if begins:
-            self._begun += 1
-            self._uses, self._divide_at = Marks(), float("-inf")
+        self._begun += begins
+        self._scanning = begins
         self._scans = max(0, self._scans + (1 if begins else -1))
         self._complete = not begins and (self._complete or complete)
         self._scanned = self._complete and not self._scans
@@ -197,6 +197,8 @@ class LocalTierIndex(TierTransfers):
             return
         if stored is None:
             stored = self._insert(namespace, key, oldest=True)
+            if self._divide_at > float("-inf"):
+                self._uses, self._divide_at = Marks(), float("-inf")
         if stored.namespace is not namespace or stored.holding.cleared:
             self.delete(key, namespace)
         elif not stored.bitmap >> bit & 1:

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="the connector is vLLM's")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
 from kvhaven.engine.jobs import LoadJob
 from kvhaven.engine.loaded_model import LoadedModel
 from kvhaven.engine.loader import Loader
@@ -16,6 +18,7 @@ from kvhaven.engine.stats import Stats
 from kvhaven.errors import IncompatibleEngineError, UnreportedLoadError
 from kvhaven.integrations.vllm.compat import (
     attention_backend,
+    beside_stores,
     kv_form,
     never_raises,
     own_layers,
@@ -23,6 +26,7 @@ from kvhaven.integrations.vllm.compat import (
     require_stable_kernels,
 )
 from kvhaven.integrations.vllm.platforms import platform_of, require_supported_platform
+from kvhaven.integrations.vllm.requests import leaves_uncomputed_blocks
 from tests.simulation.connector_kit import CHUNK, Bench, make_request, run_new, scheduled
 
 pytestmark = pytest.mark.slow
@@ -199,3 +203,38 @@ def test_layers_of_several_backends_are_refused_unless_one_is_derived_from_the_o
     assert attention_backend(config, ["unknown"]) is None
     with pytest.raises(IncompatibleEngineError, match=r"several attention backends .got One, Two."):
         attention_backend(config, ["a", "c"])
+
+
+class Multi(MultiConnector):  # type: ignore[misc]  # vLLM's, of type Any
+    """A MultiConnector with these connectors, of which the first asks when it is made."""
+
+    def __init__(self, connectors: Sequence[Mapping[str, Any]]) -> None:
+        options = {"connectors": connectors}
+        transfer = SimpleNamespace(kv_connector_extra_config=options)
+        self._vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+        first = connectors[0]
+        nested = first.get("kv_connector_extra_config", {}).get("connectors")
+        self.stores: bool = Multi(nested).stores if nested else beside_stores()
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"), [("NixlConnector", False), ("OffloadingConnector", True)]
+)
+def test_other_connectors_that_keep_kv_are_found_by_name(other: str, *, expected: bool) -> None:
+    ours, theirs = {"kv_connector": "KVHavenConnector"}, {"kv_connector": other}
+    assert Multi([ours, theirs]).stores is expected
+    for inside, outside in (([ours, theirs], []), ([ours], [theirs])):
+        nested = {
+            "kv_connector": "MultiConnector",
+            "kv_connector_extra_config": {"connectors": inside},
+        }
+        assert Multi([nested, *outside]).stores is expected
+    assert not beside_stores()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_only_a_prefix_cache_keeps_blocks_that_were_not_computed(*, caching: bool) -> None:
+    config = config_of("cpu", prefix_caching=caching)
+    config.scheduler_config = SimpleNamespace(policy="priority")
+    output: Any = SimpleNamespace(preempted_req_ids={"a"})
+    assert leaves_uncomputed_blocks(config, output) is caching

@@ -6,7 +6,7 @@ import logging
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
@@ -81,8 +81,16 @@ def beside_stores() -> bool:
     if multi is None:
         return False
     transfer = multi._vllm_config.kv_transfer_config  # noqa: SLF001  of the base class
-    children = transfer.kv_connector_extra_config.get("connectors", ())
-    return not _KEEP_NONE.issuperset(child.get("kv_connector") for child in children)
+    return not _KEEP_NONE.issuperset(_connectors_in(transfer.kv_connector_extra_config))
+
+
+def _connectors_in(options: Mapping[str, Any]) -> Iterator[str | None]:
+    """Yield the names of a MultiConnector's connectors, by its options, which may be nested."""
+    for child in options.get("connectors", ()):
+        if child.get("kv_connector") == "MultiConnector":
+            yield from _connectors_in(child.get("kv_connector_extra_config", {}))
+        else:
+            yield child.get("kv_connector")
 
 
 def failure_policy(config: "VllmConfig") -> str:

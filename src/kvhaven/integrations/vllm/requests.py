@@ -212,10 +212,11 @@ def leaves_uncomputed_blocks(config: "VllmConfig", output: "SchedulerOutput") ->
 
     With priority scheduling, vLLM (0.29 to 0.33) may preempt a request that it has already
     scheduled in the same step. The blocks of the tokens that it then does not compute stay in the
-    prefix cache.
+    prefix cache, if there is one.
     """
     by_priority = config.scheduler_config.policy == "priority"
-    return by_priority and bool(output.preempted_req_ids)
+    caches = bool(config.cache_config.enable_prefix_caching)
+    return by_priority and caches and bool(output.preempted_req_ids)
 
 
 def held_blocks(pool: "BlockPool") -> list[int]:

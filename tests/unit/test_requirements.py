@@ -5,15 +5,18 @@ They are installed without resolution, so nothing else says that one is absent; 
 optional part are skipped where what it needs cannot be imported.
 """
 
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-FOLDER = Path(__file__).parents[2] / "requirements"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "requirements"
 FILES = (
     "browser.txt",
     "core.txt",
@@ -62,3 +65,11 @@ def test_whatever_a_pinned_package_needs_is_pinned(python: str) -> None:
                 lacking.append(f"{name} needs {need}; pinned is {version}")
     assert lacking == []
     assert looked_at > 30
+
+
+def test_errors_of_each_permitted_msgspec_are_value_errors() -> None:
+    """Decoders of files and messages of others catch those; before 0.21 they were not."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (needed,) = (n for n in map(Requirement, project["dependencies"]) if n.name == "msgspec")
+    assert not needed.specifier.contains("0.20.0")
+    assert issubclass(msgspec.DecodeError, ValueError)

@@ -106,7 +106,8 @@ class Guarded(asyncio.Protocol):
     def arm(self, seconds: float | None = None) -> None:
         """Close the connection unless the header of a request arrives in time."""
         self.disarm()
-        self._timer = self._unless_taken(HEADER_S if seconds is None else seconds, self.arm)
+        limit_s = HEADER_S if seconds is None else seconds
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self._idle, limit_s)
 
     def disarm(self) -> None:
         """Wait for no header."""
@@ -192,28 +193,33 @@ class Guarded(asyncio.Protocol):
         for data in early:
             self.data_received(data)
 
-    def _watch_reader(self, seconds: float | None = None) -> None:
+    def _idle(self, seconds: float) -> None:
+        """Close the connection, unless its client has not taken all of the last answer yet."""
+        if self._unsent():
+            self.arm(seconds)
+            if self._stall is None:
+                self._watch_reader()
+        elif self._transport is not None:
+            _abort(self._transport)
+
+    def _watch_reader(self) -> None:
+        """Close the connection if its client takes nothing for `STALL_S` seconds."""
         self._stop_watching()
-        self._stall = self._unless_taken(
-            STALL_S if seconds is None else seconds, self._watch_reader
-        )
+        loop = asyncio.get_running_loop()
+        self._stall = loop.call_later(STALL_S, self._stalled, self._unsent())
 
     def _stop_watching(self) -> None:
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
 
-    def _unless_taken(self, seconds: float, again: Callable[[float], None]) -> asyncio.TimerHandle:
-        """Close the connection after a time, or call `again` if its client took data meanwhile."""
-        before = self._unsent()
-
-        def late() -> None:
-            if 0 < self._unsent() != before:  # more: an answer was written since the time began
-                again(seconds)
-            elif self._transport is not None:
-                _abort(self._transport)
-
-        return asyncio.get_running_loop().call_later(seconds, late)
+    def _stalled(self, before: int) -> None:
+        self._stall = None
+        unsent = self._unsent()
+        if unsent != before and unsent:  # more than before: it was written since
+            self._watch_reader()
+        elif unsent and self._transport is not None:
+            _abort(self._transport)
 
     def _unsent(self) -> int:
         """Return the bytes that the client has not taken, those in the kernel included."""

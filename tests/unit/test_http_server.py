@@ -159,7 +159,10 @@ async def test_a_client_that_takes_nothing_is_disconnected(monkeypatch: pytest.M
 
 
 class _Taking(asyncio.Transport):
-    """A transport whose client has left these numbers of bytes whenever somebody looks."""
+    """A transport whose client has left these numbers of bytes, one after another, then the last.
+
+    A number is over whenever somebody looks.
+    """
 
     def __init__(self, left: Sequence[int]) -> None:
         super().__init__()
@@ -167,33 +170,39 @@ class _Taking(asyncio.Transport):
         self.aborted = asyncio.Event()
 
     def get_write_buffer_size(self) -> int:
-        return self.left.pop(0)
+        return self.left.pop(0) if len(self.left) > 1 else self.left[0]
 
     def abort(self) -> None:
         self.aborted.set()
 
 
+@pytest.mark.parametrize(
+    ("limits", "pauses", "left"),
+    [
+        (["STALL_S"], True, [90, 80, 80, 40, 40, 39, 39]),
+        (["STALL_S"], True, [51, 90, 90, 80, 80]),
+        (["HEADER_S"], False, [51, 90, 90, 80, 80, 40, 39, 39, 0]),
+        (["HEADER_S", "STALL_S"], False, [90, 90]),
+    ],
+    ids=["while written", "more", "before the next request", "nothing"],
+)
 async def test_a_client_that_reads_slowly_is_served_to_the_end(
-    monkeypatch: pytest.MonkeyPatch,
+    limits: Sequence[str], pauses: bool, left: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if its answer is written only when the time for its next request has begun.
 
-    It has not always taken what came before by then: the last messages of TLS's handshake, 510
+    It need not have taken what came before by then: the last messages of TLS's handshake, 510
     bytes, are not acknowledged when the first answer is written.
     """
-    for name in ("HEADER_S", "STALL_S"):
+    for name in limits:
         monkeypatch.setattr(http_server, name, 0.01)
-    for left in (
-        [90, 80, 80, 40, 40, 39, 39, 39],
-        [0, 90, 90, 80, 80, 80],
-        [51, 90, 90, 80, 80, 80],
-    ):
-        transport = _Taking([0, *left])
-        guarded = Guard().protocol(asyncio.Protocol())
-        guarded.connection_made(transport)
+    transport = _Taking(left)
+    guarded = Guard().protocol(asyncio.Protocol())
+    guarded.connection_made(transport)
+    if pauses:
         guarded.disarm()
-        (guarded.pause_writing if left[0] == 90 else guarded.arm)()
-        async with asyncio.timeout(60):
-            await transport.aborted.wait()
-        assert transport.left == []
-        guarded.connection_lost(None)
+        guarded.pause_writing()
+    async with asyncio.timeout(60):
+        await transport.aborted.wait()
+    assert transport.left == [left[-1]]
+    guarded.connection_lost(None)

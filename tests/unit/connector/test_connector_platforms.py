@@ -205,7 +205,7 @@ def test_layers_of_several_backends_are_refused_unless_one_is_derived_from_the_o
         attention_backend(config, ["a", "c"])
 
 
-class Multi(MultiConnector):  # type: ignore[misc]  # vLLM's, of type Any
+class Multi(MultiConnector):
     """A MultiConnector with these connectors, of which the first asks when it is made."""
 
     def __init__(self, connectors: Sequence[Mapping[str, Any]]) -> None:

@@ -179,7 +179,13 @@ class Guarded(asyncio.Protocol):
         secured: asyncio.Transport | None = None
         with contextlib.suppress(OSError):  # of TLS, too: the client does not speak it, or is slow
             secured = await asyncio.get_running_loop().start_tls(
-                raw, self, tls, server_side=True, ssl_handshake_timeout=HEADER_S
+                raw,
+                self,
+                tls,
+                server_side=True,
+                ssl_handshake_timeout=HEADER_S,
+                # The end of an answer may still wait; a client that has it all is `_idle` then.
+                ssl_shutdown_timeout=STALL_S,
             )
         self._securing = None
         # A connection that ended meanwhile may have no error.

@@ -134,6 +134,25 @@ async def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(
         writer.close()
 
 
+async def test_a_slow_client_has_time_for_the_end_of_its_answer_also_over_tls(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 s after it closed a connection, asyncio drops what is not sent."""
+    loop, given = asyncio.get_running_loop(), dict[str, Any]()
+    start_tls = loop.start_tls
+
+    async def record(*arguments: Any, **named: Any) -> asyncio.Transport | None:
+        given.update(named)
+        return await start_tls(*arguments, **named)
+
+    monkeypatch.setattr(loop, "start_tls", record)
+    async with server(Guard(tls=tls_of(certificate))) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        await until(lambda: given)
+        writer.close()
+    assert given["ssl_shutdown_timeout"] == http_server.STALL_S
+
+
 async def test_a_client_that_takes_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "STALL_S", 0.2)
     left = asyncio.Event()

@@ -19,6 +19,7 @@ from kvhaven.types import ChunkKey
 
 DIVISION_S = 10.0
 """Interval in seconds to which the last use of a chunk in a tier is known."""
+_NEVER = float("-inf")
 _MOST_CLEARED = 1024
 """Maximum number of clears remembered for chunks that a scan may still find; beyond, all chunks
 that it finds are deleted."""
@@ -87,7 +88,7 @@ class LocalTierIndex(TierTransfers):
         self._scanned = False
         self._cleared: dict[Scope, int] = {}  # with the number of scans begun before
         self._uses = Marks()  # of divisions of `stored`
-        self._divide_at = float("-inf")
+        self._divide_at = _NEVER
 
     @property
     def pace(self) -> Pace:
@@ -197,8 +198,8 @@ class LocalTierIndex(TierTransfers):
             return
         if stored is None:
             stored = self._insert(namespace, key, oldest=True)
-            if self._divide_at > float("-inf"):
-                self._uses, self._divide_at = Marks(), float("-inf")
+            if self._divide_at > _NEVER:
+                self._uses, self._divide_at = Marks(), _NEVER
         if stored.namespace is not namespace or stored.holding.cleared:
             self.delete(key, namespace)
         elif not stored.bitmap >> bit & 1:

@@ -272,14 +272,14 @@ def peered_services(
 
 
 class NodeService:
-    """`kvhaven serve` in a process, without its HTTP API, unless `api_listen` says otherwise."""
+    """`kvhaven serve` in a process, without its HTTP API and patient, unless settings differ."""
 
     def __init__(self, socket: Path, log: Path, **settings: object) -> None:
         self.socket = socket
         self._log = log
+        own = {"api_listen": "off", "promote_deadline_ms": PATIENT["promote_deadline_ms"]}
         self._environment = os.environ | {
-            f"KVHAVEN_{name.upper()}": str(value)
-            for name, value in ({"api_listen": "off"} | settings).items()
+            f"KVHAVEN_{name.upper()}": str(value) for name, value in (own | settings).items()
         }
         self.process: subprocess.Popen[bytes] | None = None
 

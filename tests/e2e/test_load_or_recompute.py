@@ -53,7 +53,7 @@ def test_chunks_in_a_tier_slower_than_the_prefill_are_computed_and_the_tier_is_s
         remote_url=f"throttled://{tier}",
     )
     service.start()
-    asked = prompts(51, 40, least=600, most=700)[::2]
+    asked = prompts(51, 80, least=600, most=700)[::2]
     settings = {"service_address": str(service.socket)}
     compare = {"load_or_recompute": "auto", "promote_deadline_ms": 60_000}
     common: dict[str, Any] = {"in_process": True, "enable_prefix_caching": False}

@@ -226,7 +226,7 @@ async def test_reads_of_a_silent_peer_hold_up_no_lookup_of_another(listener: Pee
                 sink.sendall(data)
 
     with rogue(relay) as port:
-        async with tier_of(local(port), local(listener.port), deadline_s=2) as tier:
+        async with tier_of(local(port), local(listener.port), deadline_s=5) as tier:
             await reached(tier, 2)
             hold.set()
             into = [memoryview(bytearray(align_up(len(PIECE.payload)))) for _ in range(64)]

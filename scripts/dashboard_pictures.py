@@ -29,6 +29,7 @@ _WINDOW: Final = "1 minute"
 
 def main() -> None:
     """Run the service, the engine and the browser."""
+    BENCH.mkdir(parents=True, exist_ok=True)
     port = free_port()
     with (
         tempfile.TemporaryDirectory() as disk,

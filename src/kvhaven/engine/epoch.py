@@ -51,11 +51,10 @@ class Epoch:
         """Whether old KV can be told apart; False after `reset` or `doubt` failed midway."""
         self._salt = b""
         self._old_blocks: set[int] = set()
-        self._new_blocks: set[int] | None = None
-        """The only trusted blocks, after KV was distrusted in an engine that did not tell which
-        blocks it holds; None: all but `_old_blocks` are trusted."""
         self._first_trusted = 0
-        """The first step whose written blocks are trusted; 0: all steps."""
+        """The first step whose written blocks are trusted, but for `_old_blocks`; 0: all are."""
+        self._untold = False
+        """Whether it was logged that the engine does not tell which blocks it holds."""
         self._trusts_others = not beside_stores
         """Whether KV that other connectors load may be saved."""
         self._old_requests: set[str] = set()
@@ -135,8 +134,6 @@ class Epoch:
         """Exclude the present KV of these blocks, and KV computed from it, from saves."""
         self._trusts_others = False
         self._old_blocks.update(blocks)
-        if self._new_blocks is not None:
-            self._new_blocks.difference_update(blocks)
 
     def next_step(self) -> None:
         """Note that the engine starts to plan another step."""
@@ -221,8 +218,7 @@ class Epoch:
             self._old_requests.add(request_id)
             self._writes(request_id, [*doubtful, *blocks[computed_blocks:]])
             return False
-        some_old = self._old_blocks or self._old_requests or self._first_trusted
-        if some_old or self._new_blocks is not None:
+        if self._old_blocks or self._old_requests or self._first_trusted:
             self._old_requests.discard(request_id)
             if self._any_old(blocks[:computed_blocks]):
                 self._old_requests.add(request_id)
@@ -240,32 +236,23 @@ class Epoch:
             self._old_blocks.update(blocks)
         elif self._old_blocks:
             self._old_blocks.difference_update(blocks)
-        if self._new_blocks is not None:
-            if request_id in self._old_requests:
-                self._new_blocks.difference_update(blocks)
-            else:
-                self._new_blocks.update(blocks)
 
     def _any_old(self, blocks: Sequence[int]) -> bool:
         if not self._old_blocks.isdisjoint(blocks):
-            return True
-        if self._new_blocks is not None and not self._new_blocks.issuperset(blocks):
             return True
         first, written = self._first_trusted, self._written
         return first > 0 and any(written.get(block, 0) < first for block in blocks)
 
     def _trust_no_block(self) -> None:
-        """Distrust all blocks until each is written anew: the engine does not tell which it holds.
-
-        Blocks that KVHaven loads count as found, so requests with hits are then not saved.
-        """
-        if self._new_blocks is None:
+        """Distrust each block until it is written anew: the engine does not tell what it holds."""
+        if not self._untold:
+            self._untold = True
             logger.warning(
-                "the engine does not tell which blocks its prefix cache holds: from now on, "
-                "requests that find KV there or in KVHaven are only saved if it was computed after "
-                "the last error or reset"
+                "the engine does not tell which blocks its prefix cache holds: requests that find "
+                "KV there are only saved if it was computed or loaded after the last error or reset"
             )
-        self._new_blocks = set()
+        self.next_step()  # what was written until now is of an earlier one
+        self._first_trusted = self._step
 
     def finished(self, request_id: str) -> None:
         """Forget a request. Its load may still be running and write its blocks."""

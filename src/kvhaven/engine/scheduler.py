@@ -3,8 +3,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -187,7 +186,14 @@ class SchedulerSide:
         if failed or state is None:
             return (None if failed else 0), False
         state.computed = computed
-        self._key_lookup(state, request)
+        with self._keying(state):
+            self._follow(state)
+            if state.permissions.load:
+                state.extend_keys(request.num_tokens)
+                # Only prompts have tails, so it is not looked up for a request with output.
+                prompt = request.num_tokens == request.num_prompt_tokens
+                wanted = state.asks_tail and prompt
+                state.tail = state.tail_key(request.num_tokens) if wanted else None
         self._announce(state)
         if not state.permissions.load:
             self._lookups.drop(state)
@@ -593,19 +599,6 @@ class SchedulerSide:
         elif state.media is not None and state.permissions != NOTHING:
             state.media.check()
 
-    def _key_lookup(self, state: RequestState, request: EngineRequest) -> None:
-        """Compute the keys that a request's lookup asks for; leave it uncached if they fail."""
-        try:  # `_keying` takes longer, and engines ask for every waiting request in each step
-            self._follow(state)
-            if state.permissions.load:
-                state.extend_keys(request.num_tokens)
-                # Only prompts have tails, so it is not looked up for a request with output.
-                prompt = request.num_tokens == request.num_prompt_tokens
-                wanted = state.asks_tail and prompt
-                state.tail = state.tail_key(request.num_tokens) if wanted else None
-        except Exception as error:  # noqa: BLE001 - any error leaves the request uncached
-            self._leave_uncached(state, error)
-
     def _announce(self, state: RequestState) -> None:
         """Announce a request's chunks to the node that decodes it, once its keys are known."""
         if state.announced or not (state.decode_node and state.permissions.save):
@@ -630,22 +623,9 @@ class SchedulerSide:
             state.pending_since = now
         return now - state.pending_since < self._settings.lookup_deadline_ms / 1000
 
-    @contextmanager
-    def _keying(self, state: RequestState) -> Iterator[None]:
-        """Leave a request uncached if its keys fail."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - any error leaves the request uncached
-            self._leave_uncached(state, error)
-
-    def _leave_uncached(self, state: RequestState, error: Exception) -> None:
-        """Leave a request uncached whose keys failed; log the first error of each type."""
-        state.forbid()
-        reason = type(error).__name__
-        if reason not in self._complaints:
-            self._complaints.add(reason)
-            name = printable(state.request.request_id)
-            logger.warning("request %s is not cached: %s (more are not logged)", name, error)
+    def _keying(self, state: RequestState) -> "_Keying":
+        """Leave a request uncached if its keys fail; log the first error of each type."""
+        return _Keying(state, self._complaints)
 
     def _follow_settings(self) -> None:
         """Apply the settings that the service has changed, from this request on."""
@@ -755,3 +735,31 @@ class SchedulerSide:
 def _chain_name(request_id: str) -> str:
     """Return the name of a request's chain, whose length is limited."""
     return sha256(request_id.encode(errors="surrogatepass")).hexdigest()
+
+
+class _Keying:
+    """Context in which any error leaves a request uncached.
+
+    It is entered for every waiting request in each step, which `contextmanager` is too slow for.
+    """
+
+    __slots__ = ("_complaints", "_state")
+
+    def __init__(self, state: RequestState, complaints: set[str]) -> None:
+        self._state = state
+        self._complaints = complaints
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
+        """Log the first error of each type, and end it."""
+        if not isinstance(error, Exception):
+            return False
+        self._state.forbid()
+        reason = type(error).__name__
+        if reason not in self._complaints:
+            self._complaints.add(reason)
+            name = printable(self._state.request.request_id)
+            logger.warning("request %s is not cached: %s (more are not logged)", name, error)
+        return True

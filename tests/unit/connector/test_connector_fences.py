@@ -226,6 +226,25 @@ def test_what_is_found_in_a_cache_in_doubt_is_not_saved(bench: Bench, *, bound: 
     assert saved_chunks(plan) == 2  # the others are being saved already
 
 
+def test_where_all_blocks_are_in_doubt_kv_that_is_loaded_is_trusted(bench: Bench) -> None:
+    side, before = bench.side(), make_request(40, "before")
+    run_new(side, before, 40)
+    side.reported(StepReport(failed_loads={0: 1}), ())
+    loading = make_request(range(100, 140), "loading")
+    bench.fill(loading)
+    tokens, _ = ask(side, loading)
+    assert tokens
+    side.allocated(loading, ([*range(20, 30)],), tokens)
+    side.plan_step(scheduled())
+    side.reported(StepReport(), ("loading",))
+    sharing = make_request([*range(100, 132), *range(300, 332)], "sharing")
+    plan = run_new(side, sharing, 32, computed=32, blocks=[*range(20, 28), *range(40, 48)])
+    assert saved_chunks(plan) >= 2
+    found = make_request([*range(32), *range(400, 432)], "found")
+    plan = run_new(side, found, 32, computed=32, blocks=[*range(8), *range(50, 58)])
+    assert saved_chunks(plan) == 0
+
+
 @pytest.mark.parametrize("found", [True, False])
 def test_a_block_of_any_group_that_is_in_doubt_is_enough(bench: Bench, *, found: bool) -> None:
     """VLLM may find a block of one group that was never computed beside good ones of the others."""

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 import torch
 
-from kvhaven.devices import cpu_copies, cuda, staging
+from kvhaven.devices import cpu_copies, cuda, staging, streams
 from kvhaven.devices.base import Device
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.detect import KINDS, open_device
@@ -76,6 +76,7 @@ def opened(word: str, seed: int = 0, index: int = 0, **options: Any) -> Iterator
             if variant.endswith("small-batches"):
                 patch.setattr(cuda, "BATCH", 5)
                 patch.setattr(cuda, "PLANNED", 20)
+                patch.setattr(streams, "PART_BYTES", 500)
             simulation = stack.enter_context(simulated(kind, seed=seed, **options))  # type: ignore[arg-type]  # one of its words
             simulation.module.set_device(index)
             device = open_device(kind, copy_threads=2)

@@ -14,6 +14,7 @@ import torch
 
 from kvhaven.devices.base import SKIP, CopyJob
 from kvhaven.devices.plan import bytes_at, checksum_at
+from kvhaven.devices.streams import StreamDevice
 from kvhaven.layouts import PagedLayout, describe_kv_caches
 from tests.devices import Opened
 
@@ -60,7 +61,9 @@ class Program:
                 action = self._dice.choice((self._write, self._write, self._read, self._store,
                                             self._store, self._load))  # fmt: skip
                 action()
-                if self._simulation is not None:
+                if self._simulation is None:
+                    self._delay()
+                else:
                     for _ in range(self._dice.choice((0, 0, 1, 2, 5))):
                         self._simulation.tick()
             self._check()
@@ -70,6 +73,15 @@ class Program:
                 for job in slot.jobs:
                     job.wait(WAIT_S)
             self.device.unregister_host(ctypes.addressof(self._memory), len(self._memory))
+
+    def _delay(self) -> None:
+        """Occupy a stream of a GPU for up to 2 ms, so that its work is late for the others."""
+        if not isinstance(self.device, StreamDevice):
+            return
+        streams = [torch.cuda.current_stream(), *self.device._streams.values()]
+        with torch.cuda.stream(self._dice.choice(streams)):
+            cycles = self._dice.choice((0, 0, 100_000, 1_000_000, 4_000_000))
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
     # --- what may happen ----------------------------------------------------------------------
 

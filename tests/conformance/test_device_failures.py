@@ -96,6 +96,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "TAKE_S", 5.0)
     monkeypatch.setattr(cuda, "BATCH", 3)
     monkeypatch.setattr(cuda, "PLANNED", 8)
+    monkeypatch.setattr(streams, "PART_BYTES", 500)
 
 
 @pytest.fixture(params=SIMULATED)
@@ -356,6 +357,22 @@ def test_a_job_does_not_wait_for_another_jobs_threads() -> None:
     assert done == [0, 1, 2, 3, 4]
     free.set()
     other.join(WAIT_S)
+    threads.close()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_pieces_are_done_while_the_caller_does_something_else(count: int) -> None:
+    threads = HostThreads(count, frozenset({0}))
+    begun, done = threading.Event(), list[int]()
+
+    def note(index: int) -> None:
+        begun.set()
+        done.append(index)
+
+    finish = threads.begin(note, 5)
+    assert begun.wait(WAIT_S)
+    finish()
+    assert sorted(done) == [0, 1, 2, 3, 4]
     threads.close()
 
 

@@ -16,7 +16,7 @@ from kvhaven.devices import cuda
 from kvhaven.devices.staging import StagingPool
 from kvhaven.devices.streams import StreamCopy, StreamDevice
 from tests.conformance.device_program import Program
-from tests.devices import WORDS, opened
+from tests.devices import REAL, WORDS, opened
 
 STEPS = 60
 SEEDS = 60
@@ -136,7 +136,7 @@ def copies_go_to_the_default_stream(patch: Patch) -> None:
 
 LAZY = ("hpu-lazy",)
 BATCHES = ("cuda-12.8", "cuda-13.0")
-GPUS = ("cuda-12.4", *BATCHES, "rocm-7")
+GPUS = ("cuda-12.4", *BATCHES, "rocm-7", *REAL)
 IN_THREADS = ("xpu", *GPUS)
 ALL = ("hpu-eager", "hpu-lazy", *IN_THREADS)
 STAGED = ("hpu-eager", "hpu-lazy", "xpu", "cuda-12.8-unregistered")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drivers of CUDA and ROCm ask for besides order, on simulated ones.
+"""What the drivers of CUDA and ROCm ask for besides order, on simulated ones and on a GPU.
 
 Every requirement comes with a breakage of `devices/cuda.py`, or of the device around it, that must
 show: a test that nothing can fail would prove nothing.
@@ -7,9 +7,10 @@ show: a test that nothing can fail would prove nothing.
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -19,14 +20,16 @@ import torch
 from kvhaven.devices import cuda, streams
 from kvhaven.devices.base import CopyJob
 from kvhaven.devices.cuda import Registered, loaded_library
-from kvhaven.devices.plan import Chunks, bytes_at
+from kvhaven.devices.plan import Chunks, bytes_at, checksum_at
 from kvhaven.devices.streams import StreamDevice
 from kvhaven.errors import DeviceCopyError
 from kvhaven.layouts import PagedLayout, describe_kv_caches
-from tests.devices import DRIVERS, Opened, opened
+from tests.devices import DRIVERS, REAL, Opened, opened
 
 WORDS: Final = ("cuda-12.4", "cuda-12.8", "cuda-13.0", "rocm-7")
 BATCHES: Final = ("cuda-12.8", "cuda-13.0")
+HARDWARE: Final = tuple(word for word in REAL if word == "cuda")
+"""A real GPU; what its driver minds is as seen with an H100, driver 580 and CUDA 13."""
 WAIT_S = 30.0
 LAYERS, PAGE = 2, 64
 
@@ -49,6 +52,21 @@ class Machine:
         self.bytes = bytes_at(self.base, size)
         if registered:
             self.device.register_host(self.base, size)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Let this thread capture a graph, in torch's default mode. Raises if it becomes void."""
+        if self.simulation is not None:
+            with self.simulation.capturing():
+                yield
+            return
+        values = torch.ones(4, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            values.add_(1)
+            yield
+        graph.replay()
+        assert bool((values == 2).all())
 
     def round_trip(self, chunks: list[list[int]] | None = None) -> None:
         """Store chunks and load them again; all must be right."""
@@ -133,7 +151,12 @@ def threads_work_on_device_0_too(word: str) -> None:
 def memory_that_cannot_be_registered_disturbs_nobody(word: str) -> None:
     """A runtime's failed call leaves an error behind, which torch tells of the next kernel."""
     with opened(word, registered_bytes=0) as found:
-        machine = Machine(found)
+        machine = Machine(found, registered=False)
+        size = len(machine.bytes)
+        if word in REAL:  # whose driver refuses what is registered
+            machine.device._make._driver.host.register(machine.base, size)  # type: ignore[attr-defined]
+        machine.device.register_host(machine.base, size)
+        assert not machine.device._make._registered.pieces  # type: ignore[attr-defined]
         torch.ones(4, device="cuda").add_(1)
         machine.round_trip()
 
@@ -177,14 +200,18 @@ def captures_are_left_alone(word: str) -> None:
         address = -(-ctypes.addressof(more) // 4096) * 4096
         staged = Machine(found, registered=False)
         jobs: list[CopyJob] = []
-        chunks, places = [[0, 5]], [machine.base]
+        chunks = [[0, 5]]
         for one in (machine, staged):
             jobs.append(one.device.store(one.layout, chunks, [one.base]))
             jobs.append(one.device.load(one.layout, [[2, 3]], [one.base + 4 * PAGE * LAYERS]))
-        with machine.simulation.capturing():
+
+        def load(one: Machine) -> None:
+            jobs.append(one.device.load(one.layout, chunks, [one.base]))
+
+        with machine.capturing():
             in_thread(lambda: machine.device.register_host(address, 4096))
-            jobs.append(machine.device.load(machine.layout, chunks, places))
-            jobs.append(staged.device.load(staged.layout, chunks, [staged.base]))
+            for one in (machine, staged):
+                in_thread(functools.partial(load, one))
             for job in jobs:
                 ended(job)
             in_thread(lambda: machine.device.unregister_host(address, 4096))
@@ -200,7 +227,7 @@ def the_engines_threads_keep_their_capture_mode(word: str) -> None:
         event.record()
         with (
             pytest.raises(RuntimeError, match="previous error during capture"),
-            machine.simulation.capturing(),
+            machine.capturing(),
             contextlib.suppress(RuntimeError),
         ):
             event.synchronize()
@@ -288,7 +315,7 @@ def every_thread_is_relaxed(patch: Patch) -> None:
     patch.setattr(cuda._Gpu, "select", select_and_relax)
 
 
-NVIDIA: Final = WORDS[:3]
+NVIDIA: Final = (*WORDS[:3], *HARDWARE)
 REQUIREMENTS: Final[dict[Check, dict[Breakage, tuple[str, ...]]]] = {
     no_thread_makes_a_context_on_another_device: {
         the_device_is_not_set: WORDS,
@@ -297,31 +324,43 @@ REQUIREMENTS: Final[dict[Check, dict[Breakage, tuple[str, ...]]]] = {
     },
     threads_work_on_device_0_too: {
         the_device_is_not_set: NVIDIA,
-        torch_alone_sets_the_device: NVIDIA,
+        torch_alone_sets_the_device: WORDS[:3],
     },
     memory_that_cannot_be_registered_disturbs_nobody: {
         errors_stay_pending: ("rocm-7",),
         the_runtime_registers: NVIDIA,
     },
     large_copies_are_cut_into_batches: {batches_have_any_size: BATCHES},
-    copies_span_no_two_registrations: {moves_are_not_split: WORDS},
+    copies_span_no_two_registrations: {moves_are_not_split: (*WORDS, *HARDWARE)},
     unregistered_memory_never_blocks: {all_memory_counts_as_registered: WORDS},
     torchs_own_runtime_is_used: {a_second_runtime_is_loaded: ("rocm-7",)},
     captures_are_left_alone: {
-        threads_of_others_are_not_relaxed: WORDS,
-        our_threads_are_not_relaxed: WORDS,
+        threads_of_others_are_not_relaxed: (*WORDS, *HARDWARE),
+        our_threads_are_not_relaxed: (*WORDS, *HARDWARE),
     },
-    the_engines_threads_keep_their_capture_mode: {every_thread_is_relaxed: WORDS},
+    the_engines_threads_keep_their_capture_mode: {every_thread_is_relaxed: (*WORDS, *HARDWARE)},
 }
 """What breaks each requirement, and where it must show."""
+
+NEED_SIMULATION: Final = (
+    no_thread_makes_a_context_on_another_device,
+    unregistered_memory_never_blocks,
+)
 
 
 def named(value: object) -> str:
     return value if isinstance(value, str) else value.__name__  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("word", WORDS)
-@pytest.mark.parametrize("check", REQUIREMENTS, ids=named)
+@pytest.mark.parametrize(
+    ("check", "word"),
+    [
+        (check, word)
+        for check in REQUIREMENTS
+        for word in (*WORDS, *(() if check in NEED_SIMULATION else REAL))
+    ],
+    ids=named,
+)
 def test_it_holds(check: Check, word: str) -> None:
     check(word)
 
@@ -365,6 +404,35 @@ def test_copies_are_submitted_beside_the_engine(word: str, monkeypatch: Patch) -
         Machine(found).round_trip()
         name = found.device.name
     assert set(threads) == {f"kvhaven-{name}-store-submit", f"kvhaven-{name}-load-submit"}
+
+
+@pytest.mark.parametrize("word", [*WORDS, *HARDWARE])
+def test_checksums_are_computed_while_the_device_copies(word: str, monkeypatch: Patch) -> None:
+    """The device is at the second part only when the first one's checksum is there."""
+    hashed, seen = threading.Event(), list[bool]()
+    passed, checksum = StreamDevice._passed, checksum_at
+
+    def wait(*given: Any) -> bool:
+        seen.append(hashed.wait(WAIT_S) if seen else True)
+        return passed(*given)
+
+    def note(*place: int) -> Any:
+        found = checksum(*place)
+        hashed.set()
+        return found
+
+    monkeypatch.setattr(streams, "PART_BYTES", 1)
+    monkeypatch.setattr(streams, "checksum_at", note)
+    monkeypatch.setattr(StreamDevice, "_passed", wait)
+    with opened(word) as found:
+        machine = Machine(found)
+        places = [machine.base, machine.base + machine.layout.payload_bytes(1)]
+        job = machine.device.store(machine.layout, [[3], [5]], places)
+        ended(job)
+        assert seen == [True, True]
+        assert list(job.checksums) == [
+            checksum(place, machine.layout.payload_bytes(1)) for place in places
+        ]
 
 
 @pytest.mark.parametrize("word", WORDS)

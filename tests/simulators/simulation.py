@@ -23,6 +23,7 @@ Kind = Literal["hpu", "xpu", "cuda", "rocm"]
 Mode = Literal["lazy", "eager", "compile"]
 
 _HAS_CUDA = bool(torch.version.cuda or torch.version.hip)  # before anything simulates it
+_HAS_GPU = _HAS_CUDA and torch.cuda.is_available()
 
 POISON = 0xA5
 """The byte that shows in memory which has not been written yet, or no longer belongs to you."""
@@ -178,8 +179,11 @@ def simulated(
     `cuda` and `rocm` come with a driver's library, and torch says that it is built for them.
     `driver` is CUDA's version; more host memory than `registered_bytes` cannot be pinned.
 
-    Skips the test where there is no C++ compiler, and where torch is built for a real GPU.
+    Skips the test where there is no C++ compiler, where torch is built for what is simulated, and
+    where there is a GPU: the library of the simulators would replace torch's own functions for it.
     """
+    if _HAS_GPU:
+        pytest.skip(f"the GPU is tested, not simulated devices: {torch.cuda.get_device_name()}")
     torch_type = "cuda" if kind == "rocm" else kind
     if torch_type == "cuda" and _HAS_CUDA:
         pytest.skip(f"torch {torch.__version__} has a CUDA of its own")

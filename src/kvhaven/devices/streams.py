@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from kvhaven.devices.accelerator import AcceleratorBackend
@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 LOST_S: Final = 60.0
 """Seconds for which a failed wait for the device is repeated; then the device counts as lost."""
+PART_BYTES: Final = 32 * 2**20
+"""A direct store is submitted in parts of about this size: the host computes the checksums of one
+while the device copies the next."""
 _ASK_AGAIN_S: Final = 0.1
 STORE_S: Final = 60.0
 """Timeout in seconds for stores that must end within the call."""
@@ -217,12 +220,12 @@ class StreamDevice:
     def _submit(
         self, lane: "_Lane", job: "StreamCopy", before: Any, layout: Layout, chunks: Chunks
     ) -> None:
-        """Put a copy on the lane's stream, in several parts if it goes through staging memory."""
+        """Put a copy on the lane's stream, in several parts if the host has work with each."""
         try:
             direct = isinstance(layout, PagedLayout) and self._make.reaches(layout, chunks)
             if not job.failed:
                 self._wait_for(lane, before)
-            for part in [chunks] if direct else cut(layout, chunks):
+            for part in _direct_parts(lane, layout, chunks) if direct else cut(layout, chunks):
                 if job.failed:
                     break
                 piece = None if direct else Piece(layout, part, self._staging)
@@ -314,7 +317,7 @@ class StreamDevice:
             return
         try:
             if lane.to_host and not job.failed:
-                job.arrived.extend(self._arrive(layout, part, piece))
+                job.arriving.append(self._arrive(layout, part, piece))
         except Exception as error:  # noqa: BLE001 - the job must end after any error
             job.fail(error)
         finally:
@@ -348,20 +351,30 @@ class StreamDevice:
                 job.lost.set()
         return False
 
-    def _arrive(self, layout: Layout, part: Chunks, piece: Piece | None) -> Sequence[Checksum]:
-        """Copy a stored part from staging memory to the arena if needed; return its checksums."""
+    def _arrive(
+        self, layout: Layout, part: Chunks, piece: Piece | None
+    ) -> Callable[[], Sequence[Checksum]]:
+        """Copy a stored part from staging memory to the arena if needed.
+
+        Returns a function that waits for its checksums, which other threads compute meanwhile.
+        """
         if piece is not None:
             copy = self._host.store(piece.layout, piece.places, part.hosts.tolist())
             _raise_error(copy)
-            return copy.checksums
+            return lambda: copy.checksums
         places = shard_places(layout, part.lists(), part.hosts.tolist())
         checksums: list[Checksum] = [Checksum(b"")] * len(places)
 
         def checksum(index: int) -> None:
             checksums[index] = checksum_at(*places[index])
 
-        self._host.threads.run(checksum, len(places))
-        return checksums
+        finish = self._host.threads.begin(checksum, len(places))
+
+        def finished() -> Sequence[Checksum]:
+            finish()
+            return checksums
+
+        return finished
 
     def _end(self, job: "StreamCopy") -> None:
         """End a job after its last part, unless the device was lost meanwhile."""
@@ -374,6 +387,11 @@ class StreamDevice:
                 job.error,
             )
             return
+        for arrive in job.arriving:
+            try:
+                job.arrived.extend(arrive())
+            except Exception as error:  # noqa: BLE001 - the job must end after any error
+                job.fail(error)
         job.end()
         self._jobs.pop(id(job), None)
 
@@ -427,6 +445,8 @@ class StreamCopy:
         self.error = ""
         self.keep: list[object] = []
         """Objects that must not be freed before the job has ended."""
+        self.arriving: list[Callable[[], Sequence[Checksum]]] = []
+        """For each part that the device has finished: waits for its checksums."""
         self.arrived: list[Checksum] = []
         """Checksums of the parts that have ended."""
         self.checksums: Sequence[Checksum] = ()
@@ -466,6 +486,13 @@ class StreamCopy:
         else:
             self.checksums = self.arrived
         self._ended.set()
+
+
+def _direct_parts(lane: "_Lane", layout: Layout, chunks: Chunks) -> Iterable[Chunks]:
+    """Return the parts of a copy that needs no staging memory: those of a store have checksums."""
+    if not lane.to_host:
+        return [chunks]
+    return chunks.groups(PART_BYTES // paged_of(layout).block_bytes)
 
 
 def _raise_error(copy: CopyJob) -> None:

@@ -20,7 +20,7 @@ class HostThreads:
     def __init__(self, threads: int, cores: frozenset[int]) -> None:
         self._threads = threads
         self._pool = ThreadPoolExecutor(
-            max(1, threads - 1), "kvhaven-copy", initializer=_run_on, initargs=(cores,)
+            threads, "kvhaven-copy", initializer=_run_on, initargs=(cores,)
         )
 
     def run(self, work: Callable[[int], None], count: int) -> None:
@@ -30,6 +30,16 @@ class HostThreads:
         engine's own threads run on some). After a call has raised, no further call begins; the
         first exception is raised when no call runs any more.
         """
+        self._begin(work, count, min(self._threads, count) - 1)()
+
+    def begin(self, work: Callable[[int], None], count: int) -> Callable[[], None]:
+        """Begin the calls of `run` on the other threads; return a function that does the rest.
+
+        It must be called: all calls have ended only when it returns.
+        """
+        return self._begin(work, count, min(self._threads, count))
+
+    def _begin(self, work: Callable[[int], None], count: int, helping: int) -> Callable[[], None]:
         left: Iterator[int] = iter(range(count))
         errors: list[BaseException] = []
 
@@ -42,14 +52,18 @@ class HostThreads:
                 except BaseException as error:  # noqa: BLE001 - raised when all threads have ended
                     errors.append(error)
 
-        helpers = self._submit(take, min(self._threads, count) - 1)
-        try:
-            take()
-        finally:
-            # A helper that has not begun is cancelled: it may be queued behind another job.
-            wait([helper for helper in helpers if not helper.cancel()])
-        if errors:
-            raise errors[0]
+        helpers = self._submit(take, helping)
+
+        def finish() -> None:
+            try:
+                take()
+            finally:
+                # A helper that has not begun is cancelled: it may be queued behind another job.
+                wait([helper for helper in helpers if not helper.cancel()])
+            if errors:
+                raise errors[0]
+
+        return finish
 
     def close(self) -> None:
         """End the threads; later jobs run on the caller's thread alone."""

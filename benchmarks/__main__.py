@@ -2,7 +2,7 @@
 """Benchmarks by subject: `make bench`, or `python -m benchmarks [SUBJECT...]`.
 
 Without a subject, all are measured except `tiers` (`make bench-tiers`), `fleet`, `nixl`, `route`,
-`affinity`, `tails`, `announce` and `apart` (`make bench-fleet`), `identity`, `operate`,
+`affinity`, `tails`, `announce` and `apart` (`make bench-fleet`), `gpu-ttft`, `identity`, `operate`,
 `recompute` and `state`. Each subject measures its limit in the same run, alternating with the
 measured operation, and takes medians. Other load on the machine changes the results.
 """
@@ -31,6 +31,7 @@ _SUBJECTS = {
     "nohit": "no_hits",
     "outage": "outages",
     "gpu": "gpus",
+    "gpu-ttft": "gpu_first_token",
     "identity": "identities",
     "tiers": "tiers",
     "fleet": "fleet",
@@ -47,6 +48,7 @@ _SUBJECTS = {
 """Module of each subject, whose `measure(say)` returns its results; quick ones first."""
 
 _OF_THEIR_OWN = {
+    "gpu-ttft": "bench.json",
     "tiers": "bench-tiers.json",
     "identity": "bench.json",
     "fleet": "bench-fleet.json",

@@ -87,7 +87,7 @@ class _Measurement:
             cold.append(answer.ttft)
             outputs.append(answer.tokens)
             ask(self._theirs, prompt)
-        self._say(f"cold: {_shown(cold)}")
+        self._say(f"cold: {shown(cold)}")
         self._service.flush()
         for _ in range(_PASSES):
             for prompt, tokens in zip(self._prompts, outputs, strict=True):
@@ -98,8 +98,8 @@ class _Measurement:
                 self._service.clear("memory")
                 answer = ask(self._ours, prompt)
                 disk.append(_checked(answer, "disk", tokens))
-        self._say(f"memory: {_shown(memory)}; ExampleConnector: {_shown(example)}")
-        self._say(f"disk: {_shown(disk)}")
+        self._say(f"memory: {shown(memory)}; ExampleConnector: {shown(example)}")
+        self._say(f"disk: {shown(disk)}")
         once = statistics.median(cold)
         fast = statistics.median(memory)
         return [
@@ -132,5 +132,6 @@ def _checked(answer: Answer, source: str, tokens: list[int]) -> float:
     return answer.ttft
 
 
-def _shown(times: list[float]) -> str:
+def shown(times: list[float]) -> str:
+    """Return median and range as text."""
     return f"{statistics.median(times):.3f} s ({min(times):.3f} to {max(times):.3f})"

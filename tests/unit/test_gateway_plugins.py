@@ -444,6 +444,7 @@ async def test_a_hook_whose_end_the_api_reads_late_was_in_time(
 
     monkeypatch.setattr(plugin_process, "_cpu_seconds", used)
     plugin = Plugin("none", dict, _no_answer, QUICK)
+    plugin.pid = os.getpid()
     assert await plugin._within(seconds, hook()) == "end\n"
     writer.close()
     theirs.close()
@@ -462,9 +463,43 @@ async def test_a_deadline_comes_although_a_child_has_ended(
     monkeypatch.setattr(plugin_process, "_cpu_seconds", used)
     monkeypatch.setattr(plugin_process, "_may_run", lambda _: True)
     monkeypatch.setattr(plugin_process, "_LATE", 1e9)
+    plugin = Plugin("none", dict, _no_answer, QUICK)
+    plugin.pid = os.getpid()
     with pytest.raises(TimeoutError):
-        await Plugin("none", dict, _no_answer, QUICK)._within(0.2, asyncio.sleep(3600, ""))
+        await plugin._within(0.2, asyncio.sleep(3600, ""))
     assert len(read) < 3 * plugin_process._STEPS
+
+
+@pytest.fixture(params=["zombie", "reaped"])
+def ended_pid(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The id of a process that has ended."""
+    with subprocess.Popen(["true"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        if request.param == "reaped":
+            child.wait()
+        yield child.pid
+
+
+async def test_a_process_that_has_ended_is_not_late(
+    ended_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under load, the API hears of its end later than the deadline, which is not the reason."""
+    looks, heard = itertools.count(), asyncio.Event()
+
+    async def hook() -> str:
+        await heard.wait()
+        return "end"
+
+    def used(_: Sequence[int]) -> float:
+        if next(looks) == 3 * plugin_process._STEPS:
+            heard.set()
+        return 0.0
+
+    monkeypatch.setattr(plugin_process, "_cpu_seconds", used)
+    monkeypatch.setattr(plugin_process, "_LATE", 1e9)
+    plugin = Plugin("none", dict, _no_answer, QUICK)
+    plugin.pid = ended_pid
+    assert await plugin._within(0.2, hook()) == "end"
 
 
 def test_an_error_of_a_hook_is_counted_and_the_plugin_goes_on(

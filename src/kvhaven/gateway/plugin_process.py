@@ -390,7 +390,8 @@ class Plugin(Supervised):
 
         On a busy machine plugins wait for a core, which is no fault of theirs: of the time in which
         one could run, only what it used of a core counts. This loop may be late itself, and read
-        late of a hook that has ended: steps in which it was do not count.
+        late of a hook that has ended: steps in which it was do not count, and none after the
+        plugin's process has ended, of which `_wait` tells the reason.
         """
         loop, step_s, counted_s = asyncio.get_running_loop(), seconds / _STEPS, 0.0
         family = _family(self.pid or 0, self.limits.processes)
@@ -403,7 +404,7 @@ class Plugin(Supervised):
                     return task.result()
                 was_late = loop.time() - began_s > _LATE * step_s
                 before_s, used_s = used_s, _cpu_seconds(family)
-                if not was_late:
+                if not was_late and _lives(family[0]):
                     could_run = any(map(_may_run, family))
                     # A process that has ended takes what it used with it.
                     ran_s = min(step_s, max(0.0, used_s - before_s))
@@ -537,13 +538,23 @@ def _cpu_seconds(family: Sequence[int]) -> float:
     return ticks / _TICKS
 
 
+def _lives(pid: int) -> bool:
+    """Return whether a thread of a process has not ended."""
+    return not _thread_states(pid) <= {b"Z", b"X"}
+
+
 def _may_run(pid: int) -> bool:
     """Return whether a thread of a process runs, or waits for a core only."""
+    return b"R" in _thread_states(pid)
+
+
+def _thread_states(pid: int) -> set[bytes]:
+    """Return the states of a process's threads, as in `man proc`; none if it is gone."""
+    states = set()
     for file in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):
-            if file.read_bytes().rpartition(b")")[2].split()[0] == b"R":
-                return True
-    return False
+            states.add(file.read_bytes().rpartition(b")")[2].split()[0])
+    return states
 
 
 def _resident(pid: int) -> int:

@@ -53,7 +53,7 @@ def _no_leaked_descriptors(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def tier_at(url: str, **settings: Any) -> AsyncIterator[Tier]:
-    settings = {"retry_s": 0.05, "deadline_s": 2.0} | settings
+    settings = {"retry_s": 0.05, "deadline_s": 30.0} | settings
     async with opened(redis_tier(url, **settings)) as tier:
         await tier.add_namespace(SPACE)
         yield tier

@@ -65,7 +65,7 @@ def scripted() -> Iterator[ScriptedServer]:
 
 
 def tier_of(*urls: str, **settings: Any) -> contextlib.AbstractAsyncContextManager[Any]:
-    defaults: dict[str, Any] = {"retry_s": 0.05, "deadline_s": 2.0}
+    defaults: dict[str, Any] = {"retry_s": 0.05, "deadline_s": 30.0}
     return opened(s3_tier("s3://bucket/pre/fix", endpoints=urls, **defaults | settings))
 
 

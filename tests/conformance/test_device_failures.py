@@ -168,6 +168,38 @@ def test_the_forward_waits_for_a_load_that_fails(bench: Bench, call: str) -> Non
     assert nth < MOST - 1
 
 
+def test_a_store_ends_after_its_checksums_although_a_later_part_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They read the memory, which the service may give to another chunk once the job has ended."""
+    reading, ended = threading.Event(), threading.Event()
+    overtaken: list[bool] = []
+
+    def read_slowly(*place: int) -> Any:
+        reading.set()
+        overtaken.append(ended.wait(0.2))
+        return checksum_at(*place)
+
+    monkeypatch.setattr(streams, "checksum_at", read_slowly)
+    with opened("cuda-12.8") as found:
+        bench = Bench(found)
+        copy, parts = bench.device._make.copy, itertools.count()
+
+        def copy_or_fail(*given: Any, **how: Any) -> None:
+            if next(parts):
+                assert reading.wait(WAIT_S)
+                raise MemoryError("the test lets this fail")
+            copy(*given, **how)
+
+        monkeypatch.setattr(bench.device._make, "copy", copy_or_fail)
+        job = bench.device.store(bench.layout, CHUNKS, bench.places(CHUNKS, half=0))
+        assert job.wait(WAIT_S)
+        ended.set()
+        assert job.error == "MemoryError: the test lets this fail"
+        assert list(job.checksums) == []
+    assert overtaken == [False]
+
+
 def test_a_copy_ends_although_the_device_refuses_to_be_waited_for_at_first(bench: Bench) -> None:
     """As ROCm does while the engine captures a graph."""
     bench.fill_blocks(CHUNKS, 3)
@@ -341,23 +373,25 @@ def test_no_thread_copies_any_more_when_another_one_failed(
 
 
 def test_a_job_does_not_wait_for_another_jobs_threads() -> None:
-    """The only helper is busy: the caller does all pieces itself."""
-    threads = HostThreads(2, frozenset({0}))
+    """All helpers are busy: the caller does all pieces itself."""
+    pool = HostThreads(2, frozenset({0}))
     busy, free = threading.Barrier(3), threading.Event()
 
     def block(_: int) -> None:
         busy.wait(WAIT_S)
         free.wait(WAIT_S)
 
-    other = threading.Thread(target=threads.run, args=(block, 2))
-    other.start()
+    finish = pool.begin(block, 2)
     busy.wait(WAIT_S)
     done: list[int] = []
-    threads.run(done.append, 5)
+    other = threading.Thread(target=pool.run, args=(done.append, 5), daemon=True)
+    other.start()
+    other.join(WAIT_S)
+    assert not other.is_alive()
     assert done == [0, 1, 2, 3, 4]
     free.set()
-    other.join(WAIT_S)
-    threads.close()
+    finish()
+    pool.close()
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -389,6 +423,42 @@ def test_copies_are_made_without_threads_where_none_can_be_started(
         threads.run(done.append, 5)
     assert done == [0, 1, 2, 3, 4]
     threads.close()
+
+
+@pytest.mark.parametrize("how", ["run", "begin"])
+def test_a_job_waits_for_a_helper_whose_own_thread_could_not_be_started(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`submit` raised, but had queued its call, which another job's thread makes."""
+    threads = HostThreads(2, frozenset({0}))
+    free, helping, returned = threading.Event(), threading.Event(), threading.Event()
+    overtaken: list[bool] = []
+
+    def hold(_: int) -> None:
+        free.wait(WAIT_S)
+
+    def work(_: int) -> None:
+        if threading.current_thread().name.startswith("kvhaven-copy"):
+            helping.set()
+            overtaken.append(returned.wait(0.2))
+        else:
+            free.set()
+            helping.wait(WAIT_S)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    other = threads.begin(hold, 1)  # on the only thread that starts
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        if how == "run":
+            threads.run(work, 2)
+        else:
+            threads.begin(work, 2)()
+    returned.set()
+    other()
+    threads.close()
+    assert overtaken == [False]
 
 
 def test_a_piece_that_cannot_be_described_gives_its_buffer_back(

@@ -6,15 +6,15 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 logger = logging.getLogger(__name__)
 
 
 class HostThreads:
-    """Threads, including the caller's, that share the pieces of a job.
+    """Threads that share the pieces of a job: up to `threads` of a pool on `cores`, and the caller.
 
-    The others run on `cores`. Thread-safe.
+    Thread-safe.
     """
 
     def __init__(self, threads: int, cores: frozenset[int]) -> None:
@@ -24,11 +24,12 @@ class HostThreads:
         )
 
     def run(self, work: Callable[[int], None], count: int) -> None:
-        """Call `work` with 0 to `count - 1` on up to all threads, and wait for all calls to end.
+        """Call `work` with 0 to `count - 1`, and wait for all calls to end.
 
-        Each thread takes the next piece when it is free, because cores are not equally fast (the
-        engine's own threads run on some). After a call has raised, no further call begins; the
-        first exception is raised when no call runs any more.
+        Up to `threads` threads share the job, including the caller's. Each takes the next
+        piece when it is free, because cores are not equally fast (the engine's own threads run on
+        some). After a call has raised, no further call begins; the first exception is raised when
+        no call runs any more.
         """
         self._begin(work, count, min(self._threads, count) - 1)()
 
@@ -40,43 +41,72 @@ class HostThreads:
         return self._begin(work, count, min(self._threads, count))
 
     def _begin(self, work: Callable[[int], None], count: int, helping: int) -> Callable[[], None]:
-        left: Iterator[int] = iter(range(count))
-        errors: list[BaseException] = []
-
-        def take() -> None:
-            for index in left:  # `next` on a range iterator is atomic under the GIL
-                if errors:
-                    return
-                try:
-                    work(index)
-                except BaseException as error:  # noqa: BLE001 - raised when all threads have ended
-                    errors.append(error)
-
-        helpers = self._submit(take, helping)
-
-        def finish() -> None:
-            try:
-                take()
-            finally:
-                # A helper that has not begun is cancelled: it may be queued behind another job.
-                wait([helper for helper in helpers if not helper.cancel()])
-            if errors:
-                raise errors[0]
-
-        return finish
+        job = _Shared(work, count)
+        self._submit(job.help, helping)
+        return job.finish
 
     def close(self) -> None:
         """End the threads; later jobs run on the caller's thread alone."""
         self._pool.shutdown()
 
-    def _submit(self, call: Callable[[], None], times: int) -> list[Future[None]]:
-        found: list[Future[None]] = []
+    def _submit(self, call: Callable[[], None], times: int) -> None:
+        """Queue calls. If a thread cannot be started, its call stays queued for the others."""
         try:
             for _ in range(times):
-                found.append(self._pool.submit(call))  # noqa: PERF401 - the next one may raise
-        except RuntimeError as error:  # no thread can be started: use the existing ones
-            logger.debug("%d copy threads instead of %d: %s", len(found), times, error)
-        return found
+                self._pool.submit(call)
+        except (RuntimeError, MemoryError) as error:
+            logger.debug("fewer than %d copy threads: %s", times, error)
+
+
+class _Shared:
+    """The pieces of a job that several threads share.
+
+    The job itself counts its helpers, because the pool's futures do not show all of them: if the
+    pool cannot start a thread, `submit` raises, but another thread may still make the call.
+    """
+
+    def __init__(self, work: Callable[[int], None], count: int) -> None:
+        self._work = work
+        self._left: Iterator[int] = iter(range(count))
+        self._errors: list[BaseException] = []
+        self._changed = threading.Condition()
+        self._helpers = 0
+        """The number of helpers that take pieces now; guarded by `_changed`, as is the next."""
+        self._finished = False
+
+    def help(self) -> None:
+        """Take pieces until none is left, or nothing if the job has ended."""
+        with self._changed:
+            if self._finished:
+                return
+            self._helpers += 1
+        try:
+            self._take()
+        finally:
+            with self._changed:
+                self._helpers -= 1
+                self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Take pieces, too; return when no call runs any more. Raises the first exception."""
+        try:
+            self._take()
+        finally:
+            # A helper that has not begun is not waited for: it may be queued behind another job.
+            with self._changed:
+                self._finished = True
+                self._changed.wait_for(lambda: not self._helpers)
+        if self._errors:
+            raise self._errors[0]
+
+    def _take(self) -> None:
+        for index in self._left:  # `next` on a range iterator is atomic under the GIL
+            if self._errors:
+                return
+            try:
+                self._work(index)
+            except BaseException as error:  # noqa: BLE001 - raised when all threads have ended
+                self._errors.append(error)
 
 
 class SerialThread:

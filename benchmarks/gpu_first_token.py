@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`gpu.ttft.*`: seconds from a prompt of 32,000 tokens to the first token, in real vLLM on a GPU.
 
-`python -m benchmarks gpu-ttft` needs an NVIDIA or AMD GPU of 48 GB or more, a vLLM for it, 40 GB of
+`python -m benchmarks gpu-ttft` needs an NVIDIA or AMD GPU of 48 GB or more, a vLLM for it, 20 GB of
 disk and 28 GiB of memory. The model is the demo's with 6.2 billion parameters, and attention of the
 same shape as Llama 3.1 8B (128 KiB of KV a token). The three prompts, on the same document, are
 sent one at a time, and vLLM's own prefix cache is emptied before each. The values are medians.
 
-- `gpu.ttft.cold`: with KVHaven, emptied before each prompt. The limit is 1.03 times the time that
-  the engine with vLLM's OffloadingConnector takes for prompts that are new to it.
+- `gpu.ttft.cold`: with KVHaven, emptied before each prompt (also two on other documents). The limit
+  is 1.03 times the median with vLLM's OffloadingConnector, of the three prompts that are new to it.
 - `gpu.ttft.memory`: KV from the node service's memory. The limit is 1/5 of `gpu.ttft.cold`.
 - `gpu.ttft.disk`: KV from the disk tier, without the page cache (memory is emptied before each
   prompt). A GPU may compute KV sooner than a disk reads it, which KVHaven then lets it do; the
@@ -41,6 +41,7 @@ _DOCUMENT_TOKENS = 32_000
 _OUTPUT_TOKENS = 8
 _PASSES = 5
 _STORED_S = 30.0
+_ALONE = "1.03 times the time with OffloadingConnector"
 _OPTIONS = {
     "gpu_memory_utilization": 0.42,
     "max_model_len": 40_960,
@@ -135,10 +136,10 @@ class _Measurement:
         self._service.clear()
         answer = self._ours.ask(prompt, _OUTPUT_TOKENS)
         self._times.cold.append(answer.ttft)
+        self._await_stored(answer.prompt_tokens // CHUNK)  # the other engine is not to notice
         theirs = self._theirs.ask(prompt, _OUTPUT_TOKENS)
         if theirs.sources["computed"] == theirs.prompt_tokens:
             self._times.alone.append(theirs.ttft)
-        self._await_stored(answer.prompt_tokens // CHUNK)
         return answer.tokens
 
     def _await_stored(self, chunks: int) -> None:
@@ -169,6 +170,7 @@ class _Measurement:
             cached = answer.prompt_tokens - answer.sources["computed"]
             if name == "disk":
                 self._loaded.append(cached)
+                self._await_stored(answer.prompt_tokens // CHUNK)  # also what was computed
             elif cached < answer.prompt_tokens - CHUNK:
                 self._wrong.add(f"{name}: only {cached} tokens of {answer.prompt_tokens} came")
 
@@ -177,14 +179,7 @@ class _Measurement:
         cold = statistics.median(times.cold)
         alone = statistics.median(times.alone)
         return [
-            at_most(
-                "gpu.ttft.cold",
-                cold,
-                "s",
-                1.03 * alone,
-                len(times.cold),
-                "1.03 times the other engine's",
-            ),
+            at_most("gpu.ttft.cold", cold, "s", 1.03 * alone, len(times.cold), _ALONE),
             at_most(
                 "gpu.ttft.memory",
                 statistics.median(times.memory),

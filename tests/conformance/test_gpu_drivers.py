@@ -150,11 +150,13 @@ def threads_work_on_device_0_too(word: str) -> None:
 
 def memory_that_cannot_be_registered_disturbs_nobody(word: str) -> None:
     """A runtime's failed call leaves an error behind, which torch tells of the next kernel."""
-    with opened(word, registered_bytes=0) as found:
+    with opened(word, registered_bytes=0) as found, contextlib.ExitStack() as stack:
         machine = Machine(found, registered=False)
         size = len(machine.bytes)
         if word in REAL:  # whose driver refuses what is registered
-            machine.device._make._driver.host.register(machine.base, size)  # type: ignore[attr-defined]
+            host = machine.device._make._driver.host  # type: ignore[attr-defined]
+            host.register(machine.base, size)
+            stack.callback(host.unregister, machine.base)
         machine.device.register_host(machine.base, size)
         assert not machine.device._make._registered.pieces  # type: ignore[attr-defined]
         torch.ones(4, device="cuda").add_(1)

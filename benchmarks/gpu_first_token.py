@@ -67,7 +67,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
             **_OPTIONS,
         ) as ours,
     ):
-        ours.ready()  # two engines that start at once measure each other's memory
+        ours.ready()  # two engines that start concurrently measure each other's memory
         with engine(
             model, BENCH / "gpu-ttft-offloading.log", kv_offloading_size=12, **_OPTIONS
         ) as theirs:
@@ -136,7 +136,7 @@ class _Measurement:
         self._service.clear()
         answer = self._ours.ask(prompt, _OUTPUT_TOKENS)
         self._times.cold.append(answer.ttft)
-        self._await_stored(answer.prompt_tokens // CHUNK)  # the other engine is not to notice
+        self._await_stored(answer.prompt_tokens // CHUNK)  # saves would slow the other engine
         theirs = self._theirs.ask(prompt, _OUTPUT_TOKENS)
         if theirs.sources["computed"] == theirs.prompt_tokens:
             self._times.alone.append(theirs.ttft)
@@ -170,7 +170,7 @@ class _Measurement:
             cached = answer.prompt_tokens - answer.sources["computed"]
             if name == "disk":
                 self._loaded.append(cached)
-                self._await_stored(answer.prompt_tokens // CHUNK)  # also what was computed
+                self._await_stored(answer.prompt_tokens // CHUNK)  # its computed KV, too
             elif cached < answer.prompt_tokens - CHUNK:
                 self._wrong.add(f"{name}: only {cached} tokens of {answer.prompt_tokens} came")
 

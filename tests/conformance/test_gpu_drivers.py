@@ -29,7 +29,7 @@ from tests.devices import DRIVERS, REAL, Opened, opened
 WORDS: Final = ("cuda-12.4", "cuda-12.8", "cuda-13.0", "rocm-7")
 BATCHES: Final = ("cuda-12.8", "cuda-13.0")
 HARDWARE: Final = tuple(word for word in REAL if word == "cuda")
-"""A real GPU; what its driver minds is as seen with an H100, driver 580 and CUDA 13."""
+"""A real NVIDIA GPU. What breaks there is as seen on an H100 with driver 580 and CUDA 13."""
 WAIT_S = 30.0
 LAYERS, PAGE = 2, 64
 

@@ -489,7 +489,7 @@ class StreamCopy:
 
 
 def _direct_parts(lane: "_Lane", layout: Layout, chunks: Chunks) -> Iterable[Chunks]:
-    """Return the parts of a copy that needs no staging memory: those of a store have checksums."""
+    """Return the parts of a copy without staging memory: several for a store, to be hashed."""
     if not lane.to_host:
         return [chunks]
     return chunks.groups(PART_BYTES // paged_of(layout).block_bytes)

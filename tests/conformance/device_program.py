@@ -7,6 +7,7 @@ Every value read on the way, all KV and all host memory must be right in the end
 """
 
 import ctypes
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ LAYERS = 2
 BLOCKS = 12
 SLOTS = 6
 LONGEST = 4
+MOST_CHUNKS = 3
 WAIT_S = 30.0
 
 
@@ -32,6 +34,8 @@ class Slot:
     address: int
     values: list[int] = field(default_factory=list)
     jobs: list[CopyJob] = field(default_factory=list)
+    index: int = 0
+    """Which chunk of its store, the first of `jobs`, it holds."""
 
 
 class Program:
@@ -50,7 +54,6 @@ class Program:
         self._values = [0] * BLOCKS
         self._reading: list[list[CopyJob]] = [[] for _ in range(BLOCKS)]
         self._loading: list[CopyJob | None] = [None] * BLOCKS
-        self._stores: list[tuple[CopyJob, list[int]]] = []
         self._seen: list[tuple[list[torch.Tensor], int]] = []
         self.device.register_host(base, len(self._memory))
 
@@ -102,33 +105,40 @@ class Program:
         self._seen.append((copies, self._values[block]))
 
     def _store(self) -> None:
-        slot = self._free_slot()
-        blocks = self._dice.sample(range(BLOCKS), self._dice.randint(1, LONGEST))
+        slots = self._dice.sample(self._slots, self._dice.randint(1, MOST_CHUNKS))
+        chunks = [self._dice.sample(range(BLOCKS), self._dice.randint(1, LONGEST)) for _ in slots]
+        self._await_free(slots)
+        blocks = sorted(set(itertools.chain(*chunks)))
         self._settle(blocks, to_write=False)
-        job = self.device.store(self.layout, [blocks], [slot.address])
-        slot.jobs = [job]
-        slot.values = [self._values[block] for block in blocks]
+        job = self.device.store(self.layout, chunks, [slot.address for slot in slots])
+        for index, (slot, chunk) in enumerate(zip(slots, chunks, strict=True)):
+            slot.jobs, slot.index = [job], index
+            slot.values = [self._values[block] for block in chunk]
         for block in blocks:
             self._reading[block].append(job)
-        self._stores.append((job, slot.values))
 
     def _load(self) -> None:
         filled = [slot for slot in self._slots if slot.values]
         if not filled:
             return
-        slot = self._dice.choice(filled)
-        assert slot.jobs[0].wait(WAIT_S), "its store"
-        blocks = self._dice.sample(range(BLOCKS), len(slot.values))
-        if len(blocks) > 1 and self._dice.random() < 0.3:
-            blocks[self._dice.randrange(len(blocks))] = SKIP
-        given = [block for block in blocks if block != SKIP]
+        slots = self._dice.sample(filled, self._dice.randint(1, min(MOST_CHUNKS, len(filled))))
+        left = self._dice.sample(range(BLOCKS), BLOCKS)
+        chunks: list[list[int]] = []
+        for slot in slots:
+            assert slot.jobs[0].wait(WAIT_S), "its store"
+            blocks, left = left[: len(slot.values)], left[len(slot.values) :]
+            if len(blocks) > 1 and self._dice.random() < 0.3:
+                blocks[self._dice.randrange(len(blocks))] = SKIP
+            chunks.append(blocks)
+        given = [block for block in itertools.chain(*chunks) if block != SKIP]
         self._settle(given, to_write=True)
-        job = self.device.load(self.layout, [blocks], [slot.address])
-        slot.jobs.append(job)
-        for block, value in zip(blocks, slot.values, strict=True):
-            if block != SKIP:
-                self._values[block] = value
-                self._loading[block] = job
+        job = self.device.load(self.layout, chunks, [slot.address for slot in slots])
+        for slot, chunk in zip(slots, chunks, strict=True):
+            slot.jobs.append(job)
+            for block, value in zip(chunk, slot.values, strict=True):
+                if block != SKIP:
+                    self._values[block] = value
+                    self._loading[block] = job
 
     def _settle(self, blocks: list[int], *, to_write: bool) -> None:
         """Do what the contract asks before blocks are used."""
@@ -144,12 +154,10 @@ class Program:
             for block in blocks:
                 self._reading[block].clear()
 
-    def _free_slot(self) -> Slot:
-        slot = self._dice.choice(self._slots)
-        for job in slot.jobs:
+    def _await_free(self, slots: list[Slot]) -> None:
+        for job in itertools.chain(*(slot.jobs for slot in slots)):
             assert job.wait(WAIT_S), "what used the slot before"
             assert job.error == ""
-        return slot
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -177,7 +185,8 @@ class Program:
         payload = bytes_at(slot.address, size).reshape(LAYERS, len(slot.values), -1)
         for position, value in enumerate(slot.values):
             assert (payload[:, position] == value).all(), "host memory is wrong"
-        assert list(slot.jobs[0].checksums) == [checksum_at(slot.address, size)]
+        checksums = list(slot.jobs[0].checksums)
+        assert checksums[slot.index : slot.index + 1] == [checksum_at(slot.address, size)]
 
 
 def kv_layout(opened: Opened) -> PagedLayout:

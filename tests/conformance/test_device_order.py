@@ -117,6 +117,18 @@ def the_forward_does_not_wait_for_the_submission(patch: Patch) -> None:
     patch.setattr(StreamDevice, "forward_waits", forward_waits)
 
 
+def the_forward_waits_for_the_first_part_only(patch: Patch) -> None:
+    submit = StreamDevice._submit_part
+
+    def submit_part(device: StreamDevice, lane: Any, job: StreamCopy, *rest: Any) -> None:
+        first = job.event
+        submit(device, lane, job, *rest)
+        if first is not None:
+            job.event = first
+
+    patch.setattr(StreamDevice, "_submit_part", submit_part)
+
+
 def copies_do_not_say_in_which_order_they_read(patch: Patch) -> None:
     patch.setattr(cuda, "_ACCESS_IN_STREAM_ORDER", 0)
 
@@ -139,6 +151,7 @@ BATCHES = ("cuda-12.8", "cuda-13.0")
 GPUS = ("cuda-12.4", *BATCHES, "rocm-7", *REAL)
 IN_THREADS = ("xpu", *GPUS)
 ALL = ("hpu-eager", "hpu-lazy", *IN_THREADS)
+PARTS = ("cuda-12.8-small-batches",)
 STAGED = ("hpu-eager", "hpu-lazy", "xpu", "cuda-12.8-unregistered")
 MUTATIONS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     copies_do_not_wait_for_compute: (*ALL, "cuda-12.8-unregistered"),
@@ -151,6 +164,7 @@ MUTATIONS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     copies_run_on_the_stream_of_compute: ALL,
     staging_memory_is_used_again_too_early: STAGED,
     the_forward_does_not_wait_for_the_submission: IN_THREADS,
+    the_forward_waits_for_the_first_part_only: PARTS,
     copies_do_not_say_in_which_order_they_read: BATCHES,
     copies_go_to_the_default_stream: GPUS,
 }

@@ -54,7 +54,9 @@ class Guard:
         self._tls = tls
         self._open: dict[asyncio.BaseTransport, Guarded] = {}
 
-    def __len__(self) -> int:
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
         return len(self._open)
 
     def protocol(self, inner: asyncio.Protocol) -> "Guarded":

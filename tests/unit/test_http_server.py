@@ -78,20 +78,20 @@ async def test_a_connection_counts_before_its_handshake(certificate: Path) -> No
     guard = Guard(most=2, tls=tls_of(certificate))
     async with server(guard) as port:
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        await until(lambda: len(guard) == 2)
+        await until(lambda: guard.connections == 2)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await ended(reader) == b""
         for _, each in (*silent, (reader, writer)):
             each.close()
-        await until(lambda: len(guard) == 0)
+        await until(lambda: guard.connections == 0)
         trusting = ssl.create_default_context(cafile=certificate)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
         writer.write(REQUEST)
         async with asyncio.timeout(60):
             assert b"hello" in await reader.readuntil(b"hello")
-        assert len(guard) == 1
+        assert guard.connections == 1
         writer.close()
-        await until(lambda: len(guard) == 0)
+        await until(lambda: guard.connections == 0)
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"])
@@ -105,7 +105,7 @@ async def test_a_handshake_that_fails_or_does_not_end_ends_its_connection(
         writer.write(sent)
         await ended(reader)
         writer.close()
-        await until(lambda: len(guard) == 0)
+        await until(lambda: guard.connections == 0)
 
 
 async def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(
@@ -172,7 +172,7 @@ async def test_a_client_that_takes_nothing_is_disconnected(monkeypatch: pytest.M
         writer.write(REQUEST)
         async with asyncio.timeout(60):
             await left.wait()
-        await until(lambda: len(guard) == 0)
+        await until(lambda: guard.connections == 0)
         assert not reader.at_eof()
         writer.close()
 

@@ -22,6 +22,7 @@ pytest.importorskip("aiohttp", reason="kvhaven[router] is not installed")
 pytest.importorskip("uvloop", reason="kvhaven[router] is not installed")
 
 import aiohttp
+from yarl import URL
 
 from kvhaven import http_server
 from kvhaven.errors import ConfigError
@@ -491,16 +492,29 @@ async def test_as_many_clients_as_are_let_in_have_descriptors_for_their_requests
     assert statuses == [200] * clients
 
 
+@contextlib.asynccontextmanager
+async def whole(d: FakeVllm) -> AsyncIterator[Running]:
+    """Yield the router as its command runs it, with the limits of its connections."""
+    port = free_port()
+    chooser = Chooser([], [parse_node(d.url, "--decode")], 0)
+    serving = asyncio.create_task(
+        main._run(Address("127.0.0.1", port), chooser, QUICK, 60.0, most=4)
+    )
+    try:
+        await until(lambda: _listens(port))
+        async with aiohttp.ClientSession() as client:
+            yield Running(f"http://127.0.0.1:{port}", chooser, client)
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
 async def test_clients_that_send_no_request_are_disconnected_and_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server, "HEADER_S", 0.5)
-    async with fake("d0") as d, aiohttp.ClientSession() as client:
-        port = free_port()
-        chooser = Chooser([], [parse_node(d.url, "--decode")], 0)
-        address = Address("127.0.0.1", port)
-        serving = asyncio.create_task(main._run(address, chooser, QUICK, 60.0, most=4))
-        await until(lambda: _listens(port))
+    async with fake("d0") as d, whole(d) as router:
+        port = URL(router.url).port
         slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
         for _, writer in slow:
             writer.write(b"GET /health HTTP/1.1\r\n")
@@ -509,9 +523,25 @@ async def test_clients_that_send_no_request_are_disconnected_and_others_are_serv
                 with contextlib.suppress(ConnectionError):
                     assert await reader.read() == b""
             writer.close()
-        assert (await Running(f"http://127.0.0.1:{port}", chooser, client).ask(ASK))[0] == 200
-        serving.cancel()
-        await asyncio.wait([serving])
+        assert (await router.ask(ASK))[0] == 200
+
+
+async def test_an_answer_may_take_longer_than_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has sent its request is not disconnected with a client that sends none."""
+    monkeypatch.setattr(http_server, "HEADER_S", 0.5)
+    async with (
+        fake("d0", breaks_after=1) as d,
+        whole(d) as router,
+        router.client.post(f"{router.url}/v1/completions", json=ASK | {"stream": True}) as answer,
+    ):
+        assert await answer.content.readany()
+        idle, writer = await asyncio.open_connection("127.0.0.1", URL(router.url).port)
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionError):
+                assert await idle.read() == b""
+        writer.close()
+        d.may_break.set()  # so the router tells that the node broke off
+        assert b"broke off" in await answer.content.read()
 
 
 async def test_a_port_that_is_taken_is_a_clear_error() -> None:

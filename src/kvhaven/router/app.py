@@ -81,7 +81,7 @@ class Router:
         self._chooser = chooser
         self._health = health
         self._prefill_s = prefill_s
-        self._guard = guard or Guard()
+        self._guard = Guard() if guard is None else guard
         self._metrics = Metrics()
         self._answers: dict[Node, set[ClientResponse]] = {}
         self._session: ClientSession

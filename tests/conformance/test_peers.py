@@ -7,6 +7,7 @@ the other node. Left out is what concerns the files of a store: damaged headers,
 
 import asyncio
 import contextlib
+import functools
 import gc
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvhaven.errors import TierError, TierMissError
+from kvhaven.peers import peer
+from kvhaven.peers import tier as peer_tier
 from kvhaven.testing import tier_suite, tiers
 from kvhaven.testing.faulty_tier import FaultyTier
 from kvhaven.testing.tier_suite import (  # noqa: F401 - tests and a fixture, collected here
@@ -33,6 +36,7 @@ from kvhaven.testing.tier_suite import (  # noqa: F401 - tests and a fixture, co
 )
 from kvhaven.testing.tiers import Kit, content, fetch, make_namespace, make_piece, store, until
 from kvhaven.tiers.base import Tier
+from kvhaven.tiers.health import Breaker
 from tests.conformance import test_tier_faults as faults
 from tests.other_node import Buffers, Pair, pair_of
 from tests.timed_calls import DEADLINE_S, SEEDS
@@ -97,7 +101,13 @@ async def _remove_damaged(peers: list[Tier]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(SEEDS))
-async def test_no_wrong_byte_no_late_answer_and_no_leak(kit: Kit, pair: Pair, seed: int) -> None:
+async def test_no_wrong_byte_no_late_answer_and_no_leak(
+    kit: Kit, pair: Pair, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With short pauses: so much damage would leave out the peer for most of the time."""
+    monkeypatch.setattr(peer_tier, "_PING_S", 0.02)
+    breaker = functools.partial(Breaker, threshold=3, pause_s=0.02, max_pause_s=0.1)
+    monkeypatch.setattr(peer, "Breaker", lambda clock, **_: breaker(clock))
     await faults._settle(kit)
     before = faults._held()
     async with contextlib.AsyncExitStack() as stack:

@@ -28,13 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.first_token import shown
+from benchmarks.gpus import usable_gpu
 from benchmarks.nodes import fresh_folder, fresh_node
 from benchmarks.results import BENCH, Result, at_least, at_most
 from examples.demo.demo import CHUNK, PATIENT, QUESTIONS, WARM_UP
 from examples.demo.model import Shape, make_model
 from examples.demo.processes import Engine, NodeService, ProcessError, engine, kvhaven
 from examples.demo.text import make_document, make_questions
-from kvhaven.devices.detect import KINDS
 
 _SHAPE = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, max_length=65_536)
 _DOCUMENT_TOKENS = 32_000
@@ -51,9 +51,7 @@ _OPTIONS = {
 
 def measure(say: Callable[[str], None]) -> list[Result]:
     """Send all prompts to two engines, alternating; nothing without a GPU."""
-    kind = next((name for name in ("cuda", "rocm") if not KINDS[name].unavailable()), None)
-    if kind is None:
-        say("no usable GPU: " + "; ".join(KINDS[name].unavailable() for name in ("cuda", "rocm")))
+    if not usable_gpu(say):
         return []
     model = _model(BENCH / "gpu-model")
     say("starting two vLLM engines")

@@ -29,11 +29,20 @@ _WANTED = {"2MiB": 0.90, "8MiB": 0.90}
 _MULTIPLICATIONS, _SIZE = 60, 8192
 
 
+def usable_gpu(say: Callable[[str], None]) -> str:
+    """Return the first kind of GPU that is available; if none is, say why and return ""."""
+    reasons = {name: KINDS[name].unavailable() for name in ("cuda", "rocm")}
+    for name, reason in reasons.items():
+        if not reason:
+            return name
+    say("no usable GPU: " + "; ".join(reasons.values()))
+    return ""
+
+
 def measure(say: Callable[[str], None]) -> list[Result]:
     """Measure the first kind of GPU that is available, if any."""
-    kind = next((name for name in ("cuda", "rocm") if not KINDS[name].unavailable()), None)
-    if kind is None:
-        say("no usable GPU: " + "; ".join(KINDS[name].unavailable() for name in ("cuda", "rocm")))
+    kind = usable_gpu(say)
+    if not kind:
         return []
     device = open_device(kind, copy_threads=4)
     arena = mmap.mmap(-1, _TOTAL)

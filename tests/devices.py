@@ -62,7 +62,7 @@ def opened(word: str, seed: int = 0, index: int = 0, **options: Any) -> Iterator
             patch.setattr(cpu_copies, "HASH_BYTES", 700)
             device: Device = CpuDevice(copy_threads=3)
         elif word in {"cpu", *REAL}:
-            patch.setattr(streams, "PART_BYTES", 500)  # of stores on a GPU
+            patch.setattr(streams, "PART_BYTES", 500)  # so that stores on a GPU have several
             device = open_device(word, copy_threads=2)
         else:
             kind, _, variant = word.partition("-")

@@ -30,6 +30,7 @@ WORDS: Final = ("cuda-12.4", "cuda-12.8", "cuda-13.0", "rocm-7")
 BATCHES: Final = ("cuda-12.8", "cuda-13.0")
 HARDWARE: Final = tuple(word for word in REAL if word == "cuda")
 """A real NVIDIA GPU. What breaks there is as seen on an H100 with driver 580 and CUDA 13."""
+EVERYWHERE: Final = (*WORDS, *HARDWARE)
 WAIT_S = 30.0
 LAYERS, PAGE = 2, 64
 
@@ -333,14 +334,14 @@ REQUIREMENTS: Final[dict[Check, dict[Breakage, tuple[str, ...]]]] = {
         the_runtime_registers: NVIDIA,
     },
     large_copies_are_cut_into_batches: {batches_have_any_size: BATCHES},
-    copies_span_no_two_registrations: {moves_are_not_split: (*WORDS, *HARDWARE)},
+    copies_span_no_two_registrations: {moves_are_not_split: EVERYWHERE},
     unregistered_memory_never_blocks: {all_memory_counts_as_registered: WORDS},
     torchs_own_runtime_is_used: {a_second_runtime_is_loaded: ("rocm-7",)},
     captures_are_left_alone: {
-        threads_of_others_are_not_relaxed: (*WORDS, *HARDWARE),
-        our_threads_are_not_relaxed: (*WORDS, *HARDWARE),
+        threads_of_others_are_not_relaxed: EVERYWHERE,
+        our_threads_are_not_relaxed: EVERYWHERE,
     },
-    the_engines_threads_keep_their_capture_mode: {every_thread_is_relaxed: (*WORDS, *HARDWARE)},
+    the_engines_threads_keep_their_capture_mode: {every_thread_is_relaxed: EVERYWHERE},
 }
 """What breaks each requirement, and where it must show."""
 
@@ -408,7 +409,7 @@ def test_copies_are_submitted_beside_the_engine(word: str, monkeypatch: Patch) -
     assert set(threads) == {f"kvhaven-{name}-store-submit", f"kvhaven-{name}-load-submit"}
 
 
-@pytest.mark.parametrize("word", [*WORDS, *HARDWARE])
+@pytest.mark.parametrize("word", EVERYWHERE)
 def test_checksums_are_computed_while_the_device_copies(word: str, monkeypatch: Patch) -> None:
     """The device is at the second part only when the first one's checksum is there."""
     hashed, seen = threading.Event(), list[bool]()
@@ -423,10 +424,10 @@ def test_checksums_are_computed_while_the_device_copies(word: str, monkeypatch: 
         hashed.set()
         return found
 
-    monkeypatch.setattr(streams, "PART_BYTES", 1)
     monkeypatch.setattr(streams, "checksum_at", note)
     monkeypatch.setattr(StreamDevice, "_passed", wait)
     with opened(word) as found:
+        monkeypatch.setattr(streams, "PART_BYTES", 1)
         machine = Machine(found)
         places = [machine.base, machine.base + machine.layout.payload_bytes(1)]
         job = machine.device.store(machine.layout, [[3], [5]], places)

@@ -481,6 +481,7 @@ class StreamCopy:
     def end(self) -> None:
         """Mark the job as ended; called once."""
         self.keep.clear()
+        self.arriving.clear()
         if self.error:
             logger.warning("a copy failed: %s", self.error)
         else:

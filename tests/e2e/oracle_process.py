@@ -74,11 +74,18 @@ class Commands(engine_process.Commands):
     ) -> list[dict[str, Any]]:
         """Play a round to its end; return what came of each request, in order."""
         engine = llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
         plays = [_Play(wanted) for wanted in requests]
         coming = sorted(events, key=lambda event: event["step"], reverse=True)
         waiting = sorted(plays, key=lambda play: play.wanted["arrive"], reverse=True)
         step = 0
-        while waiting or coming or engine.has_unfinished_requests():
+        # On a GPU, aborted requests have their blocks until their loads have ended.
+        while (
+            waiting
+            or coming
+            or engine.has_unfinished_requests()
+            or scheduler.has_finished_requests()
+        ):
             while waiting and waiting[-1].wanted["arrive"] <= step:
                 _start(llm, waiting.pop())
             while coming and coming[-1]["step"] <= step:
@@ -89,7 +96,7 @@ class Commands(engine_process.Commands):
             _step(engine, [play for play in plays if play.running])
             step += 1
             if step > _MOST_STEPS:
-                stuck = engine.engine_core.engine_core.scheduler.requests.values()
+                stuck = scheduler.requests.values()
                 raise RuntimeError(f"requests never end: {[vars(request) for request in stuck]}")
         return [play.result() for play in plays]
 

@@ -18,17 +18,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 _LONGEST = 1 << 20
-_IMPORTED = (
+IMPORTED = [
     "vllm.entrypoints.llm",
     "vllm.model_executor.models.llama",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
-)
+]
 
 
 class Forked:
@@ -58,7 +58,7 @@ class Zygote:
         self._lock = threading.Lock()  # tests start engines side by side
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), str(theirs.fileno())],
+            [sys.executable, str(Path(__file__)), str(theirs.fileno()), *IMPORTED],
             pass_fds=(theirs.fileno(),),
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -96,9 +96,9 @@ class Zygote:
         self._process.wait()
 
 
-def _serve(orders: socket.socket) -> None:
+def _serve(orders: socket.socket, imported: Sequence[str]) -> None:
     """Fork for every order until the other end is closed."""
-    for name in _IMPORTED:
+    for name in imported:
         importlib.import_module(name)
     # vLLM names its processes. This finds where names go, as long as the environment is there.
     importlib.import_module("setproctitle").getproctitle()
@@ -142,4 +142,4 @@ def _become(order: dict[str, Any], stdin: int, answers: int, output: int) -> NoR
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

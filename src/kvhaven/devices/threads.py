@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads of a device: a pool that shares the pieces of a job, and one that runs calls in order."""
 
+import atexit
+import contextlib
 import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 logger = logging.getLogger(__name__)
+
+_EXIT_S: Final = 10.0
+"""Seconds that the end of the process waits for queued calls of all `SerialThread`s together."""
 
 
 class HostThreads:
@@ -110,12 +117,18 @@ class _Shared:
 
 
 class SerialThread:
-    """A thread that makes calls one after the other, in the order of `put`."""
+    """A thread that makes calls one after the other, in the order of `put`.
+
+    A process that ends while the thread runs waits for its queued calls, for up to `_EXIT_S`
+    seconds: Python before 3.14 kills its daemon threads then, and the whole process aborts if one
+    of them is in torch's C++ code.
+    """
 
     def __init__(self, name: str, prepare: Callable[[], None]) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(prepare,), name=name, daemon=True)
         self._thread.start()
+        _open.append(self)
 
     def put(self, call: Callable[[], None]) -> None:
         """Queue a call. It must not raise."""
@@ -123,8 +136,14 @@ class SerialThread:
 
     def close(self) -> None:
         """End the thread after all queued calls."""
+        self.end(None)
+
+    def end(self, timeout_s: float | None) -> None:
+        """Do as `close`, but wait for `timeout_s` seconds at most."""
         self._calls.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
+        with contextlib.suppress(ValueError):  # it was closed before
+            _open.remove(self)
 
     def _run(self, prepare: Callable[[], None]) -> None:
         try:
@@ -137,6 +156,18 @@ class SerialThread:
             except Exception:  # the thread must survive for later calls
                 logger.exception("%s: a call failed", self._thread.name)
             del call  # frees the objects that it holds while the thread waits
+
+
+_open: list[SerialThread] = []
+"""The threads that were not closed, oldest first: one that submits copies is before the one that
+waits for them."""
+
+
+@atexit.register
+def _end_all() -> None:
+    end = time.monotonic() + _EXIT_S
+    while _open:
+        _open[0].end(max(0.0, end - time.monotonic()))
 
 
 def _run_on(cores: frozenset[int]) -> None:

@@ -88,8 +88,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     layered_load_ms: Annotated[
         float,
         duration(
-            "Experimental, untested on a GPU: loads of up to this duration run during the forward "
-            "pass, layer by layer. 0: off.",
+            "Experimental, never measured on a GPU: loads of up to this duration run during the "
+            "forward pass, layer by layer. 0: off.",
             "milliseconds",
             most=100,
         ),

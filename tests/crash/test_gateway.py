@@ -51,8 +51,8 @@ def test_no_acquire_fails_while_the_api_is_killed_and_stopped(short_dir: Path) -
             assert loading.failed == 0
         finally:
             api.close()
-        assert api.process is not None
-        assert api.process.poll() is not None
+        # A process of low priority may live on for some seconds after it was killed.
+        eventually(lambda: api.process is not None and api.process.poll() is not None)
         assert state_at(url) == ""
         node.check()
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads from another node's memory over TCP, against bare sockets that carry the same bytes.
 
-Both move shards of 4 MiB over two connections from a process that keeps them in shared memory, and
-compute the xxh3-128 of what arrives, in threads at nice 10.
+A process keeps the bytes in memory. Bare sockets move them over two connections, a peer over four,
+and both compute the xxh3-128 of what arrives, in threads at nice 10.
 
-- `peer.tcp`: 256 MiB over loopback: the protocol and the threads, not a network.
-  As many reads are under way as a service has at most, 64. `peer.tcp.few`: only as many as the peer
-  has threads, so that each waits for the event loop after each shard.
+- `peer.tcp`: 256 MiB over loopback, in shards of 4 MiB: the protocol and the threads, not a
+  network. As many reads are under way as a service has at most, 64. `peer.tcp.few`: only as many as
+  the peer has threads, so that each waits for the event loop after each shard. `peer.tcp.large`:
+  512 MiB in shards of 16 MiB, which are 256 tokens of Llama 3.1 8B on each of two ranks.
 - `peer.tcp.1g`, `peer.tcp.4g`: between two network namespaces, over a link that `tbf` limits to 1
   and 4 Gbit (root only).
 """
@@ -44,29 +45,43 @@ from kvhaven.types import (
 )
 
 _SHARD: Final = 4 << 20
+_LARGE: Final = 16 << 20
 _SHARDS: Final = 64
 _STREAMS: Final = 2
 _AT_ONCE: Final = 64
 """Reads of a tier that a service has under way at most."""
 _ID: Final = ShardId(0, (0, 1), (0, 1))
-_SPACE: Final = Namespace(NamespaceDigest(b"f" * 32), {}, ShardTable((Shard(_ID, _SHARD),)))
+_SPACES: Final = {
+    size: Namespace(NamespaceDigest(b"f" * 32), {}, ShardTable((Shard(_ID, size),)))
+    for size in (_SHARD, _LARGE)
+}
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Size of a comparison, and its target."""
+    """Size of a comparison, and its target. `shards` have 4 MiB; a peer's have `shard` bytes."""
 
     shards: int
     rounds: int
     wanted: float
     what: str
     at_once: int = _AT_ONCE
+    shard: int = _SHARD
+
+
+@dataclass(frozen=True)
+class _Ports:
+    """Ports of a sender: those of peers by the size of their shards, and that of bare sockets."""
+
+    peers: dict[int, int]
+    bare: int
 
 
 _BARE: Final = "bare sockets with xxh3"
 _LOOPBACK: Final = {
     "peer.tcp": _Plan(_SHARDS, 15, 0.85, _BARE),
     "peer.tcp.few": _Plan(_SHARDS, 15, 0.85, _BARE, at_once=2 * _STREAMS),
+    "peer.tcp.large": _Plan(2 * _SHARDS, 15, 0.85, _BARE, shard=_LARGE),
 }
 _THROUGH: Final = "bare sockets with xxh3 through the same link"
 _LINKS: Final = {
@@ -95,7 +110,7 @@ def measure(say: Callable[[str], None]) -> list[Result]:
 
 
 @contextlib.contextmanager
-def _sender(host: str) -> Iterator[tuple[int, int]]:
+def _sender(host: str) -> Iterator[_Ports]:
     """Start a process that serves both protocols; yield its ports."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -108,34 +123,40 @@ def _sender(host: str) -> Iterator[tuple[int, int]]:
 
 
 def _compare(
-    name: str, host: str, ports: tuple[int, int], plan: "_Plan", say: Callable[[str], None]
+    name: str, host: str, ports: _Ports, plan: _Plan, say: Callable[[str], None]
 ) -> Result:
-    with mmap.mmap(-1, _SHARD * plan.shards) as memory:
-        views = [memoryview(memory)[at * _SHARD : (at + 1) * _SHARD] for at in range(plan.shards)]
-        rates, limits = asyncio.run(_alternate(host, ports, views, plan, say))
-        for view in views:
-            view.release()
+    with (
+        mmap.mmap(-1, _SHARD * plan.shards) as memory,
+        memoryview(memory) as whole,
+        contextlib.ExitStack() as stack,
+    ):
+        bare, peers = (
+            [stack.enter_context(whole[at : at + size]) for at in range(0, len(whole), size)]
+            for size in (_SHARD, plan.shard)
+        )
+        rates, limits = asyncio.run(_alternate(host, ports, bare, peers, plan, say))
     return at_least(name, rates, "GB/s", limits, plan.wanted, plan.what)
 
 
 async def _alternate(
     host: str,
-    ports: tuple[int, int],
+    ports: _Ports,
+    bare_buffers: Sequence[memoryview],
     buffers: Sequence[memoryview],
-    plan: "_Plan",
+    plan: _Plan,
     say: Callable[[str], None],
 ) -> tuple[list[float], list[float]]:
-    peer_port, bare_port = ports
-    tier = PeerTier([Address(host, peer_port)], token=b"", streams=2 * _STREAMS)
+    tier = PeerTier([Address(host, ports.peers[plan.shard])], token=b"", streams=2 * _STREAMS)
     await tier.start()
-    bare = [socket.create_connection((host, bare_port)) for _ in range(_STREAMS)]
+    bare = [socket.create_connection((host, ports.bare)) for _ in range(_STREAMS)]
+    size = _SHARD * plan.shards
     rates, limits = [], []
     try:
         for number in range(plan.rounds + 1):
-            limit = await asyncio.to_thread(_read_bare, bare, buffers)
+            limit = await asyncio.to_thread(_read_bare, bare, bare_buffers)
             began = time.perf_counter()
             await _read_peer(tier, buffers, plan.at_once)
-            rate = len(buffers) * _SHARD / (time.perf_counter() - began) / 1e9
+            rate = size / (time.perf_counter() - began) / 1e9
             if number:  # the first round fills page tables
                 rates.append(rate)
                 limits.append(limit)
@@ -155,7 +176,8 @@ async def _read_peer(tier: PeerTier, buffers: Sequence[memoryview], at_once: int
         while waiting:
             number, buffer = waiting.pop()
             key = ChunkKey(number.to_bytes(32, "big"))
-            await tier.read(StoredShard(_SPACE.digest, key, _ID, _SHARD), buffer)
+            space = _SPACES[len(buffer)]
+            await tier.read(StoredShard(space.digest, key, _ID, len(buffer)), buffer)
 
     await asyncio.gather(*(worker() for _ in range(at_once)))
 
@@ -191,18 +213,15 @@ def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) ->
 
 def _serve(host: str, orders: Connection) -> None:
     """Serve both protocols until killed."""
-    whole = memoryview(mmap.mmap(-1, _SHARD * _SHARDS))
-
-    def memory_of(extent: Extent) -> memoryview:
-        return whole[extent.offset : extent.offset + extent.length]
-
-    held = NumberedShards(_SPACE, _SHARDS, memory_of)
+    memories = {size: memoryview(mmap.mmap(-1, 2 * _SHARDS * _SHARD)) for size in _SPACES}
     try:
-        listener = PeerListener(Address(host, 0), "bench", b"", held)
+        listeners = {size: _listen(host, size, memory) for size, memory in memories.items()}
     except KVHavenError as error:
         raise SystemExit(str(error)) from error
     bare = socket.create_server((host, 0))
-    orders.send((listener.port, bare.getsockname()[1]))
+    ports = {size: listener.port for size, listener in listeners.items()}
+    orders.send(_Ports(ports, bare.getsockname()[1]))
+    whole = memories[_SHARD]
 
     def serve(sock: socket.socket) -> None:
         lower_thread_priority()
@@ -213,3 +232,13 @@ def _serve(host: str, orders: Connection) -> None:
     while True:
         sock, _ = bare.accept()
         threading.Thread(target=serve, args=(sock,), daemon=True).start()
+
+
+def _listen(host: str, size: int, memory: memoryview) -> PeerListener:
+    """Serve `memory` in shards of `size` bytes. Raises `KVHavenError`."""
+
+    def memory_of(extent: Extent) -> memoryview:
+        return memory[extent.offset : extent.offset + extent.length]
+
+    held = NumberedShards(_SPACES[size], len(memory) // size, memory_of)
+    return PeerListener(Address(host, 0), "bench", b"", held)

@@ -2,7 +2,7 @@
 """Reads from another node's memory over TCP, against bare sockets that carry the same bytes.
 
 A process keeps the bytes in memory. Bare sockets move them over two connections, a peer over four,
-and both compute the xxh3-128 of what arrives, in threads at nice 10.
+and both compute the xxh3-128 of what arrives, in threads at nice 10. All needs 1.5 GiB of memory.
 
 - `peer.tcp`: 256 MiB over loopback, in shards of 4 MiB: the protocol and the threads, not a
   network. As many reads are under way as a service has at most, 64. `peer.tcp.few`: only as many as

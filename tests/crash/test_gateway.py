@@ -51,8 +51,10 @@ def test_no_acquire_fails_while_the_api_is_killed_and_stopped(short_dir: Path) -
             assert loading.failed == 0
         finally:
             api.close()
-        # A process of low priority may live on for some seconds after it was killed.
-        eventually(lambda: api.process is not None and api.process.poll() is not None)
+        process = api.process
+        assert process is not None
+        # One of low priority may live on for some seconds after it was killed.
+        eventually(lambda: process.poll() is not None)
         assert state_at(url) == ""
         node.check()
 

@@ -79,7 +79,8 @@ class Commands(engine_process.Commands):
         coming = sorted(events, key=lambda event: event["step"], reverse=True)
         waiting = sorted(plays, key=lambda play: play.wanted["arrive"], reverse=True)
         step = 0
-        # On a GPU, aborted requests have their blocks until their loads have ended.
+        # With a connector and asynchronous scheduling, as on a GPU, vLLM frees the blocks of
+        # aborted requests a step later; before, it cannot reset its prefix cache.
         while (
             waiting
             or coming

@@ -142,6 +142,8 @@ class SerialThread:
         """Do as `close`, but wait for `timeout_s` seconds at most."""
         self._calls.put(None)
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("%s: copies have not ended, and are given up", self._thread.name)
         with contextlib.suppress(ValueError):  # it was closed before
             _open.remove(self)
 
@@ -166,8 +168,8 @@ waits for them."""
 @atexit.register
 def _end_all() -> None:
     end = time.monotonic() + _EXIT_S
-    while _open:
-        _open[0].end(max(0.0, end - time.monotonic()))
+    for thread in _open.copy():  # each leaves it, also if another thread closes it
+        thread.end(max(0.0, end - time.monotonic()))
 
 
 def _run_on(cores: frozenset[int]) -> None:

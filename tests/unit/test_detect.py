@@ -6,8 +6,10 @@ from typing import Literal
 import pytest
 import torch
 
+from kvhaven.config import Settings
 from kvhaven.devices import cuda
 from kvhaven.devices.detect import KINDS, open_device
+from kvhaven.engine.connect import device_of
 from kvhaven.errors import IncompatibleEngineError
 from tests.simulators import simulated
 
@@ -51,3 +53,15 @@ def test_gaudi_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
         device = open_device()
         assert device.name == "hpu"
         device.close()
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_device_is_that_of_the_tensors_and_not_the_current_one(current: int) -> None:
+    with simulated("cuda", devices=2) as simulation:
+        simulation.module.set_device(current)
+        tensors = {f"layer{at}": torch.zeros(8, device="cuda:1") for at in range(2)}
+        device = device_of(Settings(), tensors)
+        assert device.current() == 1
+        device.close()
+        with pytest.raises(IncompatibleEngineError, match="several devices"):
+            device_of(Settings(), tensors | {"layer2": torch.zeros(8, device="cuda:0")})

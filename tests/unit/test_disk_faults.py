@@ -2,6 +2,7 @@
 """What a disk tier does when its file system fails: errors, a breaker, and it comes back."""
 
 import asyncio
+import errno
 import os
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from kvhaven.testing.tiers import (
     store,
     until,
 )
+from kvhaven.tiers.direct_io import direct_io_works
 from kvhaven.tiers.executor import Lane, TierExecutor
 from kvhaven.tiers.local.tier import DiskTier
 from tests.tiers import disk_tier, ext4, run_or_skip, tmpfs
@@ -305,6 +307,21 @@ async def test_closing_does_not_wait_for_ever_for_a_stuck_disk(tmp_path: Path) -
             finally:
                 run_or_skip("fsfreeze", "-u", disk)
             assert await executor.close(5)
+
+
+async def test_a_directory_is_not_held_after_it_could_not_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "kvhaven.tiers.local.tier.direct_io_works"
+
+    def fails_once(folder: int) -> bool:
+        del folder
+        monkeypatch.setattr(name, direct_io_works)
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(name, fails_once)
+    async with disk_tier(tmp_path / "tier", retry_s=0.05) as tier:
+        await until(lambda: tier.health().online)
 
 
 async def test_direct_io_is_used_where_it_works_and_needed_where_it_is_on(tmp_path: Path) -> None:

@@ -82,6 +82,18 @@ def test_a_lease_is_one_services_until_it_expires(files: SharedFiles, tmp_path: 
     assert one.claim()
 
 
+def test_a_lease_from_before_the_servers_clock_was_set_back_is_free(
+    files: SharedFiles, tmp_path: Path
+) -> None:
+    one, two = Ownership(files, "one", 60), Ownership(files, "two", 60)
+    assert one.claim()
+    age(tmp_path / NAME, -50)
+    assert not two.claim()
+    age(tmp_path / NAME, -50)
+    assert two.claim()
+    assert one.held() is None
+
+
 DEEP = b'{"x": ' + 100_000 * b"["
 """JSON that is nested so deeply that reading it ends with an error of another kind."""
 

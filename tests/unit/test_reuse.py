@@ -120,6 +120,18 @@ def test_the_sample_is_bounded_and_the_oldest_requests_are_dropped() -> None:
     assert last == request_of(list(range(2999, 3199)))
 
 
+def test_a_request_with_numbers_that_no_engine_has_is_left_out() -> None:
+    log = ReuseLog()
+    log.since(0, 0.0)
+    odd = question_of([1, 2])
+    odd.engine.chunk_tokens = 1 << 32
+    for question in (question_of([3]), odd, question_of([4])):
+        log.note(question, 0, 0.0)
+    number, sample = log.since(0, 0.0)
+    assert number == 2
+    assert list(decoded(sample)) == [request_of([3]), request_of([4])]
+
+
 def test_a_malformed_sample_is_refused() -> None:
     log = ReuseLog()
     log.since(0, 0.0)

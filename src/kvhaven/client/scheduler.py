@@ -413,7 +413,7 @@ class SchedulerClient:
             return
         with self._lock:
             question = self._answered(message.lease_id)
-            if question is None:
+            if question is None or question.answered:  # `detached` has released the lease
                 return
             question.promoting = True
             self._news.notify_all()
@@ -437,7 +437,7 @@ class SchedulerClient:
     def _enter_places(self, message: Located) -> None:
         with self._lock:
             question = self._answered(message.id)
-            if question is not None:
+            if question is not None and not question.answered:
                 question.answered, question.places = True, message.places
                 self._news.notify_all()
 

@@ -255,14 +255,27 @@ def serving_without_a_cache() -> Iterator[None]:
 def device_of(
     settings: Settings, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 ) -> Device:
-    """Open the device that holds an engine's KV tensors.
+    """Open the device that holds an engine's KV tensors, whichever is the thread's current one.
 
-    Raises `IncompatibleEngineError` if the device is not supported.
+    Raises `IncompatibleEngineError` if the device is not supported, or is not one alone.
     """
-    first = next(iter(tensors.values()))
-    tensor = first if isinstance(first, torch.Tensor) else first[0]
+    places = {
+        part.device
+        for tensor in tensors.values()
+        for part in ((tensor,) if isinstance(tensor, torch.Tensor) else tensor)
+    }
+    place = places.pop()
+    if places:
+        raise IncompatibleEngineError(
+            f"the KV tensors are on several devices (got {place} and {places.pop()}); expected "
+            "one for each rank. Put the model on one device"
+        )
     threads = settings.copy_threads or min(_COPY_THREADS_MOST, len(usable_cores()))
-    return open_device(settings.device, threads, torch_type=tensor.device.type)
+    device = open_device(settings.device, threads, torch_type=place.type)
+    index: int | None = place.index  # a CPU's have none
+    if index is not None and index != device.current():
+        device.set_current(index)
+    return device
 
 
 def test_device(device: Device, layout: Layout) -> None:

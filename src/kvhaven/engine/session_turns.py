@@ -11,12 +11,13 @@ from kvhaven.engine.requests import EngineRequest
 class SessionTurns:
     """The sessions of an engine whose KV has these `parts`, and its groups these `block_sizes`.
 
-    A turn ends with tokens that vLLM (0.32) computed and drops, in two ways:
+    A turn ends with tokens that vLLM computed and drops, in two ways:
 
-    - With asynchronous scheduling, vLLM has begun to compute one more token. A recurrent state is
-      advanced in place, so the next turn goes on from a state of other tokens.
+    - With asynchronous scheduling, vLLM (0.32) has begun to compute one more token. A recurrent
+      state is advanced in place, so the next turn goes on from a state of other tokens.
     - Without it, drafts that were accepted behind the token that ends the turn count as computed
-      (`counts_dropped`), so the first tokens of the next turn are not computed.
+      (`counts_dropped`), so the first tokens of the next turn are not computed. In 0.29 that is so
+      with asynchronous scheduling, too, and also without drafts.
 
     All KV that is computed from such blocks is wrong, too.
     """

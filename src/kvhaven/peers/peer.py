@@ -136,6 +136,8 @@ class Peer:
         self._lock = threading.Lock()
         self._idle: dict[bool, list[Stream]] = {False: [], True: []}
         """Connections without a request, by whether they are for data alone."""
+        self._in_use: set[Stream] = set()
+        self._left = False
 
     @property
     def usable(self) -> bool:
@@ -217,6 +219,20 @@ class Peer:
         self.disconnect()
         executors = (self._control, self._data, self._following)
         await asyncio.gather(*(one.close(deadline_s) for one in executors))
+
+    async def leave(self) -> None:
+        """Disconnect for good, while the process goes on.
+
+        Running reads are broken off, and end first: their memory gets another owner then.
+        """
+        self.up = False
+        with self._lock:
+            self._most_idle = 0
+            self._left = True
+            for stream in self._in_use:
+                stream.shut_down()
+        self.disconnect()
+        await asyncio.gather(*(one.end() for one in (self._control, self._data, self._following)))
 
     # In threads
 
@@ -338,7 +354,7 @@ class Peer:
             stream = None
         if stream is not None:
             try:
-                return self._done(stream, work(stream), data=data)
+                return self._done(stream, self._on(stream, work), data=data)
             except SilentPeerError:  # it would be silent for as long again
                 stream.close()
                 raise
@@ -350,10 +366,22 @@ class Peer:
                 raise
         stream = self._connect_for_data() if data else self._connect()
         try:
-            return self._done(stream, work(stream), data=data)
+            return self._done(stream, self._on(stream, work), data=data)
         except BaseException:  # as above
             stream.close()
             raise
+
+    def _on(self, stream: Stream, work: Callable[[Stream], T]) -> T:
+        """Do a request on a connection that `leave` can end meanwhile."""
+        with self._lock:
+            if self._left:
+                raise AwayError(f"{self.title} is no peer any more")
+            self._in_use.add(stream)
+        try:
+            return work(stream)
+        finally:
+            with self._lock:
+                self._in_use.discard(stream)
 
     def _done(self, stream: Stream, result: T, *, data: bool) -> T:
         with self._lock:

@@ -384,14 +384,23 @@ class PeerTier:
         """Resolve names, and find out which peers answer, until cancelled."""
         resolved = time.monotonic()
         resolving = self._spawn(self._resolve(), "kvhaven-peers-resolve")
+        pings: dict[Peer, asyncio.Task[None]] = {}
         while True:
             if resolving.done() and time.monotonic() - resolved >= _RESOLVE_S:
                 resolved = time.monotonic()
                 resolving = self._spawn(self._resolve(), "kvhaven-peers-resolve")
             # A name service may hang: peers that are known are pinged meanwhile.
             await asyncio.wait([resolving], timeout=_PING_S)
-            await asyncio.gather(*map(self._look_after, tuple(self._peers.values())))
-            tried.set()
+            for peer in self._peers.values():
+                if peer not in pings or pings[peer].done():
+                    pings[peer] = self._spawn(self._look_after(peer), "kvhaven-peers-ping")
+            # One that takes long, as to find a host's address may, delays no other.
+            waiting = set(pings.values())
+            if waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=_PING_S)
+            pings = {peer: task for peer, task in pings.items() if task in waiting}
+            if not waiting:
+                tried.set()
             await asyncio.sleep(_PING_S)
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
@@ -454,9 +463,7 @@ class PeerTier:
             peer = self._peers.pop(address)
             if peer in self._followers:
                 self._followers.pop(peer).cancel()
-            await peer.close(self._deadline_s)
-            peer.view.reset()
-            await _free(peer)
+            self._spawn(_leave(peer), "kvhaven-peers-leave")
 
     async def _follow(self, peer: Peer) -> None:
         """Keep the view of a peer up to date, until cancelled."""
@@ -519,6 +526,13 @@ def _announced(peer: Peer, digests: Mapping[ChunkKey, int]) -> tuple[set[ChunkKe
     found = {key for key, digest in digests.items() if view.has(digest)}
     # A chain of which it has a part may have become longer since its last announcement.
     return found, [key for key in digests if key not in found] if found else []
+
+
+async def _leave(peer: Peer) -> None:
+    """Disconnect from a peer, and forget what it announced."""
+    await peer.leave()
+    peer.view.reset()
+    await _free(peer)
 
 
 async def _free(peer: Peer) -> None:

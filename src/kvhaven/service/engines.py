@@ -2,6 +2,7 @@
 """Registry of attached engines (sessions) and their processes (members)."""
 
 import itertools
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -17,6 +18,7 @@ from kvhaven.types import ChunkKey, NamespaceDigest, Shard, ShardTable
 
 _MOST_TEXT: Final = 1 << 19
 """Most characters of a namespace's fields, which are kept until the service ends."""
+_TOKENS: Final = re.compile("[0-9]{1,9}")
 
 
 class AttachedProcess:
@@ -296,9 +298,9 @@ def chunk_tokens_of(fields: Mapping[str, str]) -> int | None:
 
 
 def tokens_in(fields: Mapping[str, str], name: str) -> int | None:
-    """Return the number of tokens in a field of a namespace; None if it has none."""
+    """Return the number of tokens in a field of a namespace; None if it has no plausible one."""
     size = fields.get(name, "")
-    return int(size) if size.isascii() and size.isdigit() else None
+    return int(size) if _TOKENS.fullmatch(size) else None
 
 
 def _is_over(session: AttachedEngine, message: AttachRank) -> bool:

@@ -148,9 +148,12 @@ class Loads:
 
     def updated(self, update: Update) -> None:
         """Send the final answer of a lease that waited for promotions."""
-        self._cancel_deadline(update.session, update.acquisition.lease_id)
+        lease = update.session, update.acquisition.lease_id
+        if lease not in self._deadlines:  # it was answered, or released, while this had to wait
+            return
+        self._cancel_deadline(*lease)
         session = self._sessions.get(update.session)
-        question = self._questions.pop((update.session, update.acquisition.lease_id), None)
+        question = self._questions.pop(lease, None)
         if session is not None and session.scheduler is not None:
             self._answer(session.scheduler, update.acquisition, question)
 

@@ -81,19 +81,21 @@ class ReuseLog:
 
     def _sample(self) -> None:
         """Sample the waiting requests."""
-        for question, memory in self._waiting:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        for question, memory in waiting:
             engine, keys, computed = question.engine, question.keys, question.computed
             assert isinstance(keys, KeyList), "a message has them in one blob"
             size, count = engine.chunk_tokens, len(keys)
             first = computed // size
             tokens = question.prompt, computed, memory
-            head = _HEADER.pack(*tokens, first, count, size, engine.table.extent_bytes)
+            try:
+                head = _HEADER.pack(*tokens, first, count, size, engine.table.extent_bytes)
+            except struct.error:  # numbers that no engine has, so there is nothing to learn
+                continue
             request = head + sampled(keys.raw, first)
             self._requests.append(request)
             self._bytes += len(request)
-        self._next += len(self._waiting)
-        self._waiting.clear()
-        self._waiting_bytes = 0
+            self._next += 1
         while self._bytes > _MOST_BYTES:
             self._bytes -= len(self._requests.popleft())
 

@@ -16,6 +16,7 @@ from kvhaven.niceness import lower_thread_priority
 
 T = TypeVar("T")
 
+_POLL_S: Final = 0.02
 MOST_THREADS: Final = 8
 """Keeps enough 8 MiB requests in flight for the fastest local disks."""
 
@@ -145,6 +146,27 @@ class TierExecutor:
                 job.future.set_exception(TierError(f"not finished within {deadline_s} s of close"))
                 job.future.exception()  # no "never retrieved" warning if the caller is gone
         return ended
+
+    async def end(self) -> None:
+        """Refuse new jobs, give up waiting ones, and wait until running ones have ended.
+
+        However long they take: for a tier's part that ends while the process goes on, in which the
+        memory that they use gets another owner.
+        """
+        with self._ready:
+            self._closing = True
+            left = [job for lane in self._lanes for job in lane]
+            for job in left:
+                job.progress = _Progress.SETTLED
+            for lane in self._lanes:
+                lane.clear()
+            self._ready.notify_all()
+        for job in left:
+            if not job.future.done():
+                job.future.set_exception(TierError("the tier is closed"))
+                job.future.exception()  # no "never retrieved" warning if the caller is gone
+        while any(thread.is_alive() for thread in self._threads):  # noqa: ASYNC110  none tells
+            await asyncio.sleep(_POLL_S)
 
     def _join(self, deadline_s: float) -> bool:
         end = time.monotonic() + deadline_s

@@ -62,6 +62,20 @@ _KEEP_NONE: Final = frozenset(
 """Connectors whose loads are of KV that another engine has now; and KVHaven, which verifies it."""
 
 
+def drops_outputs_in_flight() -> bool:
+    """Return whether vLLM forgets what it computes behind the end of a session's turn.
+
+    Only its source tells: 0.32 names the last token that counts, 0.29 has nothing of it.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415 - imports much
+
+    method = getattr(Scheduler, "_handle_stopped_request", None)
+    try:
+        return method is not None and "safe_frontier" in inspect.getsource(method)
+    except (OSError, TypeError):  # its source is not there
+        return False
+
+
 def enclosing_connector() -> Any | None:
     """Return the MultiConnector that makes this connector, from the callers; None without one."""
     multi = getattr(sys.modules.get(_MULTI), "MultiConnector", None)

@@ -44,6 +44,7 @@ from kvhaven.integrations.vllm.compat import (
     attention_backend,
     beside_stores,
     drops_last_block,
+    drops_outputs_in_flight,
     failure_policy,
     kv_form,
     own_layers,
@@ -463,11 +464,15 @@ def _recomputes_wrongly(config: "VllmConfig") -> str:
 
 
 def _counts_dropped(config: "VllmConfig") -> bool:
-    """Return whether vLLM counts drafts as computed that it accepted and dropped at a turn's end.
+    """Return whether vLLM may count tokens as computed that it dropped at a turn's end.
 
-    By the source of 0.32: its asynchronous scheduler subtracts them (`num_output_placeholders`).
+    By the source of 0.32, its asynchronous scheduler subtracts them (`num_output_placeholders`),
+    and the other one computes none but accepted drafts. That of 0.29 does not subtract them, nor
+    does it drop the output of the step in flight.
     """
-    return config.speculative_config is not None and not config.scheduler_config.async_scheduling
+    if config.scheduler_config.async_scheduling:
+        return not drops_outputs_in_flight()
+    return config.speculative_config is not None
 
 
 def _layered_tokens(settings: Settings, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:

@@ -39,7 +39,9 @@ class Ownership:
     def claim(self) -> bool:
         """Claim the lease if it is free, expired or already ours; return whether it was."""
         owner, age_s = self._read()
-        if owner is not None and owner.holder != self._holder and age_s <= self._lease_s:
+        # A lease from the future is from before the server's clock was set back.
+        valid = abs(age_s) <= self._lease_s
+        if owner is not None and owner.holder != self._holder and valid:
             return False
         epoch = owner.epoch + 1 if owner else 1
         self._files.save(NAME, msgspec.json.encode(Owner(self._holder, epoch)))

@@ -422,15 +422,18 @@ class DiskTier:
         if not self._epoch:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         directory = Directory(self.path)
-        direct = self._direct_io != "off" and direct_io_works(directory.fd)
-        if self._direct_io == "on" and not direct:
-            directory.close()
-            raise TierError(
-                'its file system does not support direct I/O: set it to "auto" or "off"'
+        with contextlib.ExitStack() as undo:
+            undo.callback(directory.close)
+            direct = self._direct_io != "off" and direct_io_works(directory.fd)
+            if self._direct_io == "on" and not direct:
+                raise TierError(
+                    'its file system does not support direct I/O: set it to "auto" or "off"'
+                )
+            files = ShardFiles(
+                directory, codec=self._codec, direct=direct, keep_rejected=self._keep_rejected
             )
-        return ShardFiles(
-            directory, codec=self._codec, direct=direct, keep_rejected=self._keep_rejected
-        )
+            undo.pop_all()
+        return files
 
     def _take_over(self, files: ShardFiles) -> None:
         """Adopt an opened directory: namespaces stay registered, but the index starts empty."""

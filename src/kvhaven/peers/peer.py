@@ -220,11 +220,8 @@ class Peer:
         executors = (self._control, self._data, self._following)
         await asyncio.gather(*(one.close(deadline_s) for one in executors))
 
-    async def leave(self) -> None:
-        """Disconnect for good, while the process goes on.
-
-        Running reads are broken off, and end first: their memory gets another owner then.
-        """
+    def break_off(self) -> None:
+        """Disconnect for good, while the process goes on: running requests fail."""
         self.up = False
         with self._lock:
             self._most_idle = 0
@@ -232,7 +229,11 @@ class Peer:
             for stream in self._in_use:
                 stream.shut_down()
         self.disconnect()
-        await asyncio.gather(*(one.end() for one in (self._control, self._data, self._following)))
+
+    async def ended(self) -> None:
+        """After `break_off`, wait until no thread uses a read's memory any more."""
+        executors = (self._control, self._data, self._following)
+        await asyncio.gather(*(one.end(self._no_member) for one in executors))
 
     # In threads
 
@@ -337,6 +338,10 @@ class Peer:
             raise AwayError(f"{self.title} is away")
 
     @property
+    def _no_member(self) -> str:
+        return f"{self.title} is no peer any more"
+
+    @property
     def _deadline(self) -> float:
         return time.monotonic() + self._deadline_s
 
@@ -364,6 +369,8 @@ class Peer:
             except BaseException:  # after any error, the connection must not leak
                 stream.close()
                 raise
+        if self._left:
+            raise AwayError(self._no_member)
         stream = self._connect_for_data() if data else self._connect()
         try:
             return self._done(stream, self._on(stream, work), data=data)
@@ -372,13 +379,17 @@ class Peer:
             raise
 
     def _on(self, stream: Stream, work: Callable[[Stream], T]) -> T:
-        """Do a request on a connection that `leave` can end meanwhile."""
+        """Do a request on a connection that `break_off` can end meanwhile."""
         with self._lock:
             if self._left:
-                raise AwayError(f"{self.title} is no peer any more")
+                raise AwayError(self._no_member)
             self._in_use.add(stream)
         try:
             return work(stream)
+        except PeerError as error:
+            if self._left:
+                raise AwayError(self._no_member) from error
+            raise
         finally:
             with self._lock:
                 self._in_use.discard(stream)

@@ -104,6 +104,8 @@ class PeerTier:
         self._channel = channel or TcpOnly("")
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[Address, Peer] = {}
+        self._leaving: set[Peer] = set()
+        """Peers that were dropped, and whose threads have not ended yet."""
         self._where: dict[ChunkName, Peer] = {}
         self._damages: dict[Address, deque[float]] = {}
         """When each peer's last wrong bytes came."""
@@ -210,7 +212,7 @@ class PeerTier:
             with contextlib.suppress(TierError, TimeoutError):  # the entry expires
                 async with asyncio.timeout(deadline_s):
                     await self._names.run(Lane.READ, registry.leave)
-        closing = [peer.close(deadline_s) for peer in self._peers.values()]
+        closing = [peer.close(deadline_s) for peer in (*self._peers.values(), *self._leaving)]
         names = (self._names.close(deadline_s), self._hosts.close(deadline_s))
         await asyncio.gather(*names, *closing)
         tasks = [*self._followers.values()] + ([self._keeper] if self._keeper is not None else [])
@@ -385,7 +387,9 @@ class PeerTier:
         resolved = time.monotonic()
         resolving = self._spawn(self._resolve(), "kvhaven-peers-resolve")
         pings: dict[Peer, asyncio.Task[None]] = {}
+        first = True
         while True:
+            began = time.monotonic()
             if resolving.done() and time.monotonic() - resolved >= _RESOLVE_S:
                 resolved = time.monotonic()
                 resolving = self._spawn(self._resolve(), "kvhaven-peers-resolve")
@@ -394,14 +398,15 @@ class PeerTier:
             for peer in self._peers.values():
                 if peer not in pings or pings[peer].done():
                     pings[peer] = self._spawn(self._look_after(peer), "kvhaven-peers-ping")
+            if first:
+                self._spawn(_set_after(pings.values(), tried), "kvhaven-peers-tried")
+                first = False
             # One that takes long, as to find a host's address may, delays no other.
-            waiting = set(pings.values())
+            waiting = [task for peer, task in pings.items() if self._has(peer)]
             if waiting:
-                _, waiting = await asyncio.wait(waiting, timeout=_PING_S)
-            pings = {peer: task for peer, task in pings.items() if task in waiting}
-            if not waiting:
-                tried.set()
-            await asyncio.sleep(_PING_S)
+                await asyncio.wait(waiting, timeout=_PING_S)
+            pings = {peer: task for peer, task in pings.items() if not task.done()}
+            await asyncio.sleep(max(0.0, began + _PING_S - time.monotonic()))
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -463,7 +468,16 @@ class PeerTier:
             peer = self._peers.pop(address)
             if peer in self._followers:
                 self._followers.pop(peer).cancel()
-            self._spawn(_leave(peer), "kvhaven-peers-leave")
+            peer.break_off()
+            self._leaving.add(peer)
+            self._spawn(self._leave(peer), "kvhaven-peers-leave")
+
+    async def _leave(self, peer: Peer) -> None:
+        """Forget what a peer announced, and wait for its threads."""
+        peer.view.reset()
+        await _free(peer)
+        await peer.ended()
+        self._leaving.discard(peer)
 
     async def _follow(self, peer: Peer) -> None:
         """Keep the view of a peer up to date, until cancelled."""
@@ -495,6 +509,8 @@ class PeerTier:
         except Exception as error:  # noqa: BLE001  this peer is away; the others are kept
             if not isinstance(error, PeerError | ProtocolError | TierError):
                 _log.exception("%s: a ping failed unexpectedly", peer.title)
+            if not self._has(peer):
+                return
             if peer.up or str(error) != peer.error:
                 _log.warning("%s: away: %s", peer.title, error)
             self._last_error = peer.error = str(error)
@@ -502,20 +518,28 @@ class PeerTier:
             peer.view.reset()
             peer.disconnect()
         else:
-            if not peer.up:
-                self._epoch += 1
-                _log.info("%s: connected, node %s", peer.title, node[:8])
-            peer.own = node == self.node
-            peer.up, peer.error = True, ""
-            if not peer.own:  # a test read may take seconds, and other peers are pinged meanwhile
-                self._spawn(peer.negotiate(), "kvhaven-peers-negotiate")
-                known = self._peers.get(peer.address) is peer  # not dropped during the ping
-                if known and peer not in self._followers:
-                    following = asyncio.create_task(self._follow(peer), name="kvhaven-peers-follow")
-                    self._followers[peer] = following
-            # Not before: a pause that grew while it was away would go on when it is back.
-            if peer.breaker.take_probe():
-                peer.breaker.probed(success=True)
+            if self._has(peer):
+                self._is_there(peer, node)
+
+    def _has(self, peer: Peer) -> bool:
+        """Return whether a peer was not dropped meanwhile."""
+        return self._peers.get(peer.address) is peer
+
+    def _is_there(self, peer: Peer, node: str) -> None:
+        """Note that a peer, the node of that name, has answered."""
+        if not peer.up:
+            self._epoch += 1
+            _log.info("%s: connected, node %s", peer.title, node[:8])
+        peer.own = node == self.node
+        peer.up, peer.error = True, ""
+        if not peer.own:  # a test read may take seconds, and other peers are pinged meanwhile
+            self._spawn(peer.negotiate(), "kvhaven-peers-negotiate")
+            if peer not in self._followers:
+                following = asyncio.create_task(self._follow(peer), name="kvhaven-peers-follow")
+                self._followers[peer] = following
+        # Not before: a pause that grew while it was away would go on when it is back.
+        if peer.breaker.take_probe():
+            peer.breaker.probed(success=True)
 
 
 def _announced(peer: Peer, digests: Mapping[ChunkKey, int]) -> tuple[set[ChunkKey], list[ChunkKey]]:
@@ -528,11 +552,10 @@ def _announced(peer: Peer, digests: Mapping[ChunkKey, int]) -> tuple[set[ChunkKe
     return found, [key for key in digests if key not in found] if found else []
 
 
-async def _leave(peer: Peer) -> None:
-    """Disconnect from a peer, and forget what it announced."""
-    await peer.leave()
-    peer.view.reset()
-    await _free(peer)
+async def _set_after(tasks: Iterable[asyncio.Task[None]], event: asyncio.Event) -> None:
+    """Set an event when tasks have ended."""
+    await asyncio.gather(*tasks, return_exceptions=True)
+    event.set()
 
 
 async def _free(peer: Peer) -> None:

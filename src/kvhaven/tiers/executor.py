@@ -147,11 +147,11 @@ class TierExecutor:
                 job.future.exception()  # no "never retrieved" warning if the caller is gone
         return ended
 
-    async def end(self) -> None:
+    async def end(self, reason: str) -> None:
         """Refuse new jobs, give up waiting ones, and wait until running ones have ended.
 
         However long they take: for a tier's part that ends while the process goes on, in which the
-        memory that they use gets another owner.
+        memory that they use gets another owner. `reason` is the error of those given up.
         """
         with self._ready:
             self._closing = True
@@ -163,7 +163,7 @@ class TierExecutor:
             self._ready.notify_all()
         for job in left:
             if not job.future.done():
-                job.future.set_exception(TierError("the tier is closed"))
+                job.future.set_exception(TierError(reason))
                 job.future.exception()  # no "never retrieved" warning if the caller is gone
         while any(thread.is_alive() for thread in self._threads):  # noqa: ASYNC110  none tells
             await asyncio.sleep(_POLL_S)

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Generic, TypeVar
 
 from kvhaven.errors import TierError
@@ -141,10 +141,7 @@ class TierExecutor:
             for lane in self._lanes:
                 lane.clear()
             self._ready.notify_all()
-        for job in left:
-            if not job.future.done():
-                job.future.set_exception(TierError(f"not finished within {deadline_s} s of close"))
-                job.future.exception()  # no "never retrieved" warning if the caller is gone
+        _give_up(left, f"not finished within {deadline_s} s of close")
         return ended
 
     async def end(self, reason: str) -> None:
@@ -161,10 +158,7 @@ class TierExecutor:
             for lane in self._lanes:
                 lane.clear()
             self._ready.notify_all()
-        for job in left:
-            if not job.future.done():
-                job.future.set_exception(TierError(reason))
-                job.future.exception()  # no "never retrieved" warning if the caller is gone
+        _give_up(left, reason)
         while any(thread.is_alive() for thread in self._threads):  # noqa: ASYNC110  none tells
             await asyncio.sleep(_POLL_S)
 
@@ -237,6 +231,14 @@ class TierExecutor:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
             job.loop.call_soon_threadsafe(settle, job.future, result, error)
         del job, error  # the error's traceback holds this frame: breaks the cycle
+
+
+def _give_up(jobs: Iterable[_Job[Any]], reason: str) -> None:
+    """Fail jobs that no thread makes, or that are abandoned; called on their loop."""
+    for job in jobs:
+        if not job.future.done():
+            job.future.set_exception(TierError(reason))
+            job.future.exception()  # no "never retrieved" warning if the caller is gone
 
 
 def settle(future: "asyncio.Future[T]", result: T, error: BaseException | None) -> None:

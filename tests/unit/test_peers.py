@@ -43,7 +43,7 @@ from kvhaven.peers.wire import (
     Watch,
     welcome,
 )
-from kvhaven.testing.tiers import make_namespace, make_piece, until
+from kvhaven.testing.tiers import make_namespace, make_piece
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import KEY_BYTES, ChunkKey, Extent, NamespaceDigest, TenantId, align_up
 from tests.shelf import Unannounced
@@ -201,114 +201,6 @@ async def test_an_answer_to_another_request_is_refused() -> None:
             await reached(tier)
             with pytest.raises(TierError, match="an answer to another request"):
                 await tier.read(PIECE.shard, memoryview(bytearray(align_up(len(PIECE.payload)))))
-
-
-class Named:
-    """A registry of one node, until it forgets it."""
-
-    title = "test"
-
-    def __init__(self, node: str) -> None:
-        self.words = [node]
-
-    def members(self) -> list[str]:
-        return self.words
-
-    def leave(self) -> None:
-        pass
-
-
-async def test_a_peer_that_leaves_writes_no_memory_after_the_read_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its bytes keep coming, slowly; the memory has another owner as soon as the read has ended."""
-    monkeypatch.setattr(tiers, "_RESOLVE_S", 0.0)
-    monkeypatch.setattr(tiers, "_PING_S", 0.05)
-    asked = threading.Event()
-
-    def answer(stream: Stream, request: Any, deadline: float) -> None:
-        if isinstance(request, Fetch):
-            stream.send(Chunk(PIECE.shard.key, PIECE.shard.shard, PIECE.checksum), deadline)
-            asked.set()
-            for at in range(request.payload_bytes):
-                stream.send_bytes(memoryview(PIECE.payload)[at : at + 1], deadline)
-                time.sleep(0.05)
-
-    with rogue(answering(answer)) as port:
-        names = Named(f"127.0.0.1:{port}")
-        tier = PeerTier([], token=b"", deadline_s=10, registries=[names])
-        await tier.start()
-        await reached(tier)
-        into = memoryview(bytearray(align_up(len(PIECE.payload))))
-        reading = asyncio.create_task(tier.read(PIECE.shard, into))
-        await asyncio.to_thread(asked.wait)
-        names.words = []
-        await until(lambda: not tier.peers())
-        async with asyncio.timeout(60):  # the bytes would take longer
-            with pytest.raises(TierError):
-                await reading
-        into[:] = bytes(len(into))
-        await asyncio.sleep(0.5)
-        assert not any(into)
-        await tier.close(1)
-
-
-async def test_a_host_that_is_looked_up_for_long_delays_no_other_peer(
-    monkeypatch: pytest.MonkeyPatch, listener: PeerListener
-) -> None:
-    monkeypatch.setattr(tiers, "_PING_S", 0.02)
-    hanging, pings = threading.Event(), 0
-    look_up, ping = socket.getaddrinfo, Peer.ping
-
-    def slow(host: Any, *more: Any, **options: Any) -> Any:
-        if host == "away.example":
-            hanging.wait()
-            raise socket.gaierror(-3, "no answer")
-        return look_up(host, *more, **options)
-
-    async def counted(peer: Peer) -> str:
-        nonlocal pings
-        pings += peer.address.port == listener.port
-        return await ping(peer)
-
-    monkeypatch.setattr(socket, "getaddrinfo", slow)
-    monkeypatch.setattr(Peer, "ping", counted)
-    try:
-        async with tier_of(Address("away.example", 1), local(listener.port), deadline_s=1):
-            await until(lambda: pings >= 5)
-            hanging.set()
-    finally:
-        hanging.set()
-
-
-async def test_it_closes_in_time_beside_a_peer_that_left_and_is_still_looked_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tiers, "_RESOLVE_S", 0.0)
-    monkeypatch.setattr(tiers, "_PING_S", 0.02)
-    begun, hanging, look_up = threading.Event(), threading.Event(), socket.getaddrinfo
-
-    def slow(host: Any, *more: Any, **options: Any) -> Any:
-        if host == "away.example":
-            begun.set()
-            hanging.wait()
-            raise socket.gaierror(-3, "no answer")
-        return look_up(host, *more, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", slow)
-    names = Named("away.example:1")
-    tier = PeerTier([], token=b"", deadline_s=10, registries=[names])
-    starting = asyncio.create_task(tier.start())
-    try:
-        await asyncio.to_thread(begun.wait, 60)
-        names.words = []
-        await until(lambda: not tier.peers())
-        async with asyncio.timeout(60):
-            await tier.close(0.2)
-            starting.cancel()
-            await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
-    finally:
-        hanging.set()
 
 
 async def test_a_name_that_cannot_be_one_keeps_no_other_away(listener: PeerListener) -> None:

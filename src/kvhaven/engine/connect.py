@@ -264,12 +264,12 @@ def device_of(
         for tensor in tensors.values()
         for part in ((tensor,) if isinstance(tensor, torch.Tensor) else tensor)
     }
-    place = places.pop()
-    if places:
+    if len(places) > 1:
         raise IncompatibleEngineError(
-            f"the KV tensors are on several devices (got {place} and {places.pop()}); expected "
-            "one for each rank. Put the model on one device"
+            f"the KV tensors are on several devices (got {', '.join(sorted(map(str, places)))}); "
+            "expected one for each rank. Put the model on one device"
         )
+    (place,) = places
     threads = settings.copy_threads or min(_COPY_THREADS_MOST, len(usable_cores()))
     device = open_device(settings.device, threads, torch_type=place.type)
     index: int | None = place.index  # a CPU's have none

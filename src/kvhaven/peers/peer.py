@@ -137,7 +137,9 @@ class Peer:
         self._idle: dict[bool, list[Stream]] = {False: [], True: []}
         """Connections without a request, by whether they are for data alone."""
         self._in_use: set[Stream] = set()
+        """Connections with a request; changed under the lock, as is the next."""
         self._left = False
+        """Whether `break_off` was called."""
 
     @property
     def usable(self) -> bool:

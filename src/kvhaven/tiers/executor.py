@@ -17,6 +17,7 @@ from kvhaven.niceness import lower_thread_priority
 T = TypeVar("T")
 
 _POLL_S: Final = 0.02
+"""Seconds between two looks at threads that are to end."""
 MOST_THREADS: Final = 8
 """Keeps enough 8 MiB requests in flight for the fastest local disks."""
 

@@ -2,12 +2,13 @@
 """Reads from another node's memory over TCP, against bare sockets that carry the same bytes.
 
 A process keeps the bytes in memory. Bare sockets move them over two connections, a peer over four,
-and both compute the xxh3-128 of what arrives, in threads at nice 10. All needs 1.5 GiB of memory.
+and both compute the xxh3-128 of what arrives, in threads at nice 10. All needs 2 GiB of memory.
 
-- `peer.tcp`: 256 MiB over loopback, in shards of 4 MiB: the protocol and the threads, not a
-  network. As many reads are under way as a service has at most, 64. `peer.tcp.few`: only as many as
-  the peer has threads, so that each waits for the event loop after each shard. `peer.tcp.large`:
-  512 MiB in shards of 16 MiB, which are 256 tokens of Llama 3.1 8B on each of two ranks.
+- `peer.tcp`: 512 MiB over loopback, in shards of 8 MiB: the protocol and the threads, not a
+  network. Such a shard has 256 tokens of Llama 3.1 8B on each of four ranks. As many reads are
+  under way as a service has at most, 64. `peer.tcp.few`: only as many as the peer has threads, so
+  that each waits for the event loop after each shard. `peer.tcp.small`, `peer.tcp.large`: shards of
+  4 and 16 MiB.
 - `peer.tcp.1g`, `peer.tcp.4g`: between two network namespaces, over a link that `tbf` limits to 1
   and 4 Gbit (root only).
 """
@@ -44,29 +45,30 @@ from kvhaven.types import (
     ShardTable,
 )
 
-_SHARD: Final = 4 << 20
+_MEMORY: Final = 512 << 20
+_SMALL: Final = 4 << 20
+_MEDIUM: Final = 8 << 20
 _LARGE: Final = 16 << 20
-_SHARDS: Final = 64
 _STREAMS: Final = 2
 _AT_ONCE: Final = 64
 """Reads of a tier that a service has under way at most."""
 _ID: Final = ShardId(0, (0, 1), (0, 1))
 _SPACES: Final = {
     size: Namespace(NamespaceDigest(b"f" * 32), {}, ShardTable((Shard(_ID, size),)))
-    for size in (_SHARD, _LARGE)
+    for size in (_SMALL, _MEDIUM, _LARGE)
 }
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Size of a comparison, and its target. `shards` have 4 MiB; a peer's have `shard` bytes."""
+    """Size of a comparison, and its target: both read `size` bytes in shards of `shard` bytes."""
 
-    shards: int
+    size: int
     rounds: int
     wanted: float
     what: str
     at_once: int = _AT_ONCE
-    shard: int = _SHARD
+    shard: int = _MEDIUM
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,15 @@ class _Ports:
 
 _BARE: Final = "bare sockets with xxh3"
 _LOOPBACK: Final = {
-    "peer.tcp": _Plan(_SHARDS, 15, 0.85, _BARE),
-    "peer.tcp.few": _Plan(_SHARDS, 15, 0.85, _BARE, at_once=2 * _STREAMS),
-    "peer.tcp.large": _Plan(2 * _SHARDS, 15, 0.85, _BARE, shard=_LARGE),
+    "peer.tcp": _Plan(_MEMORY, 15, 0.85, _BARE),
+    "peer.tcp.few": _Plan(_MEMORY, 15, 0.85, _BARE, at_once=2 * _STREAMS),
+    "peer.tcp.small": _Plan(_MEMORY, 15, 0.85, _BARE, shard=_SMALL),
+    "peer.tcp.large": _Plan(_MEMORY, 15, 0.85, _BARE, shard=_LARGE),
 }
 _THROUGH: Final = "bare sockets with xxh3 through the same link"
 _LINKS: Final = {
-    "peer.tcp.1g": ("1gbit", _Plan(_SHARDS // 4, 5, 0.95, _THROUGH)),
-    "peer.tcp.4g": ("4gbit", _Plan(_SHARDS, 5, 0.95, _THROUGH)),
+    "peer.tcp.1g": ("1gbit", _Plan(_MEMORY // 8, 5, 0.95, _THROUGH)),
+    "peer.tcp.4g": ("4gbit", _Plan(_MEMORY // 2, 5, 0.95, _THROUGH)),
 }
 
 
@@ -126,22 +129,19 @@ def _compare(
     name: str, host: str, ports: _Ports, plan: _Plan, say: Callable[[str], None]
 ) -> Result:
     with (
-        mmap.mmap(-1, _SHARD * plan.shards) as memory,
+        mmap.mmap(-1, plan.size) as memory,
         memoryview(memory) as whole,
         contextlib.ExitStack() as stack,
     ):
-        bare, peers = (
-            [stack.enter_context(whole[at : at + size]) for at in range(0, len(whole), size)]
-            for size in (_SHARD, plan.shard)
-        )
-        rates, limits = asyncio.run(_alternate(host, ports, bare, peers, plan, say))
+        starts = range(0, plan.size, plan.shard)
+        buffers = [stack.enter_context(whole[at : at + plan.shard]) for at in starts]
+        rates, limits = asyncio.run(_alternate(host, ports, buffers, plan, say))
     return at_least(name, rates, "GB/s", limits, plan.wanted, plan.what)
 
 
 async def _alternate(
     host: str,
     ports: _Ports,
-    bare_buffers: Sequence[memoryview],
     buffers: Sequence[memoryview],
     plan: _Plan,
     say: Callable[[str], None],
@@ -149,14 +149,13 @@ async def _alternate(
     tier = PeerTier([Address(host, ports.peers[plan.shard])], token=b"", streams=2 * _STREAMS)
     await tier.start()
     bare = [socket.create_connection((host, ports.bare)) for _ in range(_STREAMS)]
-    size = _SHARD * plan.shards
     rates, limits = [], []
     try:
         for number in range(plan.rounds + 1):
-            limit = await asyncio.to_thread(_read_bare, bare, bare_buffers)
+            limit = await asyncio.to_thread(_read_bare, bare, buffers)
             began = time.perf_counter()
             await _read_peer(tier, buffers, plan.at_once)
-            rate = size / (time.perf_counter() - began) / 1e9
+            rate = plan.size / (time.perf_counter() - began) / 1e9
             if number:  # the first round fills page tables
                 rates.append(rate)
                 limits.append(limit)
@@ -187,13 +186,14 @@ def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) ->
 
     Each connection asks for shards of its own: those that both send would be in the cache.
     """
+    size = len(buffers[0])
 
     def read(sock: socket.socket, part: Sequence[tuple[int, memoryview]]) -> None:
         lower_thread_priority()
         for number, buffer in part:
-            sock.sendall(bytes([number]))
+            sock.sendall(bytes([number, size >> 20]))
             got, hashed = 0, xxhash.xxh3_128()
-            while got < _SHARD:
+            while got < size:
                 count = sock.recv_into(buffer[got : got + (1 << 20)])
                 hashed.update(buffer[got : got + count])
                 got += count
@@ -208,12 +208,12 @@ def _read_bare(socks: Sequence[socket.socket], buffers: Sequence[memoryview]) ->
         thread.start()
     for thread in threads:
         thread.join()
-    return len(buffers) * _SHARD / (time.perf_counter() - began) / 1e9
+    return len(buffers) * size / (time.perf_counter() - began) / 1e9
 
 
 def _serve(host: str, orders: Connection) -> None:
     """Serve both protocols until killed."""
-    memories = {size: memoryview(mmap.mmap(-1, 2 * _SHARDS * _SHARD)) for size in _SPACES}
+    memories = {size: memoryview(mmap.mmap(-1, _MEMORY)) for size in _SPACES}
     try:
         listeners = {size: _listen(host, size, memory) for size, memory in memories.items()}
     except KVHavenError as error:
@@ -221,13 +221,12 @@ def _serve(host: str, orders: Connection) -> None:
     bare = socket.create_server((host, 0))
     ports = {size: listener.port for size, listener in listeners.items()}
     orders.send(_Ports(ports, bare.getsockname()[1]))
-    whole = memories[_SHARD]
 
     def serve(sock: socket.socket) -> None:
         lower_thread_priority()
-        while number := sock.recv(1):
-            at = number[0]
-            sock.sendall(whole[at * _SHARD : (at + 1) * _SHARD])
+        while request := sock.recv(2, socket.MSG_WAITALL):
+            number, size = request[0], request[1] << 20
+            sock.sendall(memories[size][number * size : (number + 1) * size])
 
     while True:
         sock, _ = bare.accept()

@@ -231,9 +231,9 @@ def conversation(port: int) -> tuple[bytes, bytes]:
     with wire_to(port) as relay, stream_to(relay.port) as stream:
         send, receive = stream.send_bytes, stream.receive_into
 
-        def sent(data: memoryview, deadline: float) -> None:
+        def sent(data: memoryview, deadline: float, *, more: bool = False) -> None:
             said.extend(data)
-            send(data, deadline)
+            send(data, deadline, more=more)
 
         def received(into: memoryview, *rest: Any, **more: Any) -> None:
             receive(into, *rest, **more)

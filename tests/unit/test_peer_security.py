@@ -66,9 +66,9 @@ class Recording(Stream):
         super().__init__(sock, "there")
         self.sent = b""
 
-    def send_bytes(self, data: memoryview, deadline: float) -> None:
+    def send_bytes(self, data: memoryview, deadline: float, *, more: bool = False) -> None:
         self.sent += data
-        super().send_bytes(data, deadline)
+        super().send_bytes(data, deadline, more=more)
 
 
 def stream_to(listener: PeerListener) -> Recording:

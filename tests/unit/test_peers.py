@@ -25,6 +25,7 @@ from kvhaven.peers.listener import PeerListener
 from kvhaven.peers.peer import Peer
 from kvhaven.peers.tier import PeerTier
 from kvhaven.peers.wire import (
+    FETCHED,
     HANDSHAKE_LIMIT,
     MOST_KEYS,
     PONG,
@@ -45,7 +46,15 @@ from kvhaven.peers.wire import (
 )
 from kvhaven.testing.tiers import make_namespace, make_piece
 from kvhaven.tiers.base import Namespace
-from kvhaven.types import KEY_BYTES, ChunkKey, Extent, NamespaceDigest, TenantId, align_up
+from kvhaven.types import (
+    KEY_BYTES,
+    ChunkKey,
+    Extent,
+    NamespaceDigest,
+    ShardId,
+    TenantId,
+    align_up,
+)
 from tests.shelf import Unannounced
 
 SPACE = make_namespace()
@@ -367,6 +376,31 @@ def test_shards_in_a_row_set_no_timeouts() -> None:
                 stream.receive(PONG, time.monotonic() + 60)
                 stream.receive_into(data, time.monotonic() + 600, silence_s=60)
             assert sock.set < 50  # not one a shard: a busy machine may shorten some
+
+
+@pytest.mark.parametrize("digits", [1, 100, 70_000])
+def test_a_payload_begins_at_a_multiple_of_64_bytes(digits: int) -> None:
+    """Whatever the length of the message before it, which also a node without padding may send."""
+    shard = ShardId(0, (0, digits), (0, 1))
+    chunk = Chunk(PIECE.shard.key, shard, PIECE.checksum)
+    payload = bytes(PIECE.payload[:1000])
+
+    def move(sock: socket.socket) -> None:
+        stream, deadline = Stream(sock, "test"), time.monotonic() + 60
+        stream.send_chunk(chunk, memoryview(payload), deadline)
+        stream.send(chunk, deadline)
+
+    with rogue(move) as port, socket.create_connection(("127.0.0.1", port)) as sock:
+        sent = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    (length,) = struct.unpack("<I", sent[:4])
+    padded, rest = sent[4 : 4 + length], sent[4 + length :]
+    assert (4 + length) % 64 == 0
+    assert rest[: len(payload)] == payload
+    bare = rest[len(payload) + 4 :]
+    for body in (padded, bare):
+        got = FETCHED.decode(body)
+        assert isinstance(got, Chunk)
+        assert msgspec.structs.replace(got, padding=b"") == chunk
 
 
 async def test_a_peer_that_was_away_returns_when_it_answers_however_long_it_was(

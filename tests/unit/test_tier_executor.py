@@ -198,3 +198,32 @@ async def test_a_failure_leaves_no_cycle_behind(executor: TierExecutor) -> None:
         assert left() is None
     finally:
         gc.enable()
+
+
+async def test_an_outcome_that_comes_before_a_cancelled_caller_runs_again_is_not_lost(
+    executor: TierExecutor,
+) -> None:
+    blocked = await Blocked(executor).running()
+    blocked.go_on.set()
+    assert blocked.ended.wait(30)  # the loop stands still meanwhile
+    time.sleep(0.1)  # noqa: ASYNC251  the outcome is now behind it
+    blocked.task.cancel()
+    async with asyncio.timeout(30):
+        await asyncio.wait([blocked.task])
+    assert blocked.task.cancelled()
+    assert blocked.done == ["done"]
+
+
+async def test_a_job_is_given_up_before_its_cancelled_caller_runs_again() -> None:
+    executor = TierExecutor(1)
+    blocked = await Blocked(executor).running()
+    waiting = asyncio.create_task(executor.run(Lane.READ, lambda: None))
+    await asyncio.sleep(0)
+    ending = asyncio.create_task(executor.end("it left"))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    blocked.go_on.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(blocked.task, ending)
+        await asyncio.wait([waiting])
+    assert waiting.cancelled() or isinstance(waiting.exception(), TierError)

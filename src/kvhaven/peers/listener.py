@@ -384,10 +384,10 @@ class PeerListener:
             ):
                 size = loan.namespace.shard_bytes(shard.payload_bytes, loan.tail)
                 if (shard.id, size) == (request.shard, request.payload_bytes):
-                    stream.send(Chunk(request.key, shard.id, checksum), deadline)
+                    chunk = Chunk(request.key, shard.id, checksum)
                     end = offset + request.payload_bytes
                     with self._lender.memory(loan) as memory:
-                        stream.send_bytes(memory[offset:end], deadline)
+                        stream.send_chunk(chunk, memory[offset:end], deadline)
                     return
         finally:
             self._lender.returned(loan)

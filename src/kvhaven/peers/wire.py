@@ -43,6 +43,12 @@ TICKET_BYTES: Final = 16
 _ALERT: Final = "_ALERT_"
 """In the reasons of TLS errors that the other side has told."""
 _LENGTH: Final = struct.Struct("<I")
+_ALIGNMENT: Final = 64
+"""The length of a frame before a payload is a multiple of this in bytes: the kernel copies them one
+behind the other, and an EPYC copies to memory that is not aligned at half the speed."""
+_MOST_UNSENT: Final = 1 << 20
+"""Bytes that the kernel takes before it can send them. If it took more of a shard, bytes would have
+left the processor's cache when they are sent, and received on the same node."""
 _MOST_SAID: Final = 200
 """Characters of an error that are shown, since the other side may have chosen them."""
 _RECEIVE: Final = 1 << 20
@@ -56,6 +62,7 @@ Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * KEY_BYTES)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
 OfferedKeys = Annotated[bytes, msgspec.Meta(max_length=MOST_OFFERED * KEY_BYTES)]
+Padding = Annotated[bytes, msgspec.Meta(max_length=_ALIGNMENT)]
 Digests = Annotated[bytes, msgspec.Meta(max_length=MOST_ANNOUNCED * DIGEST_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MOST_OFFERED)]
@@ -175,11 +182,13 @@ class Chunk(PeerMessage, frozen=True, tag=True):
     """Answer to `Fetch`: `payload_bytes` bytes follow, which have this xxh3-128.
 
     `key` and `shard` are those of the request, so that an answer to another one is recognized.
+    `padding` has no meaning.
     """
 
     key: Key
     shard: ShardId
     checksum: Sum
+    padding: Padding = b""
 
 
 class Absent(PeerMessage, frozen=True, tag=True):
@@ -408,6 +417,7 @@ class Stream:
         # The kernel's timeouts: with Python's, each call would be preceded by a poll.
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
 
     @property
     def encrypted(self) -> bool:
@@ -432,8 +442,17 @@ class Stream:
 
     def send(self, message: PeerMessage, deadline: float) -> None:
         """Send a message."""
-        body = _encoder.encode(message)
-        self.send_bytes(memoryview(_LENGTH.pack(len(body)) + body), deadline)
+        self.send_bytes(_frame(message), deadline)
+
+    def send_chunk(self, message: Chunk, payload: memoryview, deadline: float) -> None:
+        """Send a message and the payload that follows it.
+
+        In two calls of the kernel, but the other node is woken once, when the payload comes too.
+        """
+        missing = -len(_frame(message)) % _ALIGNMENT
+        padded = msgspec.structs.replace(message, padding=bytes(missing))
+        self.send_bytes(_frame(padded), deadline, more=True)
+        self.send_bytes(payload, deadline)
 
     def receive(self, expected: "msgspec.msgpack.Decoder[M]", deadline: float) -> M:
         """Return the next message, which must be one that the decoder accepts."""
@@ -447,18 +466,18 @@ class Stream:
             said = repr(str(error))[:_MOST_SAID]
             raise ProtocolError(f"{self.title}: malformed message: {said}") from error
 
-    def send_bytes(self, data: memoryview, deadline: float) -> None:
-        """Send raw bytes.
+    def send_bytes(self, data: memoryview, deadline: float, *, more: bool = False) -> None:
+        """Send raw bytes; `more`: others follow, and the kernel may wait for them.
 
-        In one call of the kernel: in pieces of 1 MiB it takes 1.4 times as much CPU time. Apart
-        from the message before them: behind it, the kernel copies them to unaligned memory.
+        In one call of the kernel: in pieces of 1 MiB it takes 1.4 times as much CPU time.
         """
         sent = 0
+        flags = socket.MSG_MORE if more and not self.encrypted else 0  # TLS takes no flags
         while sent < len(data):
             # The timeout is that of the whole call, however often it waits for space.
             self._wait_at_most(deadline - time.monotonic(), socket.SO_SNDTIMEO)
             try:
-                sent += self._socket.send(data[sent:])
+                sent += self._socket.send(data[sent:], flags)
             except OSError as error:
                 if not self._may_be_early(error):
                     raise self._failed(error) from error
@@ -544,6 +563,11 @@ class Stream:
             # In TLS 1.3, a refused certificate shows with the first message that is received.
             return PeerError(f"{self.title}: {tls_refusal(error)}")
         return PeerError(f"{self.title}: {error.strerror or error}")
+
+
+def _frame(message: PeerMessage) -> memoryview:
+    body = _encoder.encode(message)
+    return memoryview(_LENGTH.pack(len(body)) + body)
 
 
 def _timeval(seconds: float) -> bytes:

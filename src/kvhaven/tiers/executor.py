@@ -50,6 +50,16 @@ class _Job(Generic[T]):
         self.future: asyncio.Future[T] = loop.create_future()
         self.progress = _Progress.QUEUED
 
+    def renew(self) -> None:
+        """Replace the future, with which the caller waited, if the caller's task cancelled it."""
+        if self.future.cancelled():
+            self.future = self.loop.create_future()
+
+    def settle(self, result: Any, error: BaseException | None) -> None:
+        """Set the outcome; called on the loop, perhaps before a cancelled caller notices that."""
+        self.renew()
+        settle(self.future, result, error)
+
 
 class TierExecutor:
     """Thread pool of one tier: runs blocking calls in `threads` own threads, at nice 10.
@@ -112,8 +122,10 @@ class TierExecutor:
         job = _Job(lane, work, asyncio.get_running_loop())
         self._push(job)
         try:
-            result = await asyncio.shield(job.future)
+            # Not shielded: that would cost another turn of the loop for each read.
+            result = await job.future
         except asyncio.CancelledError:
+            job.renew()
             if not self._take_back(job) and await outlast(job.future) and then is not None:
                 then(job.future.result())
             raise
@@ -230,16 +242,14 @@ class TierExecutor:
             self._running.pop(job, None)
             job.progress = _Progress.SETTLED
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
-            job.loop.call_soon_threadsafe(settle, job.future, result, error)
+            job.loop.call_soon_threadsafe(job.settle, result, error)
         del job, error  # the error's traceback holds this frame: breaks the cycle
 
 
 def _give_up(jobs: Iterable[_Job[Any]], reason: str) -> None:
     """Fail jobs that no thread makes, or that are abandoned; called on their loop."""
     for job in jobs:
-        if not job.future.done():
-            job.future.set_exception(TierError(reason))
-            job.future.exception()  # no "never retrieved" warning if the caller is gone
+        job.settle(None, TierError(reason))
 
 
 def settle(future: "asyncio.Future[T]", result: T, error: BaseException | None) -> None:

@@ -42,11 +42,12 @@ from benchmarks.acquires import acquire_all, await_resident, engine, save_chunks
 from benchmarks.results import BENCH, Result, at_most, plain
 from benchmarks.stalls import AddressSpace
 from examples.demo.processes import ProcessError, Server, node_service, server
-from kvhaven.catalog.actions import LeaseId, MemberId, SessionId
+from kvhaven.catalog.actions import LeaseId, MemberId
+from kvhaven.catalog.sessions import RankDescription
 from kvhaven.config import Settings
 from kvhaven.keys import namespace_digest, tenant_id
 from kvhaven.peers.listener import ListenerStatus
-from kvhaven.protocol import Acquire, AttachRank, AttachScheduler, List, Snapshot, encode
+from kvhaven.protocol import Acquire, List, Snapshot, encode
 from kvhaven.service.arena import SEGMENT
 from kvhaven.service.main import tame_collector
 from kvhaven.service.server import Service
@@ -123,9 +124,9 @@ def _fill(service: Service) -> None:
     fields = {"model": "benchmark"}
     shard = Shard(ShardId(0, (0, 1), (0, 1)), _CHUNK_BYTES)
     namespace = Namespace(namespace_digest(fields), fields, ShardTable((shard,)))
-    catalog, member, session = service.catalog, MemberId("m"), SessionId("s")
-    catalog.add_namespace(namespace)
-    catalog.attach(session, member, 0, namespace.digest, 1, 1)
+    catalog, member = service.catalog, MemberId("m")
+    description = RankDescription(1, namespace.digest, fields, (shard,))
+    catalog.attach_rank("s", member, 0, description)
     catalog.ready(member, SEGMENT, AddressSpace.usable)
     for number in range(_TENANTS):
         tenant = tenant_id(f"tenant {number}")
@@ -144,16 +145,12 @@ def _measure_cost(service: Service, say: Callable[[str], None]) -> list[Result]:
     fields = {"model": "counted", "chunk_size": "256"}
     shard = Shard(ShardId(0, (0, 1), (0, 1)), _CHUNK_BYTES)
     digest = namespace_digest(fields)
-    attach = AttachRank(1, "counted", "counted-r", 0, 1, digest, fields, (shard,))
-    member = service.sessions.add_rank(attach)
-    engine, catalog = member.session, service.catalog
-    assert engine.namespace is not None
-    catalog.add_namespace(engine.namespace)
-    catalog.attach(engine.id, member.id, 0, digest, 1, 1)
-    catalog.ready(member.id, SEGMENT, AddressSpace.usable)
-    scheduler = service.sessions.add_scheduler(AttachScheduler(2, "counted", "counted-s", 1, 0))
-    assert scheduler is not None
-    catalog.attach(engine.id, scheduler.id, None, digest, 1, 0)
+    catalog, rank = service.catalog, MemberId("counted-r")
+    session = catalog.attach_rank("counted", rank, 0, RankDescription(1, digest, fields, (shard,)))
+    member = service.sessions.attached(session, rank)
+    catalog.ready(rank, SEGMENT, AddressSpace.usable)
+    catalog.attach_scheduler("counted", MemberId("counted-s"), 1)
+    scheduler = service.sessions.attached(session, MemberId("counted-s"))
     keys = [ChunkKey(hashlib.sha256(f"counted {at}".encode()).digest()) for at in range(_CHUNKS)]
     for first in range(0, _CHUNKS, 32):
         parent = keys[first - 1] if first else None
@@ -174,7 +171,7 @@ def _measure_cost(service: Service, say: Callable[[str], None]) -> list[Result]:
             service.loads.reuse.since(0, asyncio.get_running_loop().time())  # it is wanted
             began = time.thread_time_ns()
             service.loads.acquire(scheduler, Acquire(lease, blob, 1000, prompt_tokens=tokens))
-            catalog.release(engine.id, lease)
+            catalog.release(session.id, lease)
             times[counts].append((time.thread_time_ns() - began) / 1e3)
             while catalog.busy:
                 catalog.work()

@@ -34,8 +34,9 @@ from itertools import count
 from benchmarks.results import Result, plain
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog
-from kvhaven.catalog.actions import LeaseId, MemberId, SessionId
+from kvhaven.catalog.actions import LeaseId, MemberId
 from kvhaven.catalog.policies import POLICIES
+from kvhaven.catalog.sessions import RankDescription
 from kvhaven.tiers.base import Namespace
 from kvhaven.types import (
     PAGE_BYTES,
@@ -188,10 +189,9 @@ def _hit_rate(chains: list[Chain], policy: str, chunks: int) -> float:
     namespace = Namespace(NamespaceDigest(bytes(32)), {}, table)
     arena_bytes = chunks * PAGE_BYTES
     catalog = Catalog(SlabAllocator({0: arena_bytes}), POLICIES[policy]())
-    session, rank, digest = SessionId("s"), MemberId("s/0"), namespace.digest
-    catalog.add_namespace(namespace)
-    catalog.attach(session, MemberId("s"), None, digest, 1, 0)
-    catalog.attach(session, rank, 0, digest, 1, 1)
+    rank, digest = MemberId("s/0"), namespace.digest
+    session = catalog.attach_rank("s", rank, 0, RankDescription(1, digest, {}, table.shards)).id
+    catalog.attach_scheduler("s", MemberId("s"), 1)
     catalog.ready(rank, 0, arena_bytes)
     checksum = [Checksum(bytes(16))]
     hits = looked_up = 0

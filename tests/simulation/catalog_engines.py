@@ -24,6 +24,7 @@ from tests.simulation.catalog_model import (
     bits_of,
     end_of,
 )
+from tests.unit.catalog_kit import described
 
 
 @dataclass(eq=False)
@@ -86,12 +87,13 @@ class Part:
 class Engine:
     """A session, with its leases and what each of its ranks is to save."""
 
-    id: SessionId
+    name: str
     namespace: Namespace
     split: Split
     processes: list[Process] = field(default_factory=list)
     loads: dict[LeaseId, Load] = field(default_factory=dict)
     to_save: list[tuple[int, Save]] = field(default_factory=list)
+    id: SessionId = SessionId("")  # noqa: RUF009  it is a string
 
     @property
     def world(self) -> int:
@@ -124,7 +126,7 @@ class Engines:
             return
         self._names += 1
         namespace, splits = self._world.pick(NAMESPACES)
-        name = SessionId(f"engine-{self._names}")
+        name = f"engine-{self._names}"
         self._begin(Engine(name, namespace, self._world.pick(splits)))
 
     def restart(self) -> None:
@@ -137,7 +139,7 @@ class Engines:
         engine = self._world.pick(self.all)
         for _ in range(1 + self._world.choose(2)):
             self._end(engine, pieces=3)
-            engine = Engine(engine.id, engine.namespace, engine.split)
+            engine = Engine(engine.name, engine.namespace, engine.split)
             self._begin(engine)
         self._world.counts["restarted"] += 1
 
@@ -404,7 +406,7 @@ class Engines:
 
     def _begin(self, engine: Engine) -> None:
         for rank in (*range(engine.world), None):
-            process = Process(MemberId(f"{engine.id}/{rank}"), engine, rank)
+            process = Process(MemberId(f"{engine.name}/{rank}"), engine, rank)
             engine.processes.append(process)
             self._attach(process)
         self.all.append(engine)
@@ -423,11 +425,14 @@ class Engines:
 
     def _attach(self, process: Process) -> None:
         engine = process.engine
-        digest = engine.namespace.digest
-        shard_mask = 0 if process.rank is None else engine.split[process.rank]
-        self._world.catalog.attach(
-            engine.id, process.id, process.rank, digest, engine.world, shard_mask
-        )
+        catalog, rank = self._world.catalog, process.rank
+        if rank is None:
+            session = catalog.attach_scheduler(engine.name, process.id, engine.world)
+            assert session is not None
+        else:
+            description = described(engine.namespace, engine.split, rank)
+            session = catalog.attach_rank(engine.name, process.id, rank, description)
+        engine.id = session.id
 
     def _prepare(self, process: Process, prepared: int) -> None:
         def tell() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvhaven.catalog.actions import LeaseId, SessionId, TierRead, Update
+from kvhaven.catalog.actions import LeaseId, TierRead, Update
 from kvhaven.catalog.worth import Price
 from kvhaven.service.loads import Wait
 from kvhaven.service.tier_speed import Begun, SpeedMeter
@@ -130,7 +130,7 @@ class Simulation:
         self.never += compute
         self.oracle += min(compute, load)
         began, lease_id = self.store.now, LeaseId(self.requests)
-        session, price = SessionId("s"), COMPUTE if self.compares else None
+        session, price = self.node.session, COMPUTE if self.compares else None
         catalog = self.node.catalog
         catalog.tick(began)
         answer = catalog.acquire(session, lease_id, self.node.namespace.digest, keys, price=price)

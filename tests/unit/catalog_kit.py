@@ -20,6 +20,7 @@ from kvhaven.catalog.actions import (
 )
 from kvhaven.catalog.policies import POLICIES
 from kvhaven.catalog.policy import EvictionPolicy
+from kvhaven.catalog.sessions import RankDescription, Session
 from kvhaven.tenants import Quotas
 from kvhaven.tiers.base import Namespace
 from kvhaven.tiers.format.header import stored_bytes
@@ -48,6 +49,13 @@ def namespace_of(name: str, shards: int = 1, payload_bytes: int = PAGE) -> Names
         tuple(Shard(ShardId(0, (0, 1), (n, n + 1)), payload_bytes) for n in range(shards))
     )
     return Namespace(NamespaceDigest(hashlib.sha256(name.encode()).digest()), {}, table)
+
+
+def described(namespace: Namespace, split: Sequence[int], rank: int) -> RankDescription:
+    """Return the description by a rank of an engine that divides the shards like this."""
+    shards = tuple(s for bit, s in enumerate(namespace.table.shards) if split[rank] >> bit & 1)
+    digest, shared = namespace.digest, len(set(split)) < len(split)
+    return RankDescription(len(split), digest, namespace.fields, shards, shared)
 
 
 def keys_of(name: str, count: int) -> list[ChunkKey]:
@@ -101,9 +109,10 @@ class Node:
         self.world_size = len(split) or world_size
         self.shards = max(split).bit_length() if split else world_size
         self.namespace = namespace_of("n", self.shards)
-        self.session = SessionId("s")
+        self.sessions: dict[str, SessionId] = {}
         self.catalog.add_namespace(self.namespace)
         self.attach("s", split=split, ready=ready)
+        self.session = self.sessions["s"]
         self._lease_id = 0
 
     def attach(
@@ -114,20 +123,27 @@ class Node:
         *,
         ready: bool = True,
     ) -> None:
-        """Attach a scheduler (`s/None`) and the ranks (`s/0`, ...) of a session.
+        """Attach the ranks (`s/0`, ...) and the scheduler (`s/None`) of a session.
 
         Each rank holds a shard of its own, or those of `split`; it is ready for all of the arena
         that there is, unless told otherwise.
         """
         namespace = namespace or self.namespace
         split = split or [1 << bit for bit in range(len(namespace.table.shards))]
-        for rank in (None, *range(len(split))):
-            member, shard_mask = MemberId(f"{session}/{rank}"), 0 if rank is None else split[rank]
-            self.catalog.attach(
-                SessionId(session), member, rank, namespace.digest, len(split), shard_mask
-            )
-            if ready and rank is not None:
-                self.catalog.ready(member, 0, self.allocator.usable[0])
+        for rank in range(len(split)):
+            self.attach_rank(session, rank, namespace, split)
+            if ready:
+                self.catalog.ready(MemberId(f"{session}/{rank}"), 0, self.allocator.usable[0])
+        self.catalog.attach_scheduler(session, MemberId(f"{session}/None"), len(split))
+
+    def attach_rank(
+        self, session: str, rank: int, namespace: Namespace, split: Sequence[int]
+    ) -> Session:
+        """Attach one rank of a session, for the first time or again."""
+        member, description = MemberId(f"{session}/{rank}"), described(namespace, split, rank)
+        attached = self.catalog.attach_rank(session, member, rank, description)
+        self.sessions[session] = attached.id
+        return attached
 
     def reserve(
         self,
@@ -188,7 +204,8 @@ class Node:
         """Acquire under a new ticket."""
         self._lease_id += 1
         lease_id, digest = LeaseId(self._lease_id), self.namespace.digest
-        return self.catalog.acquire(SessionId(session), lease_id, digest, keys, tenant, tail)
+        known = self.sessions.get(session, SessionId(session))
+        return self.catalog.acquire(known, lease_id, digest, keys, tenant, tail)
 
     def store(
         self, keys: Sequence[ChunkKey], tier: TierName = DISK, tenant: TenantId = NO_TENANT

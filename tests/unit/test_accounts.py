@@ -21,7 +21,8 @@ TIERS = ("disk", "s3")
 
 def engine_of(number: int = 0) -> AttachedEngine:
     digest = NamespaceDigest(number.to_bytes(32, "little"))
-    engine = SimpleNamespace(id="e#1", digest=digest, chunk_tokens=SIZE, traffic=Traffic())
+    session = SimpleNamespace(id="e#1", digest=digest)
+    engine = SimpleNamespace(session=session, chunk_tokens=SIZE, traffic=Traffic())
     return cast(AttachedEngine, engine)
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvhaven import maps
 from kvhaven.arena.allocator import SlabAllocator
 from kvhaven.catalog import Catalog, announcer
-from kvhaven.catalog.actions import MemberId, SessionId
+from kvhaven.catalog.actions import MemberId
 from kvhaven.catalog.announcer import START, Announcer, Batch, Cursor
 from kvhaven.catalog.entries import Entry
 from kvhaven.catalog.policies import make_policy
@@ -33,12 +33,13 @@ from kvhaven.types import (
     ShardTable,
     TenantId,
 )
+from tests.unit.catalog_kit import described
 
 SIZE = 1 << 16
 """Space for 16 chunks of a page."""
 SHARD = Shard(ShardId(0, (0, 1), (0, 1)), 4096)
 SPACE = Namespace(NamespaceDigest(b"n" * 32), {}, ShardTable((SHARD,)))
-SESSION, RANK = SessionId("engine"), MemberId("rank")
+RANK = MemberId("rank")
 ANN = tenant_id("ann")
 KEYS = [ChunkKey(hashlib.sha256(bytes([at])).digest()) for at in range(60)]
 TAILS = {*KEYS[50:]}
@@ -59,8 +60,7 @@ class Node:
         self.catalog = Catalog(
             SlabAllocator({0: SIZE}), make_policy("lru"), announcer=self.announcer
         )
-        self.catalog.add_namespace(SPACE)
-        self.catalog.attach(SESSION, RANK, 0, SPACE.digest, 1, 1)
+        self.catalog.attach_rank("engine", RANK, 0, described(SPACE, (1,), 0))
         self.catalog.ready(RANK, 0, SIZE)
         self._saves = 0
 

@@ -12,7 +12,6 @@ from kvhaven.catalog import StoreOn, TierSpec
 from kvhaven.catalog.actions import (
     LeaseId,
     MemberId,
-    SessionId,
     TierLookup,
     TierName,
     TierRead,
@@ -99,7 +98,7 @@ def interleaved(count: int) -> tuple[Node, Event]:
     node.store(keys[1::2])
     node.catalog.tier_speed(DISK, TierSpeed(0.0, 0.001 / PAGE))
     node.catalog.take_actions()
-    session, digest, price = SessionId("s"), node.namespace.digest, Price(0.01, 1e-6)
+    session, digest, price = node.session, node.namespace.digest, Price(0.01, 1e-6)
     return node, lambda: node.catalog.acquire(session, LeaseId(1), digest, keys, price=price)
 
 

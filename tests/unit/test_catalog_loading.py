@@ -62,8 +62,8 @@ def test_two_sessions_lease_the_same_chunk_independently() -> None:
     node.save(keys)
     mine, yours = node.acquire(keys), node.acquire(keys, "t")
     assert mine.chunks == yours.chunks
-    node.catalog.release(SessionId("s"), mine.lease_id)
-    node.catalog.release(SessionId("s"), yours.lease_id)  # not that session's: nothing happens
+    node.catalog.release(node.session, mine.lease_id)
+    node.catalog.release(node.session, yours.lease_id)  # not that session's: nothing happens
     assert node.catalog.stats().leased_bytes == PAGE
 
 
@@ -150,7 +150,7 @@ def test_what_is_being_promoted_is_read_once_for_all() -> None:
     (read,) = node.reads()
     node.finish(read)
     updates = node.of_type(Update)
-    assert {u.session for u in updates if isinstance(u, Update)} == {"s", "t"}
+    assert {u.session for u in updates if isinstance(u, Update)} == set(node.sessions.values())
     assert node.catalog.stats().leased_bytes == PAGE
 
 
@@ -395,8 +395,8 @@ def test_prefetches_pile_up_to_a_bound_and_hold_up_nobody(monkeypatch: pytest.Mo
     node.save(keys)
     node.attach("t")
     for _ in range(100):
-        node.catalog.prefetch(node.namespace.digest, keys, session=SessionId("s"))
-        node.catalog.prefetch(node.namespace.digest, keys, session=SessionId("t"))
+        node.catalog.prefetch(node.namespace.digest, keys, session=node.session)
+        node.catalog.prefetch(node.namespace.digest, keys, session=node.sessions["t"])
     node.catalog.check()
     assert node.acquire(keys).promoting == 1, "that is more than a piece of work"
     pieces = 0

@@ -3,7 +3,7 @@
 
 import pytest
 
-from kvhaven.catalog.actions import MemberId, SessionId
+from kvhaven.catalog.actions import MemberId
 from kvhaven.tenants import Quotas
 from kvhaven.types import TenantId
 from tests.unit.catalog_kit import DISK, PAGE, Node, keys_of, spec
@@ -94,9 +94,9 @@ def test_a_prefetch_promotes_to_where_its_engine_can_load() -> None:
     node.store(keys)
     node.attach("t", ready=False)
     digest = node.namespace.digest
-    assert node.catalog.prefetch(digest, keys, session=SessionId("t")) == 0
+    assert node.catalog.prefetch(digest, keys, session=node.sessions["t"]) == 0
     ready(node, "t/0", 2)
-    assert node.catalog.prefetch(digest, keys, session=SessionId("t")) == 2
+    assert node.catalog.prefetch(digest, keys, session=node.sessions["t"]) == 2
     assert node.catalog.prefetch(digest, keys) == 4, "of nobody nothing is known"
 
 

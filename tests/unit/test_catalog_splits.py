@@ -173,7 +173,7 @@ def test_a_twin_that_is_lost_takes_its_word_back() -> None:
     writer, silent = node.grant(KEY, "s/0"), node.grant(KEY, "s/1")
     node.catalog.lost(MemberId("s/1"))
     assert node.commit(writer, "s/0") is CommitResult.DISCARDED
-    node.catalog.attach(node.session, MemberId("s/1"), 1, node.namespace.digest, 4, 0b01)
+    node.attach_rank("s", 1, node.namespace, TWINS)
     assert node.commit(silent, "s/1") is CommitResult.DISCARDED
     node.catalog.check()
     assert node.catalog.stats().used_bytes == 0

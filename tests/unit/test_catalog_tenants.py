@@ -9,7 +9,6 @@ from kvhaven.catalog import TierSpec
 from kvhaven.catalog.actions import (
     LeaseId,
     MemberId,
-    SessionId,
     TierDelete,
     TierLookup,
     TierName,
@@ -120,7 +119,7 @@ def test_it_takes_the_least_recently_used_chain_from_its_tail() -> None:
     node.save(old, tenant=ANN)
     node.save(used, tenant=ANN)
     lease_id = node.acquire(old, tenant=ANN).lease_id
-    node.catalog.release(SessionId("s"), lease_id)
+    node.catalog.release(node.session, lease_id)
     node.save(keys_of("new", 2), tenant=ANN)
     assert [node.resident([key]) for key in (*old, *used)] == [1, 1, 1, 1, 0, 0]
 
@@ -184,7 +183,7 @@ def test_a_lower_quota_counts_at_once_and_what_is_used_goes_when_it_is_not() -> 
     assert (node.resident(idle), node.resident(used), pages(node, ANN)) == (0, 3, 3)
     node.catalog.check()
     assert node.reserve(keys_of("new", 1), tenant=ANN) == [None]
-    node.catalog.release(SessionId("s"), lease_id)
+    node.catalog.release(node.session, lease_id)
     node.catalog.take_actions()
     assert node.resident(used[:1]) == pages(node, ANN) == 1
     assert pages(node, BEN) == 3
@@ -226,7 +225,7 @@ def test_tenants_of_whom_nothing_is_here_are_forgotten() -> None:
         for lookup in node.of_type(TierLookup):
             assert isinstance(lookup, TierLookup)
             node.catalog.tier_looked_up(lookup.tier, lookup.number, {})
-        node.catalog.release(SessionId("s"), LeaseId(answer.lease_id))
+        node.catalog.release(node.session, LeaseId(answer.lease_id))
     assert len(list(node.catalog._owners.tenants())) < 5
 
 

@@ -223,7 +223,9 @@ def test_who_was_taken_for_gone_maps_anew_under_the_new_lock(
     eventually(lambda: not node.call(lambda: len(node.service.sessions)))
     arena.is_mapped = is_mapped  # type: ignore[method-assign]
     drop(proxy, engine)
-    sessions = node.call(lambda: [m.lock_byte for s in node.service.sessions for m in s.members])
+    sessions = node.call(
+        lambda: [m.lock_byte for s in node.service.sessions for m in s.processes.values()]
+    )
     assert len(sessions) == 2
     assert all(arena.is_mapped(byte) for byte in sessions)
     assert engine.load(keys) == 3

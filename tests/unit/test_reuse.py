@@ -79,9 +79,9 @@ def test_a_chunk_is_sampled_by_its_position_in_the_prompt_alone(
 
 
 def question_of(chain: Chain, computed: int = 0) -> Question:
-    engine: Any = SimpleNamespace(
-        chunk_tokens=SIZE, digest=b"n", table=SimpleNamespace(extent_bytes=BYTES)
-    )
+    described = SimpleNamespace(table=SimpleNamespace(extent_bytes=BYTES))
+    session = SimpleNamespace(digest=b"n", described=described)
+    engine: Any = SimpleNamespace(chunk_tokens=SIZE, session=session)
     keys = KeyList(keys_of(chain[computed // SIZE :]))
     tokens = len(chain) * SIZE
     return Question(engine, keys, tokens, computed, TenantId(b""), "request", 0.0)

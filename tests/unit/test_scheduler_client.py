@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhaven.catalog.actions import LeaseId, SessionId, Update
+from kvhaven.catalog.actions import LeaseId, Update
 from kvhaven.client.scheduler import Outcome, SchedulerClient, _Question
 from kvhaven.protocol import Acquired, AttachScheduler
 from tests.crash.engine import Engine, prompt
@@ -36,10 +36,11 @@ def test_a_lease_that_was_answered_at_its_deadline_is_not_answered_again(
         lease_id = LeaseId(lease.lease_id)
 
         def late() -> None:
-            (session,) = node.service.sessions
-            again = node.service.catalog.finalize(SessionId(session.id), lease_id)
+            (engine,) = node.service.sessions
+            session = engine.session
+            again = node.service.catalog.finalize(session.id, lease_id)
             assert len(again.chunks) == len(keys)
-            node.service.loads.updated(Update(SessionId(session.id), again))
+            node.service.loads.updated(Update(session.id, again))
 
         monkeypatch.setattr(node.service.loads, "_send", lambda *answer: sent.append(answer))
         node.call(late)

@@ -290,6 +290,15 @@ def _check_writers(
         owner = entry.owner[0] if entry.owner is not None else None
         known_owner = owner in sessions.sessions or not at_rest
         assert known_owner, f"{_name(entry)} belongs to a removed session"
+    for home in sessions.sessions.values():
+        complete = home.namespace is not None
+        assert complete == (len(home.shards) == home.world_size and not home.own), (
+            f"session {home.id} is complete, or is not, with the shards of {len(home.shards)} ranks"
+        )
+        for member in home.members.values():
+            assert home.holders.get(member.rank) == member.id, f"{member.id} has another's role"
+            held = member.rank is not None and complete
+            assert bool(member.shard_mask) == held, f"{member.id} holds {member.shard_mask:b}"
     empty = [s for s in sessions.sessions.values() if not (s.members or s.own)]
     assert not empty, "a session has no members"
     assert not (at_rest and reservations.leaving), "members have not left"

@@ -28,7 +28,7 @@ from kvhaven.catalog.owners import Owners
 from kvhaven.catalog.policy import EvictionPolicy
 from kvhaven.catalog.reservations import Reservations
 from kvhaven.catalog.resident import ResidentChunks
-from kvhaven.catalog.sessions import Sessions
+from kvhaven.catalog.sessions import Member, RankDescription, Session, Sessions
 from kvhaven.catalog.stats import CatalogStats, CatalogTotals, NamespaceStats, TenantStats
 from kvhaven.catalog.tier_spec import MEMORY, StoreOn, TierSpec, WriteMode
 from kvhaven.catalog.tiering import Tiers
@@ -89,7 +89,7 @@ class Catalog:
         self._owners = Owners(memory_quotas, disk_quotas)
         self._ghosts = Ghosts()
         self._space = ResidentChunks(allocator, policy, self._work, self._ghosts, announcer)
-        self._sessions = Sessions(allocator.usable)
+        self._sessions = Sessions(allocator.usable, self._owners.add)
         self._pin_limit_bytes = pin_limit_bytes
         self._write_queue_bytes = write_queue_bytes
         self._tiers = Tiers(
@@ -154,36 +154,44 @@ class Catalog:
         """Return the registered namespaces."""
         return tuple(part.namespace for part in self._owners.namespaces())
 
-    def attach(
-        self,
-        session: SessionId,
-        member: MemberId,
-        rank: int | None,
-        namespace: NamespaceDigest,
-        world_size: int,
-        shard_mask: int,
-    ) -> None:
-        """Add a member to a session of `world_size` ranks; `rank` None is the scheduler.
+    def attach_rank(
+        self, engine: str, member: MemberId, rank: int, description: RankDescription
+    ) -> Session:
+        """Add a rank to the session of its engine, and return the session, for reading only.
 
-        `shard_mask` is the bitmap of the shards that a rank has of every chunk, without a gap; 0
-        for a scheduler. Two ranks of a session hold either the same shards, with equal bytes, or
-        none in common. Sessions of one namespace may divide its shards differently.
+        The first rank begins the session, whose id contains a number of its own. The last one
+        completes it: its namespace, with the shards of all ranks, is registered. Two ranks hold
+        either the same shards, with equal bytes (`shared`), or none in common. Sessions of one
+        namespace may divide its shards differently.
 
-        A member that was lost returns with this call. None of its memory was reused meanwhile, and
-        commits of its earlier reservations return DISCARDED. Raises `KVHavenError` for an unknown
-        namespace; a rank out of range; shards that the namespace does not have, that have a gap, or
-        that overlap another rank's in part; another `world_size` or namespace than the session's;
-        or a rank or scheduler that another connected member already is.
+        A member that was lost returns with this call; one that was not is lost first. None of its
+        memory was reused meanwhile, and commits of its earlier reservations return DISCARDED.
+
+        Raises `KVHavenError`, and changes nothing, for a rank that contradicts the session's other
+        ranks (`IncompleteEngineError` if they differ only in the content of files) or itself
+        before; for a rank or shards that are not valid; a rank that another process is attached as;
+        fields that are too long; or a namespace that was registered with another shard table.
         """
-        known = self._owners.part(namespace)
-        gaps = shard_mask & (shard_mask + (shard_mask & -shard_mask))
-        if bool(shard_mask) != (rank is not None) or shard_mask & ~known.complete or gaps:
-            raise KVHavenError(
-                f"rank {rank} (member {member}) holds shards {shard_mask:b} of namespace "
-                f"{namespace.hex()}, whose chunks have shards {known.complete:b}; a rank holds "
-                "some of these without a gap, a scheduler none"
-            )
-        self._sessions.attach(session, member, rank, namespace, world_size, shard_mask)
+        known = self._sessions.known(engine, member, rank, description)
+        if known is None:
+            return self._sessions.add_rank(engine, member, rank, description)
+        return self._restore(known)
+
+    def attach_scheduler(self, engine: str, member: MemberId, world_size: int) -> Session | None:
+        """Add a scheduler, or restore it, as `attach_rank`; return None if ranks are missing.
+
+        Raises `KVHavenError` if its number of ranks differs, or if another scheduler is attached.
+        """
+        known = self._sessions.known(engine, member, None, None)
+        if known is None:
+            return self._sessions.add_scheduler(engine, member, world_size)
+        return self._restore(known)
+
+    def _restore(self, member: Member) -> Session:
+        if not member.lost:
+            self.lost(member.id)
+        member.lost = False
+        return self._sessions.sessions[member.session]
 
     def ready(self, member: MemberId, segment: int, usable_bytes: int) -> None:
         """Record that a rank can copy to and from the first `usable_bytes` of a segment.

@@ -56,9 +56,10 @@ class Reservations:
     ) -> list[Grant | None]:
         """Grant a member its part of the chunks; see `Catalog.reserve`."""
         member = self._sessions.rank(member_id)
-        if member.namespace != namespace.namespace.digest:
+        digest = self._sessions.sessions[member.session].digest
+        if digest != namespace.namespace.digest:
             raise KVHavenError(
-                f"member {member_id} computes namespace {member.namespace.hex()}; it cannot "
+                f"member {member_id} computes namespace {digest.hex()}; it cannot "
                 f"write chunks of namespace {namespace.namespace.digest.hex()}"
             )
         find, owner = self._space.find, (member.session, save)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions, their members, and the leases they hold."""
+"""Sessions from their first rank's attach on, their members, and the leases they hold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import msgspec
 
 from kvhaven.catalog.actions import (
     Acquisition,
@@ -12,9 +15,15 @@ from kvhaven.catalog.actions import (
 )
 from kvhaven.catalog.allocation import Reach
 from kvhaven.catalog.entries import Entry, NamespaceState
+from kvhaven.catalog.shards import Holdings, holdings, require_shards, united
 from kvhaven.catalog.worth import Price
-from kvhaven.errors import KVHavenError
-from kvhaven.types import ChunkKey, NamespaceDigest
+from kvhaven.errors import IncompleteEngineError, KVHavenError
+from kvhaven.keys import difference, differing_fields, of_content
+from kvhaven.tiers.base import Namespace
+from kvhaven.types import ChunkKey, NamespaceDigest, Shard, ShardTable
+
+_MOST_TEXT: Final = 1 << 19
+"""Most characters of a namespace's fields, which are kept until the service ends."""
 
 
 class Lookup:
@@ -120,60 +129,105 @@ class Lease:
         return Acquisition(self.lease_id, prefix, awaited, self.skipped)
 
 
+class RankDescription(msgspec.Struct, frozen=True):
+    """A rank's description of its engine and of the shards that it has of every chunk.
+
+    `fields` are those of the namespace. `shared` is whether ranks of the engine may hold the same
+    shards, with equal bytes.
+    """
+
+    world_size: int
+    namespace: NamespaceDigest
+    fields: dict[str, str]
+    shards: tuple[Shard, ...]
+    shared: bool = False
+
+
 class Member:
     """One process of a session: its scheduler (`rank` is None) or a rank.
 
-    `shard_mask` is the bitmap of the shards that a rank has of every chunk of its namespace.
-    `ready` is the part of each segment that it can copy to and from; it only grows.
+    `shard_mask` is the bitmap of the shards that a rank has of every chunk of its namespace; 0
+    until the session is complete. `ready` is the part of each segment that it can copy to and from;
+    it only grows.
     """
 
-    __slots__ = (
-        "id",
-        "lost",
-        "namespace",
-        "open",
-        "rank",
-        "ready",
-        "session",
-        "shard_mask",
-        "void",
-    )
+    __slots__ = ("id", "lost", "open", "rank", "ready", "session", "shard_mask", "void")
 
-    def __init__(
-        self,
-        member: MemberId,
-        session: SessionId,
-        rank: int | None,
-        namespace: NamespaceDigest,
-        shard_mask: int,
-    ) -> None:
+    def __init__(self, member: MemberId, session: SessionId, rank: int | None) -> None:
         self.id = member
         self.session = session
         self.rank = rank
-        self.namespace = namespace
-        self.shard_mask = shard_mask
+        self.shard_mask = 0
         self.lost = False
         self.ready: dict[int, int] = {}  # by segment, in bytes
         self.open: dict[int, Entry] = {}  # chunks that it writes, by generation
         self.void: dict[int, Entry] = {}  # such chunks from before it was lost, given up
 
+    @property
+    def role(self) -> str:
+        """Name of its role for logs and status."""
+        return "scheduler" if self.rank is None else f"rank {self.rank}"
+
 
 class Session:
-    """One engine instance.
+    """One engine instance. It is complete when all its ranks have attached and agree.
 
-    `reach` is the part of the arena that all its ranks can copy to and from; None is all of it.
+    `engine` is the engine's id, and `first` the description by its first rank. `members` are those
+    that are not proven gone. `shards` maps each rank to its shards, and `holders` each rank (None:
+    the scheduler) to its process, also after the process is gone: only the same process can attach
+    in that role again. `namespace` and `holdings` are None until the session is complete. `reach`
+    is the part of the arena that all its ranks can copy to and from; None is all of it.
     """
 
-    __slots__ = ("gone_ranks", "id", "leases", "members", "own", "reach", "world_size")
+    __slots__ = (
+        *("digest", "engine", "fields", "gone_ranks", "holders", "holdings", "id", "leases"),
+        *("members", "namespace", "own", "reach", "shards", "shared", "world_size"),
+    )
 
-    def __init__(self, session: SessionId, world_size: int) -> None:
+    def __init__(self, session: SessionId, engine: str, first: RankDescription) -> None:
         self.id = session
-        self.world_size = world_size
+        self.engine = engine
+        self.world_size = first.world_size
+        self.digest = first.namespace
+        self.fields = first.fields
+        self.shared = first.shared
+        self.shards: dict[int, tuple[Shard, ...]] = {}
+        self.holders: dict[int | None, MemberId] = {}
+        self.namespace: Namespace | None = None
+        self.holdings: Holdings | None = None
         self.members: dict[MemberId, Member] = {}
         self.leases: dict[LeaseId, Lease] = {}
         self.own = False  # of the service itself, without members
         self.gone_ranks = 0  # bitmap of former ranks that are proven gone
         self.reach: Reach | None = {}
+
+    @property
+    def described(self) -> Namespace:
+        """The namespace of a complete session."""
+        assert self.namespace is not None, "not all ranks have attached"
+        return self.namespace
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Byte offset of each rank's first shard in an extent, in a complete session."""
+        assert self.holdings is not None, "not all ranks have attached"
+        return self.holdings.offsets
+
+    def rank_bytes(self, rank: int) -> int:
+        """Return the bytes of a chunk that a rank loads and saves."""
+        return sum(shard.payload_bytes for shard in self.shards[rank])
+
+    def member_as(self, rank: int | None) -> Member | None:
+        """Return the member in a role that is not proven gone."""
+        return next((m for m in self.members.values() if m.rank == rank), None)
+
+    def complete(self, namespace: Namespace) -> None:
+        """Record that all ranks have attached; `namespace` has the shards of all of them."""
+        self.namespace = namespace
+        self.holdings = holdings(self.shards, namespace.table)
+        for member in self.members.values():
+            if member.rank is not None:
+                member.shard_mask = self.holdings.bitmaps[member.rank]
 
     def measure(self, usable: Reach) -> None:
         """Compute the part of the usable arena that all ranks can reach."""
@@ -181,7 +235,7 @@ class Session:
             self.reach = None
             return
         ranks = [member for member in self.members.values() if member.rank is not None]
-        if len({member.rank for member in ranks}) < self.world_size:
+        if len(ranks) < self.world_size:
             self.reach = {}
             return
         reach = {at: min(member.ready.get(at, 0) for member in ranks) for at in usable}
@@ -189,76 +243,115 @@ class Session:
 
     def ended(self, lease: Lease) -> bool:
         """Return whether no rank can still copy from the lease, or will be told to."""
-        awaited = (1 << self.world_size) - 1 & ~lease.acked & ~self.gone_ranks
-        if lease.orphaned:
-            awaited &= self._present_ranks()
-        return not awaited
-
-    def _present_ranks(self) -> int:
-        return sum(1 << m.rank for m in self.members.values() if m.rank is not None)
+        return not (1 << self.world_size) - 1 & ~lease.acked & ~self.gone_ranks
 
 
 class Sessions:
     """All sessions and members. A session is removed when the last of its members is gone.
 
-    `usable` is a live view of the bytes of each segment that may be allocated.
+    An engine that restarts under its old id gets a new session, even while members of the old
+    session are lost but not yet proven gone. `usable` is a live view of the bytes of each segment
+    that may be allocated. `register` is called with the namespace of a session that becomes
+    complete, and raises `KVHavenError` to refuse it.
     """
 
-    def __init__(self, usable: Reach) -> None:
+    def __init__(self, usable: Reach, register: Callable[[Namespace], None]) -> None:
         self._usable = usable
+        self._register = register
+        self._latest: dict[str, Session] = {}
+        self._begun = 0
         self.sessions: dict[SessionId, Session] = {}
         self.members: dict[MemberId, Member] = {}
 
-    def attach(
-        self,
-        session: SessionId,
-        member: MemberId,
-        rank: int | None,
-        namespace: NamespaceDigest,
-        world_size: int,
-        shard_mask: int,
-    ) -> None:
-        """Add a member, or restore one that was lost; see `Catalog.attach`."""
+    def known(
+        self, engine: str, member: MemberId, rank: int | None, description: RankDescription | None
+    ) -> Member | None:
+        """Return a member that attaches again and is not proven gone.
+
+        Raises `KVHavenError` if it was another rank, or one with other KV: its chunks would get the
+        names of what it was.
+        """
         known = self.members.get(member)
-        if known is not None:
-            if (known.session, known.rank) != (session, rank):
-                raise KVHavenError(
-                    f"member {member} is rank {known.rank} of session {known.session}; it cannot "
-                    f"become rank {rank} of session {session}. Use a new member id."
-                )
-            if (known.namespace, known.shard_mask) != (namespace, shard_mask):
-                raise KVHavenError(
-                    f"member {member} held shards {known.shard_mask:b} of namespace "
-                    f"{known.namespace.hex()}; it cannot reattach with shards {shard_mask:b} of "
-                    f"namespace {namespace.hex()}"
-                )
-            known.lost = False
-            return
-        if world_size < 1 or (rank is not None and not 0 <= rank < world_size):
+        if known is None:
+            return None
+        if known.rank != rank:
             raise KVHavenError(
-                f"rank {rank} of session {session} is out of range for a world of {world_size}"
+                f"process {member} is attached as {known.role} and cannot attach in another role"
             )
-        home = self.sessions.get(session)
-        if home is None:
-            home = Session(session, world_size)
+        home = self.sessions[known.session]
+        if home.engine != engine:
+            raise KVHavenError(
+                f"process {member} is attached to engine {home.id} and cannot attach to {engine}"
+            )
+        if rank is not None and description is not None:
+            _require_agreement(home, rank, description)
+        return known
+
+    def add_rank(
+        self, engine: str, member: MemberId, rank: int, description: RankDescription
+    ) -> Session:
+        """Add a rank that is not known yet; see `Catalog.attach_rank`."""
+        if not 0 <= rank < description.world_size:
+            raise KVHavenError(f"rank {rank} is not in 0..{description.world_size - 1}")
+        require_shards(rank, description.shards)
+        text = sum(len(name) + len(value) for name, value in description.fields.items())
+        if text > _MOST_TEXT:
+            raise KVHavenError(
+                f"the fields of rank {rank}'s namespace have {text} characters; "
+                f"at most {_MOST_TEXT} are allowed"
+            )
+        home = self._latest.get(engine)
+        if home is None or _is_over(home, member, rank):
+            home = Session(SessionId(f"{engine}#{self._begun + 1}"), engine, description)
+        if home.member_as(rank) is not None:
+            raise KVHavenError(
+                f"rank {rank} of engine {engine} is attached already; "
+                "give each engine its own engine_id"
+            )
+        _require_agreement(home, rank, description)
+        shards = home.shards | {rank: description.shards}
+        namespace = Namespace(home.digest, home.fields, united(shards, shared=home.shared))
+        complete = len(shards) == home.world_size
+        if complete:
+            self._register(namespace)
+        # Nothing is refused from here on.
+        if home.id not in self.sessions:
+            self._begun += 1
+            self.sessions[home.id] = self._latest[engine] = home
+        home.shards = shards
+        self._add(home, member, rank)
+        home.gone_ranks &= ~(1 << rank)
+        if complete:
+            home.complete(namespace)
+        home.measure(self._usable)
+        return home
+
+    def add_scheduler(self, engine: str, member: MemberId, world_size: int) -> Session | None:
+        """Add a scheduler that is not known yet; see `Catalog.attach_scheduler`."""
+        home = self._latest.get(engine)
+        if home is None or home.namespace is None:
+            return None
+        if home.holders.get(None, member) != member:
+            scheduler = home.member_as(None)
+            if scheduler is None or scheduler.lost:
+                return None  # that engine has ended; the ranks of the new one are still missing
+            raise KVHavenError(
+                f"engine {engine} has a scheduler already; several independent "
+                "schedulers over one set of ranks are not supported"
+            )
         if home.world_size != world_size:
             raise KVHavenError(
-                f"session {session} has {home.world_size} ranks, but member {member} expects "
-                f"{world_size}"
+                f"the scheduler of engine {engine} expects {world_size} ranks, "
+                f"but its ranks attached with world_size {home.world_size}"
             )
-        newcomer = Member(member, session, rank, namespace, shard_mask)
-        for other in home.members.values():
-            _require_agreement(newcomer, other)
-        self.sessions[session] = home
-        self.members[member] = home.members[member] = newcomer
-        if rank is not None:
-            home.gone_ranks &= ~(1 << rank)
-            home.measure(self._usable)
+        self._add(home, member, None)
+        return home
 
     def add_own(self, session: SessionId) -> None:
         """Add a session of the service itself; it is never removed."""
         if session not in self.sessions:
-            home = self.sessions[session] = Session(session, 1)
+            nothing = RankDescription(1, NamespaceDigest(b""), {}, ())
+            home = self.sessions[session] = Session(session, "", nothing)
             home.own = True
             home.measure(self._usable)
 
@@ -285,12 +378,19 @@ class Sessions:
         return known
 
     def rank(self, member: MemberId) -> Member:
-        """Return a connected rank. Raises `KVHavenError` for any other member."""
+        """Return a connected rank of a complete session.
+
+        Raises `KVHavenError` for any other member.
+        """
         known = self.members.get(member)
         if known is None or known.lost:
             raise KVHavenError(f"member {member} is not attached; attach it first")
         if known.rank is None:
             raise KVHavenError(f"member {member} is a scheduler; only ranks write and load chunks")
+        if self.sessions[known.session].namespace is None:
+            raise KVHavenError(
+                f"session {known.session} is not complete; attach its other ranks first"
+            )
         return known
 
     def gone(self, member: Member) -> Session:
@@ -298,34 +398,58 @@ class Sessions:
         home = self.sessions[member.session]
         del self.members[member.id]
         del home.members[member.id]
-        others = [m for m in home.members.values() if m.rank == member.rank]
-        if member.rank is not None and not others:
+        if member.rank is not None:
             home.gone_ranks |= 1 << member.rank
         home.measure(self._usable)
         if not home.members:
             del self.sessions[home.id]
+            if self._latest.get(home.engine) is home:
+                del self._latest[home.engine]
         return home
 
     def lost(self) -> Iterator[Member]:
         """Yield the members whose connection closed and that are not proven gone."""
         return (m for m in self.members.values() if m.lost)
 
+    def _add(self, home: Session, member: MemberId, rank: int | None) -> None:
+        self.members[member] = home.members[member] = Member(member, home.id, rank)
+        home.holders[rank] = member
 
-def _require_agreement(newcomer: Member, other: Member) -> None:
-    """Refuse a member that contradicts another one of its session."""
-    common = other.shard_mask & newcomer.shard_mask
-    if other.namespace != newcomer.namespace or (
-        common and newcomer.shard_mask != other.shard_mask
-    ):
+
+def _is_over(home: Session, member: MemberId, rank: int) -> bool:
+    """Return whether a rank belongs to a new engine under the old engine's id."""
+    if all(each.lost for each in home.members.values()):
+        return True
+    if home.holders.get(rank, member) == member:
+        return False
+    holder = home.member_as(rank)
+    return holder is None or holder.lost
+
+
+def _require_agreement(home: Session, rank: int, description: RankDescription) -> None:
+    """Refuse a rank that contradicts the other ranks of its session, or itself before."""
+    if description.world_size != home.world_size:
         raise KVHavenError(
-            f"member {newcomer.id} holds shards {newcomer.shard_mask:b} of namespace "
-            f"{newcomer.namespace.hex()}, member {other.id} of the same session holds shards "
-            f"{other.shard_mask:b} of {other.namespace.hex()}; ranks of a session have one "
-            "namespace, and hold the same shards or none in common"
+            f"rank {rank} attached with world_size {description.world_size}, "
+            f"the other ranks with {home.world_size}; all ranks need the same"
         )
-    if other.rank == newcomer.rank and not other.lost:
-        role = "a scheduler" if other.rank is None else f"a rank {other.rank}"
+    if description.namespace != home.digest:
+        differing = difference(home.fields, description.fields)
+        names = differing_fields(home.fields, description.fields)
+        # If only files differ, storage is faulty, or slow to show recent writes: a retry may help.
+        files_only = bool(names) and all(map(of_content, names))
+        raise (IncompleteEngineError if files_only else KVHavenError)(
+            f"the namespace of rank {rank} differs from that of the other ranks in "
+            f"{differing or 'its digest'}"
+        )
+    if description.shared != home.shared:
         raise KVHavenError(
-            f"session {other.session} has {role} already, member {other.id}; member {newcomer.id} "
-            "is refused while that one is connected"
+            f"rank {rank} attached with shared={description.shared}, the other ranks with "
+            f"shared={home.shared}; all ranks need the same"
+        )
+    known = home.shards.get(rank, description.shards)
+    if description.shards != known:
+        raise KVHavenError(
+            f"rank {rank} held {ShardTable(known)} before; it cannot attach again with "
+            f"{ShardTable(description.shards)}"
         )

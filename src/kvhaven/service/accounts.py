@@ -191,7 +191,7 @@ class Accounts:
         sources = self._sources(question, found)
         none = sources[-1]
         missed = _NOTHING
-        counts = self._by_digest.get(engine.digest) or self._of(engine.digest)
+        counts = self._by_digest.get(engine.session.digest) or self._of(engine.session.digest)
         counts.asked += prompt
         traffic = engine.traffic
         traffic.asked_tokens += prompt
@@ -217,8 +217,8 @@ class Accounts:
             (
                 self._number,
                 question.request,
-                engine.id,
-                engine.digest,
+                engine.session.id,
+                engine.session.digest,
                 question.tenant,
                 question.began,
                 seconds,

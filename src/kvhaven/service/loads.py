@@ -113,10 +113,10 @@ class Loads:
         session, lease_id = member.session, LeaseId(message.lease_id)
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         question = None
-        if message.prompt_tokens and session.chunk_tokens:
+        if message.prompt_tokens and member.engine.chunk_tokens:
             began = asyncio.get_running_loop().time()
             tokens = message.prompt_tokens, message.computed_tokens
-            question = Question(session, keys, *tokens, tenant, message.request, began)
+            question = Question(member.engine, keys, *tokens, tenant, message.request, began)
             question.limited = message.limited
         price = Price(message.compute_s, message.growth_s) if message.compute_s else None
         acquisition = self._driver.catalog.acquire(
@@ -172,13 +172,11 @@ class Loads:
         """Record that a rank's copies have ended. Raises `ProtocolError` for a scheduler."""
         if member.rank is None:
             raise ProtocolError("a scheduler sent Loaded; only ranks load chunks")
-        if member.session.namespace is None:
-            return  # leases from before a restart of the service
         session = member.session
         bytes_ = session.rank_bytes(member.rank)
         for lease_id in message.lease_ids:
             chunks = self._driver.catalog.loaded(session.id, LeaseId(lease_id), member.id)
-            session.traffic.loaded_bytes += chunks * bytes_
+            member.engine.traffic.loaded_bytes += chunks * bytes_
             yield
 
     def _wait(self, wait: Wait) -> None:
@@ -272,7 +270,7 @@ class Loads:
         gap = None
         if len(found) < len(question.keys):
             catalog, engine = self._driver.catalog, question.engine
-            gap = catalog.gap(engine.digest, question.keys, len(found), question.tenant)
+            gap = catalog.gap(engine.session.digest, question.keys, len(found), question.tenant)
             if late:
                 gap = Gap(Reason.LATE, gap.chunks)
             elif slow:

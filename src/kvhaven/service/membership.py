@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Membership: handshakes of connections, their loss, and members that are proven gone."""
+"""Membership: connections of members, their handshakes, their loss, and the end of quarantines.
+
+The catalog decides which members there are.
+"""
 
 import asyncio
 import logging
@@ -8,7 +11,8 @@ from itertools import islice
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from kvhaven.catalog.actions import SessionId
+from kvhaven.catalog.actions import MemberId, SessionId
+from kvhaven.catalog.sessions import RankDescription, Session
 from kvhaven.errors import IncompleteEngineError, KVHavenError, ProtocolError
 from kvhaven.keys import difference, differing_fields
 from kvhaven.protocol import (
@@ -36,6 +40,7 @@ from kvhaven.service.runtime_settings import RuntimeSettings
 from kvhaven.service.saves import Saves
 from kvhaven.service.turns import Job
 from kvhaven.tiers.base import Namespace
+from kvhaven.types import NamespaceDigest
 
 FEATURES: Final = TENANTS | OBSERVE | STEER
 _COMPARED: Final = 8
@@ -67,14 +72,14 @@ class Membership:
         self,
         service: str,
         driver: Driver,
-        sessions: AttachedEngines,
+        engines: AttachedEngines,
         arena: Arena,
         saves: Saves,
         settings: RuntimeSettings,
     ) -> None:
         self._service = service
         self._driver = driver
-        self._sessions = sessions
+        self._engines = engines
         self._arena = arena
         self._saves = saves
         self._settings = settings
@@ -133,8 +138,7 @@ class Membership:
         if member.rank is None:
             raise ProtocolError("a scheduler sent Ready; only ranks copy chunks")
         if message.lock_byte == member.lock_byte and message.segment == SEGMENT:
-            member.ready = max(member.ready, message.usable)
-            self._driver.catalog.ready(member.id, SEGMENT, member.ready)
+            self._driver.catalog.ready(member.id, SEGMENT, message.usable)
 
     def model_changed(self, member: AttachedProcess, model: ModelState) -> None:
         """Record the state of a rank's model and send it to the engine's scheduler.
@@ -144,7 +148,7 @@ class Membership:
         if member.rank is None:
             raise ProtocolError("a scheduler sent ModelChanged; only ranks have a model")
         member.model = model
-        scheduler = member.session.scheduler
+        scheduler = member.engine.scheduler
         if scheduler is not None and scheduler.connection is not None:
             scheduler.connection.send(RankModel(member.rank, model))
 
@@ -153,41 +157,46 @@ class Membership:
         waiting = self._waiting.pop(connection, None)
         if waiting is not None:
             waiting.timer.cancel()
-        member = self._members.pop(connection, None)
+        member = self._members.get(connection)
         if member is not None:
-            member.connection = None
+            self._disconnected(connection, member)
             with self._driver.event() as catalog:
                 catalog.lost(member.id)
-            logger.info("%s of %s disconnected", member.role, member.session.id)
 
     def end_quarantines(self) -> Job:
         """Remove lost members whose mappings are proven gone, one per piece of the job."""
-        for member in self._sessions.lost_members():
-            lost = member.connection is None  # it may have attached again since the job began
-            if lost and not self._arena.is_mapped(member.lock_byte):
+        for id_ in self._driver.catalog.lost_members():
+            member = self._engines.process(id_)
+            # It may have attached again since the job began.
+            lost = member is not None and member.member.lost
+            if member is not None and lost and not self._arena.is_mapped(member.lock_byte):
+                self._engines.remove(member)
                 with self._driver.event() as catalog:
-                    catalog.gone(member.id)
-                self._sessions.remove(member)
-                logger.info("%s of %s is gone", member.role, member.session.id)
+                    catalog.gone(id_)
+                logger.info("%s of %s is gone", member.member.role, member.session.id)
             yield
 
     # --- ranks ------------------------------------------------------------------------------
 
     def _attach_rank(self, connection: Connection, message: AttachRank) -> None:
-        member = self._sessions.known(message)
-        if member is None:
-            if self.draining:
-                raise DrainingError("the service is draining: it accepts no engine")
-            member = self._sessions.add_rank(message)
-            if member.session.namespace is not None:
-                self._admit_session(member)
-        self._take(connection, member)
+        id_, digest = MemberId(message.member), NamespaceDigest(message.namespace)
+        if self.draining and self._engines.process(id_) is None:
+            raise DrainingError("the service is draining: it accepts no engine")
+        catalog = self._driver.catalog
+        known = any(found.digest == digest for found in catalog.namespaces())
+        description = RankDescription(
+            message.world_size, digest, message.fields, message.shards, message.shared
+        )
+        session = catalog.attach_rank(message.session, id_, message.rank, description)
+        member = self._take(connection, session, id_)
+        if session.namespace is not None and not known:
+            self._tell_difference(session.id, session.namespace)
         self._saves.returned(member, message.holding)
         connection.send(
             Attached(message.id, self._arena.describe(member.lock_byte)), self._arena.descriptors
         )
         self.model_changed(member, message.model)
-        if member.session.namespace is None:
+        if session.namespace is None:
             return
         for scheduler, waiting in tuple(self._waiting.items()):
             if not scheduler.closed and waiting.message.session == message.session:
@@ -195,31 +204,11 @@ class Membership:
                 waiting.timer.cancel()
                 self.attach(scheduler, waiting.message)
 
-    def _admit_session(self, newcomer: AttachedProcess) -> None:
-        """Attach the ranks of a complete session to the catalog.
-
-        Raises `KVHavenError` if the catalog refuses the namespace; the last rank is then withdrawn.
-        """
-        session = newcomer.session
-        assert session.namespace is not None
-        self._tell_difference(session.id, session.namespace)
-        try:
-            self._driver.catalog.add_namespace(session.namespace)
-        except KVHavenError:
-            self._sessions.withdraw(newcomer)
-            raise
-        for rank in session.ranks.values():
-            self._attach_to_catalog(rank)
-            if rank.connection is None and rank is not newcomer:
-                self._driver.catalog.lost(rank.id)
-
     def _tell_difference(self, engine: SessionId, new: Namespace) -> None:
         """Log how a new namespace differs from the most similar recent one of the same model."""
-        known = self._driver.catalog.namespaces()
-        if any(found.digest == new.digest for found in known):
-            return
+        others = (n for n in reversed(self._driver.catalog.namespaces()) if n is not new)
         model = new.fields.get("model")
-        newest = islice((n for n in reversed(known) if n.fields.get("model") == model), _COMPARED)
+        newest = islice((n for n in others if n.fields.get("model") == model), _COMPARED)
         alike = [(len(differing_fields(new.fields, n.fields)), n.digest, n.fields) for n in newest]
         if alike:
             _, digest, fields = min(alike, key=itemgetter(0, 1))
@@ -233,29 +222,28 @@ class Membership:
     # --- schedulers -------------------------------------------------------------------------
 
     def _attach_scheduler(self, connection: Connection, message: AttachScheduler) -> None:
-        member = self._sessions.known(message)
-        if member is None:
-            member = self._sessions.add_scheduler(message)
-        if member is None:
+        id_ = MemberId(message.member)
+        session = self._driver.catalog.attach_scheduler(message.session, id_, message.world_size)
+        if session is None:
             timer = asyncio.get_running_loop().call_later(
                 message.wait_ms / 1000, self._give_up_waiting, connection
             )
             self._waiting[connection] = _Waiting(message, timer)
             return
-        self._take(connection, member)
-        session = member.session
+        member = self._take(connection, session, id_)
         connection.send(
             Attached(
                 message.id,
                 self._arena.describe(member.lock_byte),
                 session.digest,
-                session.table,
-                session.holdings.offsets,
+                session.described.table,
+                session.offsets,
             ),
             self._arena.descriptors,
         )
-        for rank, other in session.ranks.items():
-            connection.send(RankModel(rank, other.model))
+        for rank, other in member.engine.processes.items():
+            if rank is not None:
+                connection.send(RankModel(rank, other.model))
         self._settings.attached(member)
 
     def _give_up_waiting(self, connection: Connection) -> None:
@@ -270,22 +258,20 @@ class Membership:
 
     # --- both -------------------------------------------------------------------------------
 
-    def _take(self, connection: Connection, member: AttachedProcess) -> None:
-        """Make this connection the member's only one."""
-        session = member.session
-        if member.connection is not None:
-            logger.warning("%s of %s attached again before it was lost", member.role, session.id)
-            member.connection.close()
-        if session.namespace is not None:
-            self._attach_to_catalog(member)
+    def _take(self, connection: Connection, session: Session, id_: MemberId) -> AttachedProcess:
+        """Make this connection the only one of a member that has attached; return its process."""
+        member = self._engines.attached(session, id_)
+        role, old = member.member.role, member.connection
+        if old is not None:
+            logger.warning("%s of %s attached again before it was lost", role, session.id)
+            self._disconnected(old, member)
+            old.close()
         member.connection = connection
         self._members[connection] = member
-        logger.info("%s of %s attached", member.role, session.id)
+        logger.info("%s of %s attached", role, session.id)
+        return member
 
-    def _attach_to_catalog(self, member: AttachedProcess) -> None:
-        session = member.session
-        shard_mask = session.bitmap(member)
-        self._driver.catalog.attach(
-            session.id, member.id, member.rank, session.digest, session.world_size, shard_mask
-        )
-        self._driver.catalog.ready(member.id, SEGMENT, member.ready)
+    def _disconnected(self, connection: Connection, member: AttachedProcess) -> None:
+        del self._members[connection]
+        member.connection = None
+        logger.info("%s of %s disconnected", member.member.role, member.session.id)

@@ -86,10 +86,11 @@ class ReuseLog:
             engine, keys, computed = question.engine, question.keys, question.computed
             assert isinstance(keys, KeyList), "a message has them in one blob"
             size, count = engine.chunk_tokens, len(keys)
+            extent_bytes = engine.session.described.table.extent_bytes
             first = computed // size
             tokens = question.prompt, computed, memory
             try:
-                head = _HEADER.pack(*tokens, first, count, size, engine.table.extent_bytes)
+                head = _HEADER.pack(*tokens, first, count, size, extent_bytes)
             except struct.error:  # numbers that no engine has, so there is nothing to learn
                 continue
             request = head + sampled(keys.raw, first)

@@ -338,7 +338,7 @@ class RuntimeSettings:
         if name not in self._for_engines:
             return {}
         return {
-            str(engine.id): self._for_engines[name]
+            str(engine.session.id): self._for_engines[name]
             for engine in self._engines
             if engine.scheduler is not None and engine.scheduler.settings_taken >= self._sent
         }

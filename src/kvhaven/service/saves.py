@@ -49,14 +49,14 @@ class Saves:
             raise ProtocolError(f"a parent of {len(message.parent)} bytes is not a key")
         keys, tenant = KeyList(message.keys), tenant_of(message.tenant)
         session = member.session
-        size = session.chunk_tokens
+        engine, size = member.engine, member.engine.chunk_tokens
         if session.namespace is None or self.draining:
             if self.draining and member.rank == 0:
-                self._skip(session, "draining", len(keys) * (message.tail or size))
+                self._skip(engine, "draining", len(keys) * (message.tail or size))
             connection.send(Granted(message.id, [None] * len(keys)))
             return
         _require_tail(session.namespace, message.tail)
-        offset = session.holdings.offsets[member.rank]
+        offset = session.offsets[member.rank]
         grants: list[tuple[int, int, int, bool] | None] = []
         parent = ChunkKey(message.parent) if message.parent else None
         for part in batches(keys, _PIECE):
@@ -75,8 +75,8 @@ class Saves:
                 grants.append((*place, extent.generation, bool(grant.shards)))
             parent = part[-1]
             now = self._driver.catalog.refused_saves
-            self._skip(session, "quota", (now[0] - quota) * (message.tail or size))
-            self._skip(session, "space", (now[1] - space) * (message.tail or size))
+            self._skip(engine, "quota", (now[0] - quota) * (message.tail or size))
+            self._skip(engine, "space", (now[1] - space) * (message.tail or size))
         connection.send(Granted(message.id, grants))
 
     def commit(self, member: AttachedProcess, message: Commit) -> Job:
@@ -96,9 +96,9 @@ class Saves:
             yield
         if member.rank is not None:
             bytes_ = member.session.rank_bytes(member.rank)
-            member.session.traffic.saved_bytes += written * bytes_
-        if saved and member.session.chunk_tokens:
-            self._accounts.saved(member.session.digest, saved * member.session.chunk_tokens)
+            member.engine.traffic.saved_bytes += written * bytes_
+        if saved and member.engine.chunk_tokens:
+            self._accounts.saved(member.session.digest, saved * member.engine.chunk_tokens)
 
     def _skip(self, engine: AttachedEngine, reason: str, tokens: int) -> None:
         """Count tokens that an engine wanted to save and could not."""

@@ -242,8 +242,10 @@ class Observation:
             found = self._catalog.namespaces_after(_bytes(after))
             return ((id_.hex(), _namespace_row(id_.hex(), stats)) for id_, stats in found)
         if message.kind == "engines":
-            engines = sorted((e for e in self._engines if e.id > after), key=lambda e: e.id)
-            return ((str(e.id), _engine_row(e)) for e in islice(engines, message.limit + 1))
+            engines = sorted(
+                (e for e in self._engines if e.session.id > after), key=lambda e: e.session.id
+            )
+            return ((str(e.session.id), _engine_row(e)) for e in islice(engines, message.limit + 1))
         return self._few_after(message.kind, after)
 
     def _few_after(self, kind: ListKind, after: str) -> Iterable[tuple[str, msgspec.Struct | None]]:
@@ -287,9 +289,10 @@ def _namespace_row(id_: str, stats: NamespaceStats) -> NamespaceRow:
 
 
 def _engine_row(engine: AttachedEngine) -> EngineRow:
-    scheduler, fields, traffic = engine.scheduler, engine.fields, engine.traffic
+    session, fields, traffic = engine.session, engine.session.fields, engine.traffic
+    connected = {r for r, process in engine.processes.items() if process.connection is not None}
     return EngineRow(
-        id=engine.id,
+        id=session.id,
         model=_field(fields, "model"),
         engine=_field(fields, "engine"),
         device=_field(fields, "device.device_type"),
@@ -298,10 +301,10 @@ def _engine_row(engine: AttachedEngine) -> EngineRow:
         layout=_field(fields, "layout"),
         format=_field(fields, "format"),
         chunk_tokens=chunk_tokens_of(fields),
-        world_size=engine.world_size,
-        attached_ranks=sum(rank.connection is not None for rank in engine.ranks.values()),
-        scheduler_attached=scheduler is not None and scheduler.connection is not None,
-        namespace=engine.digest.hex(),
+        world_size=session.world_size,
+        attached_ranks=len(connected - {None}),
+        scheduler_attached=None in connected,
+        namespace=session.digest.hex(),
         since=engine.since,
         asked_tokens=traffic.asked_tokens,
         found_tokens=traffic.found_tokens,

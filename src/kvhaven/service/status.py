@@ -15,7 +15,7 @@ from kvhaven.errors import KVHavenError
 from kvhaven.peers.listener import ListenerStatus
 from kvhaven.peers.peer import PeerStatus
 from kvhaven.peers.tier import PeerTier
-from kvhaven.service.arena import Arena
+from kvhaven.service.arena import SEGMENT, Arena
 from kvhaven.service.engines import AttachedEngines
 from kvhaven.service.verify import Verifier
 from kvhaven.tiers.base import Tier, TierHealth
@@ -163,14 +163,14 @@ def describe(
         namespaces=namespaces,
         members=[
             MemberStatus(
-                session=session.id,
-                role=member.role,
-                connected=member.connection is not None,
-                quarantined_bytes=stats.quarantined_by.get(member.id, 0),
-                ready_bytes=member.ready,
+                session=engine.session.id,
+                role=process.member.role,
+                connected=process.connection is not None,
+                quarantined_bytes=stats.quarantined_by.get(process.id, 0),
+                ready_bytes=process.member.ready.get(SEGMENT, 0),
             )
-            for session in sessions
-            for member in session.members
+            for engine in sessions
+            for process in engine.processes.values()
         ],
         tiers=healths,
         catalog=msgspec.structs.replace(stats, namespaces={}, tenants={}),

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvhaven.catalog.shards import holdings, require_shards, united
 from kvhaven.errors import KVHavenError
-from kvhaven.service.shards import holdings, require_shards, united
 from kvhaven.types import Shard, ShardId
 
 SIZE = 5000

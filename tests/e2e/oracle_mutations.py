@@ -89,11 +89,11 @@ MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def _leave_out(patch: pytest.MonkeyPatch, **empty: Any) -> None:
-    from kvhaven.integrations.vllm.extras import VllmPendingExtras
+    from kvhaven.engine.extras import ContentPending
 
-    poll = VllmPendingExtras.poll
+    poll = ContentPending.poll
 
-    def polled(pending: VllmPendingExtras) -> Any:
+    def polled(pending: ContentPending) -> Any:
         known = poll(pending)
         if known is None:
             return None
@@ -102,4 +102,4 @@ def _leave_out(patch: pytest.MonkeyPatch, **empty: Any) -> None:
             adapter=None if "lora" in empty else known.adapter,
         )
 
-    patch.setattr(VllmPendingExtras, "poll", polled)
+    patch.setattr(ContentPending, "poll", polled)

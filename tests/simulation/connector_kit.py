@@ -29,7 +29,7 @@ from kvhaven.engine.request_state import PendingLoad
 from kvhaven.engine.requests import EVERYTHING, Permissions
 from kvhaven.engine.scheduler import SchedulerSide
 from kvhaven.integrations.vllm.events import StoredEvents
-from kvhaven.integrations.vllm.extras import VllmExtras
+from kvhaven.integrations.vllm.media import extras_of
 from kvhaven.integrations.vllm.requests import VllmRequest, scheduled_requests
 from kvhaven.keys import Extras, KeyChain, tenant_id
 from kvhaven.protocol import AdapterVersion, AttachRank, AttachScheduler, ModelState
@@ -144,7 +144,7 @@ class Bench:
             asynchronous=asynchronous,
             shared=shared,
             events=StoredEvents(CHUNK) if events else None,
-            extras=VllmExtras,
+            extras=extras_of,
             role=role,
             hears_workers=hears_workers,
             drops_last_block=drops_last_block,

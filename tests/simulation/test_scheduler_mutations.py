@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
 from kvhaven.engine.epoch import Epoch
+from kvhaven.engine.extras import ContentPending
 from kvhaven.engine.jobs import SaveJob
 from kvhaven.engine.load_planner import LoadPlanner
 from kvhaven.engine.loaded_model import LoadedModel
@@ -23,7 +24,6 @@ from kvhaven.engine.requests import KnownExtras
 from kvhaven.engine.save_planner import SavePlanner
 from kvhaven.engine.saver import Saver
 from kvhaven.engine.scheduler import SchedulerSide
-from kvhaven.integrations.vllm.extras import VllmPendingExtras
 from kvhaven.keys import Extras, KeyChain
 from kvhaven.types import Checksum, ChunkKey
 from tests.simulation.engine_device import LateDevice
@@ -127,7 +127,7 @@ def blocks_given_to_loads_are_not_fenced(patch: Patch) -> None:
 
 
 def salts_are_left_out_of_the_keys(patch: Patch) -> None:
-    patch.setattr(VllmPendingExtras, "poll", lambda _: KnownExtras(Extras(), None))
+    patch.setattr(ContentPending, "poll", lambda _: KnownExtras(Extras(), None))
 
 
 def a_reset_changes_nothing(patch: Patch) -> None:

@@ -13,8 +13,8 @@ from vllm.lora.request import LoRARequest
 
 from kvhaven.engine.adapters import Adapters, CacheName
 from kvhaven.engine.requests import MOST_TAG_LENGTH, MOST_TAGS, Permissions
+from kvhaven.identity.digests import content_digest
 from kvhaven.integrations.vllm.requests import cache_name, held_blocks
-from kvhaven.integrations.vllm.values import content_digest
 from kvhaven.keys import Extras, KeyInputError
 from kvhaven.protocol import AdapterVersion, ModelState
 from tests.simulation.connector_kit import (

@@ -13,9 +13,10 @@ pytest.importorskip("vllm", reason="the connector is vLLM's")
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvhaven.integrations.vllm import media
+from kvhaven.engine import media
 from kvhaven.integrations.vllm.connector import KVHavenConnector
 from kvhaven.integrations.vllm.encoder_cache import watch_encoder_cache
+from kvhaven.integrations.vllm.media import VllmMedia
 from kvhaven.protocol import ModelState
 from tests.simulation.connector_kit import (
     Bench,
@@ -250,7 +251,7 @@ def test_media_beyond_what_may_wait_are_not_hashed_and_their_names_refused(
     side = bench.side(lookup_deadline_ms=20)
     held = Held(side)
     one = image(1.0, "queued")
-    monkeypatch.setattr(media, "_QUEUED_MOST", media._size(one.data))
+    monkeypatch.setattr(media, "_QUEUED_MOST", VllmMedia().size(one.data))
     ask(side, make_request(40, "queued", mm_features=[one]))
     ask(side, make_request(40, "beyond", mm_features=[image(2.0, "beyond")]))
     held.go_on.set()

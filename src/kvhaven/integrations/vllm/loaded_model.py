@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvhaven.engine.loaded_model import LoadedModel
-from kvhaven.integrations.vllm.values import content_digest
+from kvhaven.identity.digests import content_digest
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,9 @@ _CHANGE_WEIGHTS = (
 
 _TAKE_MEMORY = ("sleep", "discard")
 """Methods of vLLM's workers that unmap the memory of the KV tensors."""
+
+OBJECTS = "vllm."
+"""Modules whose objects in adapters and media count by their attributes."""
 
 _WRAPPED = "_kvhaven_watches"
 
@@ -96,7 +99,8 @@ def _loads_adapter(method: Callable[..., Any]) -> Callable[..., Any]:
 def adapter_digest(model: Any) -> bytes | None:
     """Return the digest of a vLLM `LoRAModel`'s content; None if it cannot be identified."""
     try:
-        return content_digest({k: v for k, v in vars(model).items() if k != "id"})
+        content = {k: v for k, v in vars(model).items() if k != "id"}
+        return content_digest(content, objects_of=OBJECTS)
     except Exception as error:  # noqa: BLE001 - the adapter is loaded, only unidentified
         logger.warning("LoRA adapter %s: its requests are not cached: %s", model.id, error)
         return None

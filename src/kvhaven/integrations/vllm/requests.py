@@ -88,6 +88,28 @@ class VllmRequest:
         return cache_name(self.raw.lora_request)
 
     @property
+    def adapter(self) -> int | None:
+        """The number of the request's LoRA adapter."""
+        lora = self.raw.lora_request
+        return int(lora.lora_int_id) if lora is not None else None
+
+    @property
+    def encoder_adapter(self) -> str | None:
+        """The name of the request's LoRA adapter."""
+        return getattr(self.raw.lora_request, "lora_name", None)
+
+    @property
+    def salt(self) -> object:
+        """The tenant's cache salt, as the client sent it."""
+        return self.raw.cache_salt
+
+    @property
+    def media(self) -> Sequence[Any]:
+        """The request's `MultiModalFeatureSpec`s, in order."""
+        items: Sequence[Any] = self.raw.mm_features
+        return items
+
+    @property
     def _parameters(self) -> Mapping[str, Any]:
         """The request's parameters; clients can send any value in their place (`vllm_xargs`)."""
         given: object = self.raw.kv_transfer_params

@@ -53,8 +53,8 @@ from kvhaven.integrations.vllm.compat import (
     shard_id,
 )
 from kvhaven.integrations.vllm.events import StoredEvents
-from kvhaven.integrations.vllm.extras import VllmExtras
 from kvhaven.integrations.vllm.loaded_model import watch_model
+from kvhaven.integrations.vllm.media import extras_of
 from kvhaven.integrations.vllm.model_sources import loading_began_ns, model_sources
 from kvhaven.integrations.vllm.namespace import Description, KvFormat, describe_engine
 from kvhaven.integrations.vllm.parts import kv_parts, part_fields
@@ -217,7 +217,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         asynchronous=len(parts) > 1 or _loads_asynchronously(settings, config),
         shared=bool(config.cache_config.enable_prefix_caching),
         events=events,
-        extras=VllmExtras,
+        extras=extras_of,
         role=_role(config, settings),
         hears_workers=platform_of(config).hears_workers,
         drops_last_block=drops_last_block(config),

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvhaven.catalog.actions import Source
 from kvhaven.client.scheduler import LeasedChunks, Outcome
 from kvhaven.engine.adapters import AdapterUse
 from kvhaven.engine.jobs import LoadJob
@@ -56,6 +57,17 @@ class PendingLoad:
     def end_chunk(self) -> int:
         """The index of the chunk after the lease's last full one."""
         return self.first_chunk + len(self.lease.extents) - bool(self.tail)
+
+    def tokens_from_memory(self, tokens: int) -> int:
+        """Return how many of the first `tokens` tokens were in memory, and not read from a tier."""
+        found, at, end = 0, self.start, self.start + tokens
+        while at < end:
+            chunk = at // self.chunk_size
+            step = min((chunk + 1) * self.chunk_size, end) - at
+            if self.lease.sources[chunk - self.first_chunk] == Source.MEMORY:
+                found += step
+            at += step
+        return found
 
 
 @dataclass

@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="the connector is vLLM's")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from kvhaven.engine.hooks import never_raises
 from kvhaven.engine.jobs import LoadJob
 from kvhaven.engine.loaded_model import LoadedModel
 from kvhaven.engine.loader import Loader
@@ -20,7 +21,6 @@ from kvhaven.integrations.vllm.compat import (
     attention_backend,
     beside_stores,
     kv_form,
-    never_raises,
     own_layers,
     require_reuse,
     require_stable_kernels,

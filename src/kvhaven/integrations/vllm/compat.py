@@ -2,19 +2,17 @@
 """Differences between versions and configurations of vLLM, detected without version numbers."""
 
 import inspect
-import logging
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from kvhaven.errors import IncompatibleEngineError, UnreportedLoadError
+from kvhaven.errors import IncompatibleEngineError
 from kvhaven.integrations.vllm import FLAT_NAME, NAME, OLDEST_VLLM
 from kvhaven.integrations.vllm.parts import (
     FULL_KINDS,
@@ -29,11 +27,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _NEEDED = (
     "on_new_request",
@@ -387,40 +380,6 @@ def kv_form(backend: type[Any] | None) -> str | None:
         (blocks, 2, tokens, heads, elements): "B2NHD",
         (2, blocks, heads, tokens, elements): "2BHND",
     }.get(shape)
-
-
-def never_raises(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a hook that vLLM calls in its loop return `default()` instead of raising.
-
-    An exception there would end the engine and all its requests, which a cache must not do. An
-    error is therefore logged with its trace, counted, and handled as a miss. Unfinished work of
-    the hook is dropped (see `doubt` of either side). Only `UnreportedLoadError` is raised.
-    """
-
-    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
-        @wraps(hook)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return hook(*args, **kwargs)
-            except UnreportedLoadError:
-                raise
-            except Exception as error:  # noqa: BLE001 - the reason for this decorator
-                report_error(args[0], hook.__name__, error)
-                fallback: R = default()
-                return fallback
-
-        return guarded
-
-    return decorate
-
-
-def report_error(connector: Any, hook: str, error: Exception) -> None:
-    """Log the first error of a hook, and restore a consistent state (`connector.in_doubt`)."""
-    seen: set[str] = connector.reported_errors
-    if hook not in seen:
-        seen.add(hook)
-        logger.error("%s failed; further failures are only counted", hook, exc_info=error)
-    connector.in_doubt()
 
 
 def _splits_kv_on_cpu() -> bool:

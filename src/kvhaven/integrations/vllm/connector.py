@@ -15,13 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvhaven.engine.hooks import never_raises, report_error
 from kvhaven.engine.jobs import StepPlan, StepReport
 from kvhaven.integrations.vllm.compat import (
     calls_layer_hooks,
     enclosing_connector,
     is_last_stage,
-    never_raises,
-    report_error,
     require_supported_engine,
     require_supported_model,
 )

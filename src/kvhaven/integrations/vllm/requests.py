@@ -13,21 +13,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvhaven.engine.adapters import CacheName
 from kvhaven.engine.jobs import StepPlan, StepReport
-from kvhaven.engine.requests import (
-    MOST_TAGS,
-    KeptState,
-    Permissions,
-    ScheduledRequest,
-    Transfer,
-)
+from kvhaven.engine.request_parameters import RequestParameters
+from kvhaven.engine.requests import KeptState, Permissions, ScheduledRequest, Transfer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-_PREFIXES = ("kvhaven.", "lmcache.")
 
 
 class VllmRequest:
@@ -110,15 +103,14 @@ class VllmRequest:
         return items
 
     @property
-    def _parameters(self) -> Mapping[str, Any]:
+    def _parameters(self) -> RequestParameters:
         """The request's parameters; clients can send any value in their place (`vllm_xargs`)."""
-        given: object = self.raw.kv_transfer_params
-        return given if isinstance(given, Mapping) else {}
+        return RequestParameters(self.raw.kv_transfer_params)
 
     @property
     def permissions(self) -> Permissions:
         """The transfers that the request's own parameters permit."""
-        request, parameters = self.raw, self._parameters
+        request = self.raw
         load = save = request.prompt_embeds is None
         sampling = request.sampling_params
         if sampling is not None and getattr(sampling, "prompt_logprobs", None) is not None:
@@ -126,54 +118,16 @@ class VllmRequest:
             load = False
         if getattr(request, "skip_reading_prefix_cache", False):
             load = False
-        if _is_on(_parameter(parameters, "skip_save")):
-            save = False
-        most = _count(_parameter(parameters, "max_load_tokens"))
-        return Permissions(load, save, _tags(_parameter(parameters, "tags")), most)
+        return self._parameters.permissions(load=load, save=save)
 
     @property
     def transfer(self) -> Transfer:
-        """The request's part in prefill and decode on two nodes, by its own parameters.
-
-        LMCache's `disagg_spec` is read as well: `receiver_host` and `receiver_init_port` must then
-        be the address of a peer.
-        """
-        parameters = self._parameters
-        to, spec = parameters.get("kvhaven.to"), parameters.get("disagg_spec")
-        if to is None and isinstance(spec, Mapping):
-            to, port = spec.get("receiver_host"), spec.get("receiver_init_port")
-            port = port[0] if isinstance(port, list | tuple) and port else port
-            if to and isinstance(to, str) and port and isinstance(port, int | str):
-                to = f"{to}:{port}"
-        awaited = _is_on(parameters.get("do_remote_prefill"))
-        source = parameters.get("kvhaven.from")
-        return Transfer(
-            to if isinstance(to, str) else "",
-            awaited,
-            source if isinstance(source, str) else "",
-            _is_on(parameters.get("do_remote_decode")),
-        )
+        """The request's part in prefill and decode on two nodes, by its own parameters."""
+        return self._parameters.transfer
 
     def handover(self, service: str) -> dict[str, Any] | None:
-        """Parameters for the node that decodes the request; None unless one will.
-
-        `service` is the name of this node's service. The decode node asks it for the chunks, unless
-        they were announced and the announcement came first. Two-step proxies pass the parameters
-        on. The `remote_*` names are those of vLLM's NIXL connector; here no block stays reserved
-        for the other node.
-        """
-        if not _is_on(self._parameters.get("do_remote_decode")):
-            return None
-        return {
-            **({"kvhaven.from": service} if service else {}),
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": None,
-            "remote_block_ids": [],
-            "remote_request_id": self.request_id,
-            "remote_host": None,
-            "remote_port": None,
-        }
+        """Parameters for the node that decodes the request (see `RequestParameters`)."""
+        return self._parameters.handover(self.request_id, service)
 
 
 def cache_name(lora_request: Any) -> CacheName:
@@ -272,33 +226,3 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         """Return the sum of the reports of two ranks."""
         assert isinstance(other, ReportMetadata)
         return ReportMetadata(self.report.aggregate(other.report))
-
-
-def _parameter(parameters: Mapping[str, Any], name: str) -> Any:
-    for prefix in _PREFIXES:
-        if prefix + name in parameters:
-            return parameters[prefix + name]
-    return None
-
-
-def _is_on(value: Any) -> bool:
-    """Return whether a switch is on; JSON clients may also send it as text."""
-    if isinstance(value, str):
-        return value.strip().lower() in {"true", "1", "yes", "on"}
-    return bool(value)
-
-
-def _count(given: Any) -> int | None:
-    """Return a number of tokens; JSON clients may also send it as text. Others are no limit."""
-    try:
-        return max(0, int(given))
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _tags(given: Any) -> tuple[str, ...]:
-    """Return a request's tags; values of other types than text or a list yield none."""
-    if not isinstance(given, str | list | tuple):
-        return ()
-    texts: Sequence[Any] = (given,) if isinstance(given, str) else given
-    return tuple(map(str, texts[:MOST_TAGS]))

@@ -8,17 +8,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvhaven.engine.request_state import PendingLoad
 from kvhaven.engine.stats import COUNTERS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
-from typing import TYPE_CHECKING
-
-from kvhaven.catalog.actions import Source
-from kvhaven.engine.request_state import PendingLoad
-
-if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 
@@ -84,13 +79,6 @@ def hit_sources(offer: PendingLoad | None, tokens: int) -> "dict[CacheHitSource,
 
     if offer is None or tokens <= 0:
         return {}
-    size = offer.chunk_size
-    counts = {CacheHitSource.HOST: 0, CacheHitSource.DISK: 0}
-    at, end = offer.start, offer.start + tokens
-    while at < end:
-        chunk = at // size
-        step = min((chunk + 1) * size, end) - at
-        in_memory = offer.lease.sources[chunk - offer.first_chunk] == Source.MEMORY
-        counts[CacheHitSource.HOST if in_memory else CacheHitSource.DISK] += step
-        at += step
+    from_memory = offer.tokens_from_memory(tokens)
+    counts = {CacheHitSource.HOST: from_memory, CacheHitSource.DISK: tokens - from_memory}
     return {source: count for source, count in counts.items() if count}

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from kvhaven.errors import IncompatibleEngineError
+from kvhaven.identity.setting_tables import MOST_FIELDS
 from kvhaven.integrations.vllm.namespace import (
-    MOST_FIELDS,
     RULES_VERSION,
     Description,
     KvFormat,

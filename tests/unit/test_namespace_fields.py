@@ -15,11 +15,11 @@ from typing import Any, ClassVar, get_origin
 
 import pytest
 
+from kvhaven.identity.setting_tables import ConfigFields
 from kvhaven.integrations.vllm.namespace_environment import ENVIRONMENT
 from kvhaven.integrations.vllm.namespace_fields import (
     CONFIG_FIELDS,
     UNREACHED_CLASSES,
-    ConfigFields,
 )
 from tests.unit.vllm_configs import engine_config, write_model
 

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvhaven.errors import IncompatibleEngineError
+from kvhaven.identity.model_config import rotary_kinds
 from kvhaven.integrations.transformers.blocks import LayerShape
 
 _WITHOUT: Final = "Use model.generate for it."
@@ -64,8 +65,8 @@ def require_supported(model: Any) -> None:
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         _refuse(f"{name}: parameters on several devices (got {sorted(map(str, devices))})")
     text = config.get_text_config(decoder=True)
-    kinds = _rotary_kinds(getattr(text, "rope_parameters", None))
-    kinds |= _rotary_kinds(getattr(text, "rope_scaling", None))
+    kinds = rotary_kinds(getattr(text, "rope_parameters", None))
+    kinds |= rotary_kinds(getattr(text, "rope_scaling", None))
     if kinds & _LENGTH_MATTERS:
         _refuse(f"{name}: rotary embedding {sorted(kinds)}, which depends on the prompt's length")
     layers = {type(layer) for layer in DynamicCache(config=text).layers}
@@ -179,14 +180,6 @@ def _is_off(name: str, value: object) -> bool:
     """Return whether a generation setting has a value that means off."""
     off = _NEUTRAL.get(name, (None, False))
     return any(type(value) is type(other) and value == other for other in off)
-
-
-def _rotary_kinds(parameters: Any) -> set[str]:
-    if not isinstance(parameters, Mapping):
-        return set()
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-    found = {str(parameters.get(name, "")) for name in ("rope_type", "type")}
-    return found.union(*map(_rotary_kinds, nested))
 
 
 def _refuse(problem: str) -> None:

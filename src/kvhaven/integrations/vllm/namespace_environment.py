@@ -8,7 +8,7 @@ any list counts in both formats.
 
 from typing import Final
 
-from kvhaven.integrations.vllm.namespace_fields import ConfigFields
+from kvhaven.identity.setting_tables import ConfigFields
 
 ENVIRONMENT: Final = ConfigFields(
     counts="""

@@ -9,29 +9,8 @@ Names that the installed vLLM does not have belong to other versions, 0.29 to 0.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-Reasons = Mapping[str, str]
-"""Names separated by blanks, by their common reason."""
-
-
-@dataclass(frozen=True)
-class ConfigFields:
-    """Treatment of the fields of one configuration class, by field name.
-
-    `counts` are part of the namespace in both formats. Those of `paged` count only in that format.
-    `ignored` never count. `files` name a file or folder, whose content counts and not its path.
-    `partly` are mappings, in which the keys after the colon do not count. `refused` must not be
-    set.
-    """
-
-    counts: str = ""
-    paged: Reasons = field(default_factory=dict)
-    ignored: Reasons = field(default_factory=dict)
-    files: Reasons = field(default_factory=dict)
-    partly: Reasons = field(default_factory=dict)
-    refused: Reasons = field(default_factory=dict)
-
+from kvhaven.identity.setting_tables import ConfigFields, Reasons
 
 # Reasons that several classes share.
 _AFTER = "it affects only the output, after KV is computed"
@@ -543,9 +522,6 @@ UNREACHED_CLASSES: Reasons = {
     "only the ignored field weight_transfer_config contains it": "WeightTransferConfig",
 }
 """Classes of `vllm.config` whose fields need no treatment, by reason."""
-
-MODEL_CONFIG_PLACES = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
-"""Fields of a model's own configuration that record its origin and do not affect computation."""
 
 NO_DRAFT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Methods of speculation without their own KV: they do not change the namespace."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from kvhaven.devices.plan import bytes_at
-from kvhaven.integrations.vllm.portable import portable_layout
 from kvhaven.layouts import (
     HeadGeometry,
     PagedLayout,
@@ -17,6 +16,7 @@ from kvhaven.layouts import (
     describe_kv_caches,
     head_geometry,
 )
+from kvhaven.layouts.groups import portable_groups
 
 ORDERS = {
     "LBHNC": (0, 1, 2, 3, 4),
@@ -273,7 +273,7 @@ def grouped(layout: PortableLayout, groups: Sequence[Sequence[int]]) -> Portable
         )
         for numbers in groups
     ]
-    return portable_layout(layout.paged, renamed)
+    return portable_groups(layout.paged, renamed)
 
 
 def contents(caches: Caches, blocks: Sequence[int]) -> list[list[torch.Tensor]]:

@@ -19,8 +19,8 @@ pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
 from kvhaven.engine.parts import KvPart
 from kvhaven.engine.request_state import RequestState
-from kvhaven.integrations.vllm import parts, portable, start
-from kvhaven.layouts import head_shards
+from kvhaven.integrations.vllm import parts, start
+from kvhaven.layouts import groups, head_shards
 from kvhaven.types import ShardId
 from tests.simulation.engine_hybrid import ALTERNATING, MIXED, WIDE
 from tests.simulation.engine_model import VOCABULARY, Model
@@ -199,21 +199,21 @@ def heads_are_swapped(patch: Patch) -> None:
 
 def layers_are_in_the_order_of_their_groups(patch: Patch) -> None:
     calls = iter(range(1 << 30))
-    patch.setattr(portable, "layer_number", lambda _: next(calls))
+    patch.setattr(groups, "layer_number", lambda _: next(calls))
     # The namespaces would tell the order of the layers.
     patch.setattr(start, "layers_field", lambda *_, **__: "all")
 
 
 def groups_are_in_the_other_order(patch: Patch) -> None:
-    original = portable.portable_layout
+    original = groups.portable_groups
 
-    def layout(paged: Any, groups: Sequence[Any]) -> Any:
-        found = original(paged, groups)
+    def layout(paged: Any, geometries: Sequence[Any]) -> Any:
+        found = original(paged, geometries)
         last = found.groups - 1
         object.__setattr__(found, "layer_groups", tuple(last - at for at in found.layer_groups))
         return found
 
-    patch.setattr(start, "portable_layout", layout)
+    patch.setattr(start, "portable_groups", layout)
 
 
 MUTATIONS = (

@@ -16,8 +16,9 @@ from kvhaven.devices.base import SKIP
 from kvhaven.devices.cpu import CpuDevice
 from kvhaven.devices.selftest import scratch_bytes, self_test
 from kvhaven.errors import LayoutError
-from kvhaven.integrations.vllm.portable import layer_number, total_heads
+from kvhaven.integrations.vllm.portable import total_heads
 from kvhaven.layouts import PortableLayout
+from kvhaven.layouts.groups import layer_number
 from tests.layouts import KINDS, Engine, Sizes, all_bytes, contents, engine, grouped
 
 LAYERS, CHUNK, HEADS = 5, 128, 2

@@ -2,6 +2,7 @@
 """Connection of an engine's two sides to the node service."""
 
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from kvhaven.devices.detect import open_device
 from kvhaven.devices.selftest import scratch_bytes, self_test
 from kvhaven.engine.adapters import Adapters
 from kvhaven.engine.loaded_model import LoadedModel
+from kvhaven.engine.parts import KvPart
 from kvhaven.engine.requests import EVERYTHING, ExtrasSource, Permissions
 from kvhaven.engine.save_planner import SaveEvents
 from kvhaven.engine.scheduler import SchedulerSide
@@ -27,8 +29,13 @@ from kvhaven.engine.worker import WorkerSide
 from kvhaven.errors import (
     IncompatibleEngineError,
     IncompleteEngineError,
+    KVHavenError,
+    LayoutError,
     ServiceUnavailableError,
 )
+from kvhaven.identity.background import Attach, attach_when_known, digest_memory, look_at_files
+from kvhaven.identity.content import DigestMemory
+from kvhaven.identity.files import EngineFiles
 from kvhaven.keys import namespace_digest
 from kvhaven.layouts import Layout, PagedLayout, describe_kv_caches
 from kvhaven.protocol import AttachRank, AttachScheduler
@@ -236,6 +243,43 @@ def start_or_warn(start: Callable[[float], None], settings: Settings) -> None:
         start(wait_seconds(settings))
 
 
+def start_all(clients: Sequence[RankClient | SchedulerClient], wait_s: float) -> None:
+    """Start the clients of all parts, also if the service is away: each then retries.
+
+    Raises as `Link.start` does.
+    """
+    away: KVHavenError | None = None
+    for client in clients:
+        try:
+            client.start(0.0 if away is not None else wait_s)
+        except (IncompleteEngineError, ServiceUnavailableError) as error:
+            away = away or error
+    if away is not None:
+        raise away
+
+
+def attach_identified(
+    settings: Settings,
+    look: Callable[[DigestMemory], EngineFiles],
+    closing: threading.Event,
+    attach: Attach,
+) -> None:
+    """Attach one side of an engine, as soon as the content of the model's files is identified.
+
+    `look` lists the files; the setting `model_fingerprint` takes the place of their content. If
+    that takes long, a thread attaches the side, and the engine serves without a cache meanwhile.
+    If no service answers, `attach`'s clients retry. Other errors of `look` and `attach` propagate.
+    """
+    wait_s = wait_seconds(settings)
+    with serving_without_a_cache():
+        if settings.model_fingerprint:
+            attach({"weights": settings.model_fingerprint}, wait_s)
+            return
+        files = look_at_files(lambda: look(digest_memory(settings.runtime_path)), closing)
+        if files is not None:
+            attach_when_known(files, closing, attach, wait_s)
+
+
 def wait_seconds(settings: Settings) -> float:
     """Return the seconds that a start waits for the service that the settings name."""
     return EMBEDDED_START_S if settings.service_address is None else ATTACH_S
@@ -291,6 +335,21 @@ def require_chunk_size(chunk_size: int, block_size: int) -> None:
             f"must be a whole number of blocks; set chunk_size to a multiple of {block_size}, "
             "or the engine's --block-size to a divisor"
         )
+
+
+def require_same_layout(before: Layout, now: Layout) -> None:
+    """Raise `LayoutError` if KV tensors have another layout than the first registered ones."""
+    if (before.description, before.num_blocks) != (now.description, now.num_blocks):
+        raise LayoutError(
+            "KV caches: registered again with another layout "
+            f"(got {now.num_blocks} blocks, {now.description}); expected {before.num_blocks} "
+            f"blocks, {before.description}. Restart the engine."
+        )
+
+
+def part_session(engine_id: str, parts: Sequence[KvPart], part: KvPart) -> str:
+    """Return the name of a part's session: the engine's id, for the first part."""
+    return engine_id if part == parts[0] else f"{engine_id}/{part.name}"
 
 
 def _service(settings: Settings, engine_id: str) -> tuple[str, Callable[[], None]]:

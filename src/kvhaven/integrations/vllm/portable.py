@@ -1,58 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The portable format of vLLM's models: the order of layers, and the KV heads of a whole model."""
+"""The portable format of vLLM's models: the layers and the KV heads of a whole model."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvhaven.errors import LayoutError
-from kvhaven.layouts import HeadGeometry, PagedLayout, PortableLayout
-from kvhaven.layouts.geometry import require_alike
+from kvhaven.layouts import PortableLayout
+from kvhaven.layouts.groups import numbered_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _HEADS = re.compile(r"(key_value_heads|kv_heads|attention_groups|heads_in_group)")
 """Entries of models' configurations that tell numbers of KV heads, perhaps only of some layers."""
-
-
-def portable_layout(paged: PagedLayout, groups: Sequence[HeadGeometry | None]) -> PortableLayout:
-    """Return the portable layout of a part's KV groups, whose pages together are `paged`.
-
-    A group is None if this rank has no layers of it. The layers are in the order of their numbers
-    in the model, since vLLM forms groups of different layers for other engines. Raises
-    `LayoutError` if that order is not known, or if the layers differ.
-    """
-    layers = sorted(
-        (
-            (layer_number(planes[0].layer), group, planes)
-            for group, geometry in enumerate(groups)
-            for planes in (geometry.layers if geometry is not None else ())
-        ),
-        key=lambda layer: layer[0],
-    )
-    numbers = [number for number, *_ in layers]
-    if len(set(numbers)) < len(numbers):
-        names = ", ".join(planes[0].layer for *_, planes in layers)
-        raise _unknown_order(f"layers {names}: several have the same number in their names")
-    ratios = {geometry.kernel_blocks for geometry in groups if geometry is not None}
-    if len(ratios) != 1:
-        raise _unknown_order(f"KV groups with {sorted(ratios)} kernel blocks in a block")
-    geometry = HeadGeometry(tuple(planes for *_, planes in layers), ratios.pop())
-    require_alike(geometry)
-    of_layers = tuple(group for _, group, _ in layers)
-    return PortableLayout(paged, geometry, groups=len(groups), layer_groups=of_layers)
-
-
-def layer_number(layer: str) -> int:
-    """Return the number of a layer in the model: the only one in its name, as vLLM requires.
-
-    Raises `LayoutError` if there is none, or several.
-    """
-    numbers = [int(word) for word in layer.split(".") if word.isdecimal()]
-    if len(numbers) != 1:
-        raise _unknown_order(f"layer {layer}: its name has {len(numbers)} numbers")
-    return numbers[0]
 
 
 def layers_field(config: "VllmConfig", layout: PortableLayout, *, several: bool) -> str:
@@ -65,14 +26,7 @@ def layers_field(config: "VllmConfig", layout: PortableLayout, *, several: bool)
     parallel = config.parallel_config
     if not several or parallel.pipeline_parallel_size > 1:
         return str(config.model_config.get_total_num_hidden_layers())
-    ranges: list[list[int]] = []
-    for planes in layout.geometry.layers:
-        number = layer_number(planes[0].layer)
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
+    return numbered_layers(layout)
 
 
 def total_heads(config: "VllmConfig") -> int:
@@ -105,9 +59,3 @@ def _numbers_of_heads(entries: Any, name: str = "") -> list[int]:
     else:
         return [entries] if type(entries) is int and _HEADS.search(name) else []
     return [number for value, key in below for number in _numbers_of_heads(value, key)]
-
-
-def _unknown_order(why: str) -> LayoutError:
-    return LayoutError(
-        f"{why}; the portable format needs the order of the layers in the model. Set format: paged"
-    )

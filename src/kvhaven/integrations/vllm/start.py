@@ -9,36 +9,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvhaven.client.rank import RankClient
-from kvhaven.client.scheduler import SchedulerClient
 from kvhaven.config import Resolved, Settings, load_settings
 from kvhaven.devices.base import Device
 from kvhaven.engine.connect import (
     RANKS_WAIT_MS,
+    attach_identified,
     device_of,
+    part_session,
     rank_client,
     require_chunk_size,
+    require_same_layout,
     scheduler_client,
-    serving_without_a_cache,
+    start_all,
     test_device,
-    wait_seconds,
 )
 from kvhaven.engine.parts import KvPart
 from kvhaven.engine.requests import Permissions
 from kvhaven.engine.scheduler import SchedulerSide
 from kvhaven.engine.worker import PartCopies, WorkerSide
 from kvhaven.errors import (
-    IncompleteEngineError,
-    KVHavenError,
     LayoutError,
-    ServiceUnavailableError,
 )
 from kvhaven.identity.background import (
     Attach,
-    attach_when_known,
-    digest_memory,
-    look_at_files,
 )
+from kvhaven.identity.content import DigestMemory
 from kvhaven.identity.files import EngineFiles, Source
 from kvhaven.integrations.vllm.compat import (
     attention_backend,
@@ -59,7 +54,7 @@ from kvhaven.integrations.vllm.model_sources import loading_began_ns, model_sour
 from kvhaven.integrations.vllm.namespace import Description, KvFormat, describe_engine
 from kvhaven.integrations.vllm.parts import kv_parts, part_fields
 from kvhaven.integrations.vllm.platforms import platform_of
-from kvhaven.integrations.vllm.portable import layers_field, portable_layout, total_heads
+from kvhaven.integrations.vllm.portable import layers_field, total_heads
 from kvhaven.integrations.vllm.state import (
     require_state_format,
     state_shard,
@@ -67,13 +62,13 @@ from kvhaven.integrations.vllm.state import (
 )
 from kvhaven.keys import namespace_digest
 from kvhaven.layouts import (
-    Layout,
     PagedLayout,
     PortableLayout,
     describe_kv_caches,
     head_geometry,
     head_shards,
 )
+from kvhaven.layouts.groups import portable_groups
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import Shard
 
@@ -116,7 +111,7 @@ def start_worker(
             test_device(device, layout)
     if before is not None:
         for known, layout in zip(before.layouts, layouts, strict=True):
-            _require_same_layout(known, layout)
+            require_same_layout(known, layout)
         before.move(*layouts)
         return before
     description = describe_engine(config, _kv_format(settings))
@@ -128,7 +123,7 @@ def start_worker(
             settings,
             AttachRank(
                 id=1,
-                session=_session(config, parts, part),
+                session=part_session(_engine_id(config), parts, part),
                 member=member if not copies else f"{member}/{part.name}",
                 rank=rank,
                 world_size=config.parallel_config.world_size,
@@ -157,7 +152,7 @@ def start_worker(
     def attach(content: Mapping[str, str], wait_s: float) -> None:
         for one, own in zip(copies, fields, strict=True):
             one.client.identify({**own, **content})
-        _start_all([one.client for one in copies], wait_s)
+        start_all([one.client for one in copies], wait_s)
 
     first = copies[0]
     _attach(settings, config, description, first.client.closing, attach)
@@ -192,7 +187,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
             settings,
             AttachScheduler(
                 1,
-                _session(config, parts, part),
+                part_session(_engine_id(config), parts, part),
                 member if not number else f"{member}/{part.name}",
                 world_size,
                 RANKS_WAIT_MS,
@@ -203,7 +198,7 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
     ]
 
     def attach(_: Mapping[str, str], wait_s: float) -> None:  # the ranks send the content
-        _start_all(clients, wait_s)
+        start_all(clients, wait_s)
 
     _attach(settings, config, description, clients[0].closing, attach)
     events = None
@@ -227,21 +222,6 @@ def start_scheduler(config: "VllmConfig", kv_cache: "KVCacheConfig", member: str
         more_clients=clients[1:],
         layered_tokens=_layered_tokens(settings, config, kv_cache),
     )
-
-
-def _start_all(clients: Sequence[RankClient | SchedulerClient], wait_s: float) -> None:
-    """Start the clients of all parts, also if the service is away: each then retries.
-
-    Raises as `Link.start` does.
-    """
-    away: KVHavenError | None = None
-    for client in clients:
-        try:
-            client.start(0.0 if away is not None else wait_s)
-        except (IncompleteEngineError, ServiceUnavailableError) as error:
-            away = away or error
-    if away is not None:
-        raise away
 
 
 def resolve_settings(config: "VllmConfig") -> Resolved:
@@ -312,7 +292,7 @@ def _layout(
         {layer: tensors[layer] for layer in group.layer_names if layer in tensors}
         for group in groups
     ]
-    return portable_layout(
+    return portable_groups(
         paged, [geometry_of(describe(own)) if own else None for own in of_groups]
     )
 
@@ -372,20 +352,12 @@ def _attach(
     attach: Attach,
 ) -> None:
     """Attach one side, as soon as the content of the model's files is identified."""
-    wait_s = wait_seconds(settings)
-    with serving_without_a_cache():
-        if settings.model_fingerprint:
-            attach({"weights": settings.model_fingerprint}, wait_s)
-            return
-        named = [Source(f"files.{name}", place) for name, place in description.files.items()]
+    named = [Source(f"files.{name}", place) for name, place in description.files.items()]
 
-        def look() -> EngineFiles:
-            memory = digest_memory(settings.runtime_path)
-            return EngineFiles(model_sources(config) + named, memory, loading_began_ns(config))
+    def look(memory: DigestMemory) -> EngineFiles:
+        return EngineFiles(model_sources(config) + named, memory, loading_began_ns(config))
 
-        files = look_at_files(look, closing)
-        if files is not None:
-            attach_when_known(files, closing, attach, wait_s)
+    attach_identified(settings, look, closing, attach)
 
 
 def _layout_fields(
@@ -510,16 +482,6 @@ def _publishes_events(config: "VllmConfig") -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def _require_same_layout(before: Layout, now: Layout) -> None:
-    """Raise `LayoutError` if KV tensors have another layout than the first registered ones."""
-    if (before.description, before.num_blocks) != (now.description, now.num_blocks):
-        raise LayoutError(
-            "KV caches: registered again with another layout "
-            f"(got {now.num_blocks} blocks, {now.description}); expected {before.num_blocks} "
-            f"blocks, {before.description}. Restart the engine."
-        )
-
-
 def _role(config: "VllmConfig", settings: Settings) -> Permissions:
     """Return what the engine's roles permit.
 
@@ -531,12 +493,6 @@ def _role(config: "VllmConfig", settings: Settings) -> Permissions:
         load=bool(transfer.is_kv_consumer) and settings.pd_role != "sender",
         save=bool(transfer.is_kv_producer) and settings.pd_role != "receiver",
     )
-
-
-def _session(config: "VllmConfig", parts: Sequence[KvPart], part: KvPart) -> str:
-    """Return the name of a part's session: the engine's id, for the first part."""
-    engine = _engine_id(config)
-    return engine if part == parts[0] else f"{engine}/{part.name}"
 
 
 def _engine_id(config: "VllmConfig") -> str:

@@ -182,12 +182,12 @@ class Membership:
         id_, digest = MemberId(message.member), NamespaceDigest(message.namespace)
         if self.draining and self._engines.process(id_) is None:
             raise DrainingError("the service is draining: it accepts no engine")
-        catalog = self._driver.catalog
-        known = any(found.digest == digest for found in catalog.namespaces())
+        known = any(found.digest == digest for found in self._driver.catalog.namespaces())
         description = RankDescription(
             message.world_size, digest, message.fields, message.shards, message.shared
         )
-        session = catalog.attach_rank(message.session, id_, message.rank, description)
+        with self._driver.event() as catalog:
+            session = catalog.attach_rank(message.session, id_, message.rank, description)
         member = self._take(connection, session, id_)
         if session.namespace is not None and not known:
             self._tell_difference(session.id, session.namespace)
@@ -223,7 +223,8 @@ class Membership:
 
     def _attach_scheduler(self, connection: Connection, message: AttachScheduler) -> None:
         id_ = MemberId(message.member)
-        session = self._driver.catalog.attach_scheduler(message.session, id_, message.world_size)
+        with self._driver.event() as catalog:
+            session = catalog.attach_scheduler(message.session, id_, message.world_size)
         if session is None:
             timer = asyncio.get_running_loop().call_later(
                 message.wait_ms / 1000, self._give_up_waiting, connection

@@ -23,7 +23,6 @@ VARIABLES = {
     "raw": "Request",
     "self.raw": "Request",
     "lora": "LoRARequest",
-    "self._lora": "LoRARequest",
     "lora_request": "LoRARequest",
     "sampling": "SamplingParams",
     "output": "SchedulerOutput",
@@ -126,7 +125,7 @@ IN_FILES = {
     "encoder_cache.py": {"scheduler": "Scheduler"},
     "events.py": {"events": None},
     "loaded_model.py": {"model": None},
-    "media.py": {"feature": None},
+    "media.py": {"item": "MultiModalFeatureSpec", "feature": None},
     "requests.py": {"spec": None},
 }
 """Variables that mean something else in one file (None: no object of vLLM)."""

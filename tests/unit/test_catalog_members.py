@@ -271,6 +271,18 @@ def test_an_engine_that_restarts_does_not_join_the_lost_members_of_the_old_one()
     node.catalog.check()
 
 
+def test_ranks_meet_again_after_all_were_lost_although_one_counted_as_gone() -> None:
+    """It had not mapped the arena yet."""
+    node = Node(world_size=2)
+    for member in (RANK, OTHER, SCHEDULER):
+        node.catalog.lost(member)
+    node.catalog.gone(RANK)
+    assert node.attach_rank("s", 0, node.namespace, each_its_own(2)).id == "s#1"
+    back(node, 1)
+    back(node, None)
+    node.catalog.check()
+
+
 def test_a_member_that_attaches_again_before_it_was_lost_gives_up_what_it_was_writing() -> None:
     node, key = Node(), keys_of("a", 1)[0]
     grant = node.grant(key)

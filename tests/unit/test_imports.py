@@ -25,7 +25,8 @@ _LEVELS = (
     },
     {"arena", "catalog", "devices", "layouts", "peers", "tiers"},
     {"client", "gateway", "http_server", "router", "service"},
-    {"engine", "identity"},
+    {"identity"},
+    {"engine"},
     {"cli", "integrations", "testing"},
 )
 """Parts of KVHaven, lowest first: each imports from its own level and those below."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvhaven.engine.request_parameters import RequestParameters
-from kvhaven.engine.requests import NO_TRANSFER, Permissions
 from kvhaven.errors import IncompatibleEngineError
 from kvhaven.identity.setting_tables import ConfigFields, SettingFields
 
@@ -95,9 +93,12 @@ def test_environment_variables_count_if_they_are_named(monkeypatch: pytest.Monke
     assert found.fields.keys() == {"env.TOY_A", "env.TOY_NEW"}
 
 
-@pytest.mark.parametrize("given", [None, "nonsense", ["kvhaven.tags"], 7])
-def test_parameters_of_any_type_are_read(given: object) -> None:
-    parameters = RequestParameters(given)
-    assert parameters.permissions(load=True, save=False) == Permissions(load=True, save=False)
-    assert parameters.transfer == NO_TRANSFER
-    assert parameters.handover("request", "service") is None
+def test_two_settings_with_one_path_both_count() -> None:
+    def fields(first: int, second: int) -> dict[str, str]:
+        found = SettingFields(Rules(), run="one", paged=True)
+        found.add_entries("model", {"x": {"b": first}, "x.b": second})
+        return found.fields
+
+    names = [fields(1, 2), fields(9, 2), fields(1, 3)]
+    assert all(one.keys() == {"model.x.b"} for one in names)
+    assert len({one["model.x.b"] for one in names}) == len(names)

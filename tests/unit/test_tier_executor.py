@@ -51,6 +51,11 @@ async def test_results_and_errors_come_back(executor: TierExecutor) -> None:
     assert executor.running == 0
 
 
+async def test_work_that_raises_what_no_future_takes_ends_its_call(executor: TierExecutor) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await executor.run(Lane.READ, lambda: next(iter(())))
+
+
 async def test_threads_are_nice_and_the_caller_is_not(executor: TierExecutor) -> None:
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())

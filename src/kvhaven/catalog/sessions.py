@@ -418,9 +418,12 @@ class Sessions:
 
 def _is_over(home: Session, member: MemberId, rank: int) -> bool:
     """Return whether a rank belongs to a new engine under the old engine's id."""
+    holder_id = home.holders.get(rank)
+    if holder_id == member:
+        return False
     if all(each.lost for each in home.members.values()):
         return True
-    if home.holders.get(rank, member) == member:
+    if holder_id is None:
         return False
     holder = home.member_as(rank)
     return holder is None or holder.lost

@@ -268,7 +268,8 @@ def attach_identified(
 
     `look` lists the files; the setting `model_fingerprint` takes the place of their content. If
     that takes long, a thread attaches the side, and the engine serves without a cache meanwhile.
-    If no service answers, `attach`'s clients retry. Other errors of `look` and `attach` propagate.
+    If no service answers, `attach`'s clients retry. Storage errors, too many files, and a refusal
+    after a late read are logged; other errors of `look` and `attach` propagate.
     """
     wait_s = wait_seconds(settings)
     with serving_without_a_cache():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Identities of media by content, and checks that an engine's names have one content each."""
 
+import contextlib
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +30,8 @@ class MediaFeature(NamedTuple):
 
     `identifier` is the key of the item's encoding in the engine's caches. `data` is the engine's
     own object with the tensors after preprocessing, `is_embed` says which of the tokens are
-    replaced by an encoding. `tower` says whether the request's adapter affects the encoding.
+    replaced by an encoding. `tower` says whether the request's adapter affects the encoding: True
+    where the engine does not tell.
     """
 
     identifier: str
@@ -38,7 +40,7 @@ class MediaFeature(NamedTuple):
     offset: int
     length: int
     is_embed: Any
-    tower: bool = False
+    tower: bool
 
 
 class MediaReader(Protocol):
@@ -60,8 +62,12 @@ class MediaReader(Protocol):
     def size(self, data: Any) -> int:
         """Return the number of bytes of an item's tensors."""
 
-    def tensors(self, feature: MediaFeature) -> Mapping[str, Any]:
-        """Return all that the model receives of an item, by name. Runs in another thread."""
+    def tensors(self, data: Any) -> Mapping[str, Any]:
+        """Return all that the model receives of an item, by name, from `MediaFeature.data` alone.
+
+        Runs in another thread, once for each such object while the engine keeps it. Raises
+        `KeyInputError` if this process does not have it.
+        """
 
 
 class _Known(NamedTuple):
@@ -174,6 +180,7 @@ class MediaNames:
         for item in items:
             try:  # copied now, as a session's media move when it gets more input
                 feature = self._reader.feature(item, adapter)
+                _require_text(feature.identifier)
                 size += self._reader.size(feature.data)
                 readable.append(feature)
             except Exception as raised:  # noqa: BLE001 - any error leaves the content unknown
@@ -312,8 +319,21 @@ class MediaNames:
         kept = self._kept.get(id(data))
         if kept is not None and kept[0]() is data:
             return kept[1]
-        tensors = self._reader.tensors(feature)
+        try:
+            tensors = self._reader.tensors(data)
+        except KeyInputError as error:
+            raise KeyInputError(f"media item {feature.identifier!r}: {error}") from error
         digest = content_digest(tensors, objects_of=self._reader.objects_of)
         address = id(data)
-        self._kept[address] = ref(data, lambda _: self._kept.pop(address, None)), digest
+        with contextlib.suppress(TypeError):  # of a plain mapping, it is computed each time
+            self._kept[address] = ref(data, lambda _: self._kept.pop(address, None)), digest
         return digest
+
+
+def _require_text(identifier: object) -> None:
+    """Raise `KeyInputError` for an identifier that is not text: others have several forms."""
+    if not isinstance(identifier, str):
+        raise KeyInputError(
+            f"media item {identifier!r}: the identifier is not a text (got "
+            f"{type(identifier).__name__}); {_ADVICE}"
+        )

@@ -178,10 +178,10 @@ class SettingFields:
                 path,
                 error,
             )
-            self.fields[path] = f"of run {self._run} alone"
+            self._put(path, f"of run {self._run} alone")
             return
         # An unknown or free-form setting may hold a secret, so only its digest is kept.
-        self.fields[path] = text(form, digested=not known or isinstance(form, dict))
+        self._put(path, text(form, digested=not known or isinstance(form, dict)))
 
     def add_entries(self, path: str, entries: Mapping[str, Any], depth: int = 0) -> None:
         """Add a field for each entry of a mapping, also for those of small nested ones."""
@@ -197,6 +197,11 @@ class SettingFields:
             self.files[path] = Path(value)
         elif value:
             self.add_value(path, str(value))
+
+    def _put(self, path: str, value: str) -> None:
+        if path in self.fields:  # such as the entries {"x": {"b": 1}, "x.b": 2}: both count
+            value = text([self.fields[path], value], digested=True)
+        self.fields[path] = value
 
     def _takes(self, treatment: Treatment) -> bool:
         """Return whether a field with this treatment counts in the format."""

@@ -417,7 +417,8 @@ class Stream:
         # The kernel's timeouts: with Python's, each call would be preceded by a poll.
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
+        with contextlib.suppress(OSError):  # a sandbox may lack it, and is only slower
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
 
     @property
     def encrypted(self) -> bool:

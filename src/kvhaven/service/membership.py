@@ -170,9 +170,9 @@ class Membership:
             # It may have attached again since the job began.
             lost = member is not None and member.member.lost
             if member is not None and lost and not self._arena.is_mapped(member.lock_byte):
-                self._engines.remove(member)
                 with self._driver.event() as catalog:
                     catalog.gone(id_)
+                self._engines.remove(member)
                 logger.info("%s of %s is gone", member.member.role, member.session.id)
             yield
 

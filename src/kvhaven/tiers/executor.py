@@ -238,6 +238,8 @@ class TierExecutor:
                 result = work()
         except BaseException as caught:  # noqa: BLE001 - raised in the caller of `run`
             error = caught
+        if isinstance(error, StopIteration):  # which no future takes
+            error = RuntimeError("a tier's work raised StopIteration")
         with self._ready:
             self._running.pop(job, None)
             job.progress = _Progress.SETTLED

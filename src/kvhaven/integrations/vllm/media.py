@@ -43,20 +43,19 @@ class VllmMedia:
             return sum(map(self.size, data))
         return int(getattr(data, "nbytes", 0))
 
-    def tensors(self, feature: MediaFeature) -> dict[str, Any]:
+    def tensors(self, data: Any) -> dict[str, Any]:
         """Return an item's tensors. Raises `KeyInputError` if this process does not have them."""
-        data = feature.data
         if not isinstance(data, Mapping) or not data:
             raise KeyInputError(
-                f"media item {feature.identifier!r}: its content is not in the scheduler's "
-                f"process (got {type(data).__name__}); set --mm-processor-cache-type lru"
+                "its content is not in the scheduler's process (got "
+                f"{type(data).__name__}); set --mm-processor-cache-type lru"
             )
         fields = {name: getattr(element, "data", None) for name, element in data.items()}
         absent = [name for name, value in fields.items() if value is None]
         if absent:
             raise KeyInputError(
-                f"media item {feature.identifier!r}: field {absent[0]!r} has no data in the "
-                "scheduler's process; set --mm-processor-cache-type lru"
+                f"field {absent[0]!r} has no data in the scheduler's process; set "
+                "--mm-processor-cache-type lru"
             )
         return fields
 

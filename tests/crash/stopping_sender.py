@@ -40,13 +40,13 @@ class Talking(Shelf):
 _send = Stream.send_bytes
 
 
-def send_and_stop(stream: Stream, data: memoryview, deadline: float) -> None:
+def send_and_stop(stream: Stream, data: memoryview, deadline: float, *, more: bool = False) -> None:
     half = len(data) // 2 if len(data) >= LEAST else 0
-    _send(stream, data[:half], deadline)
+    _send(stream, data[:half], deadline, more=more)
     if half:
         # To this thread: if another took the signal, this one could go on for a moment.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-    _send(stream, data[half:], deadline)
+    _send(stream, data[half:], deadline, more=more)
 
 
 def main() -> None:

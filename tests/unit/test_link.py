@@ -100,7 +100,7 @@ def test_a_question_whose_answer_got_lost_is_a_miss_and_holds_nothing(
     keys = prompt("p", 3)
     engine.save(keys)
     eventually(lambda: engine.load(keys))
-    proxy.delay_s = 3  # the answer is still there when the connection is dropped
+    proxy.delay_s = 20  # the answer is still there when the connection is dropped
     lease_id = engine.scheduler.client.ask(keys)
     assert lease_id is not None
     eventually(lambda: node.status().catalog.leases)

@@ -29,7 +29,7 @@ def ask(
     node: Node, keys: list[ChunkKey], lease_id: int, price: Price | None = PRICE
 ) -> Acquisition:
     return node.catalog.acquire(
-        SessionId("s"), LeaseId(lease_id), node.namespace.digest, keys, price=price
+        SessionId("s#1"), LeaseId(lease_id), node.namespace.digest, keys, price=price
     )
 
 
@@ -109,7 +109,7 @@ def test_an_engines_prefetch_leaves_a_skipped_tier_alone_and_other_prefetches_do
     node = node_with(DISK)
     made_to_skip(node)
     keys, digest = stored(node, "chain", 4), node.namespace.digest
-    assert node.catalog.prefetch(digest, keys, session=SessionId("s")) == 0
+    assert node.catalog.prefetch(digest, keys, session=SessionId("s#1")) == 0
     assert node.catalog.prefetch(digest, keys) == 4
 
 
@@ -222,15 +222,15 @@ def test_a_wait_ends_when_the_chunks_could_have_been_computed() -> None:
     keys = keys_of("chain", 10)
     node.save(keys[:4])
     node.store(keys[4:])
-    wait = Wait(SessionId("s"), LeaseId(1), 100.0, 2.0, 10, PRICE)
+    wait = Wait(SessionId("s#1"), LeaseId(1), 100.0, 2.0, 10, PRICE)
     ask(node, keys, 1)
-    reading = node.catalog.reading(SessionId("s"), LeaseId(1))
+    reading = node.catalog.reading(SessionId("s#1"), LeaseId(1))
     assert wait.left_s(reading, 100.01) == pytest.approx(0.05)  # 6 chunks, not measured yet
     assert wait._replace(price=None).left_s(reading, 100.01) == pytest.approx(1.99)
     assert wait._replace(most_s=0.03).left_s(reading, 100.01) == pytest.approx(0.02)
     node.catalog.tier_speed(DISK, FAST)
     ask(node, stored(node, "other", 4), 2)
-    reading = node.catalog.reading(SessionId("s"), LeaseId(2))
+    reading = node.catalog.reading(SessionId("s#1"), LeaseId(2))
     assert wait.left_s(reading, 100.0) == pytest.approx(1.25 * 0.04)
 
 

@@ -16,7 +16,7 @@ from kvhaven.layouts import (
     describe_kv_caches,
     head_geometry,
 )
-from kvhaven.layouts.groups import portable_groups
+from kvhaven.layouts.groups import portable_layout
 
 ORDERS = {
     "LBHNC": (0, 1, 2, 3, 4),
@@ -273,7 +273,7 @@ def grouped(layout: PortableLayout, groups: Sequence[Sequence[int]]) -> Portable
         )
         for numbers in groups
     ]
-    return portable_groups(layout.paged, renamed)
+    return portable_layout(layout.paged, renamed)
 
 
 def contents(caches: Caches, blocks: Sequence[int]) -> list[list[torch.Tensor]]:

@@ -89,11 +89,11 @@ MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def _leave_out(patch: pytest.MonkeyPatch, **empty: Any) -> None:
-    from kvhaven.engine.extras import ContentPending
+    from kvhaven.engine.extras import PendingContentExtras
 
-    poll = ContentPending.poll
+    poll = PendingContentExtras.poll
 
-    def polled(pending: ContentPending) -> Any:
+    def polled(pending: PendingContentExtras) -> Any:
         known = poll(pending)
         if known is None:
             return None
@@ -102,4 +102,4 @@ def _leave_out(patch: pytest.MonkeyPatch, **empty: Any) -> None:
             adapter=None if "lora" in empty else known.adapter,
         )
 
-    patch.setattr(ContentPending, "poll", polled)
+    patch.setattr(PendingContentExtras, "poll", polled)

@@ -67,13 +67,19 @@ def test_a_node_hits_what_another_computed_through_a_directory_and_through_s3(
                 found = started.generate(asked, max_tokens=8)
                 assert_same(found, expected)
                 for prompt, one in zip(asked, found, strict=True):
-                    assert one["cached"] >= full_chunks(prompt)
+                    loaded = one["cached"], full_chunks(prompt), tier
+                    assert loaded[0] >= loaded[1], (loaded, b.status().tiers, logs(tmp_path))
                 status = b.settled()
                 assert status.tiers[tier].reads > 0
                 assert_nothing_held(status)
             finally:
                 b.stop(signal.SIGKILL)
         assert started.ask("metrics").get("vllm:kvhaven_failed_loads", 0) == 0
+
+
+def logs(folder: Path) -> str:
+    """Return the ends of the nodes' logs, for a failed test."""
+    return "\n".join(f"{log}: {log.read_text()[-2000:]}" for log in folder.glob("?.log"))
 
 
 def wait_until_attached(log: Path, times: int) -> None:

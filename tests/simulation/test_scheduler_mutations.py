@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="the simulation drives vLLM's scheduler")
 
 from kvhaven.engine.epoch import Epoch
-from kvhaven.engine.extras import ContentPending
+from kvhaven.engine.extras import PendingContentExtras
 from kvhaven.engine.jobs import SaveJob
 from kvhaven.engine.load_planner import LoadPlanner
 from kvhaven.engine.loaded_model import LoadedModel
@@ -127,7 +127,7 @@ def blocks_given_to_loads_are_not_fenced(patch: Patch) -> None:
 
 
 def salts_are_left_out_of_the_keys(patch: Patch) -> None:
-    patch.setattr(ContentPending, "poll", lambda _: KnownExtras(Extras(), None))
+    patch.setattr(PendingContentExtras, "poll", lambda _: KnownExtras(Extras(), None))
 
 
 def a_reset_changes_nothing(patch: Patch) -> None:

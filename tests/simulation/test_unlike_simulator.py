@@ -205,7 +205,7 @@ def layers_are_in_the_order_of_their_groups(patch: Patch) -> None:
 
 
 def groups_are_in_the_other_order(patch: Patch) -> None:
-    original = groups.portable_groups
+    original = groups.portable_layout
 
     def layout(paged: Any, geometries: Sequence[Any]) -> Any:
         found = original(paged, geometries)
@@ -213,7 +213,7 @@ def groups_are_in_the_other_order(patch: Patch) -> None:
         object.__setattr__(found, "layer_groups", tuple(last - at for at in found.layer_groups))
         return found
 
-    patch.setattr(start, "portable_groups", layout)
+    patch.setattr(start, "portable_layout", layout)
 
 
 MUTATIONS = (

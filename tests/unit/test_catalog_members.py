@@ -283,6 +283,20 @@ def test_ranks_meet_again_after_all_were_lost_although_one_counted_as_gone() -> 
     node.catalog.check()
 
 
+def test_a_rank_that_is_back_after_it_was_gone_is_awaited() -> None:
+    node, keys = Node(world_size=2), keys_of("a", 1)
+    node.save(keys)
+    node.catalog.gone(RANK)
+    back(node, 0)
+    node.catalog.ready(RANK, 0, node.allocator.usable[0])
+    lease_id = node.acquire(keys).lease_id
+    node.catalog.loaded(node.session, lease_id, OTHER)
+    assert node.catalog.stats().leases == 1
+    node.catalog.loaded(node.session, lease_id, RANK)
+    assert node.catalog.stats().leases == 0
+    node.catalog.check()
+
+
 def test_a_member_that_attaches_again_before_it_was_lost_gives_up_what_it_was_writing() -> None:
     node, key = Node(), keys_of("a", 1)[0]
     grant = node.grant(key)

@@ -22,6 +22,9 @@ class Pictures:
 
     objects_of = ""
 
+    def identifier(self, item: Picture) -> object:
+        return item.name
+
     def feature(self, item: Picture, adapter: str | None) -> MediaFeature:
         data = {"pixels": item.pixels}
         tower = item.tower and adapter is not None
@@ -71,6 +74,14 @@ def test_an_identifier_that_is_not_text_is_refused_each_time(names: MediaNames, 
         with pytest.raises(KeyInputError, match="the identifier is not a text"):
             items_of(names, Picture(name, content))
     assert items_of(names, Picture("1", b"cat"))
+
+
+def test_an_identifier_whose_content_could_not_be_read_is_refused(names: MediaNames) -> None:
+    """The engine's encoding under it may be of that content."""
+    with pytest.raises(TypeError):
+        items_of(names, Picture("1", None))
+    with pytest.raises(KeyInputError, match="unknown content"):
+        items_of(names, Picture("1", b"dog"))
 
 
 def test_content_that_cannot_be_read_has_an_error_with_the_identifier(names: MediaNames) -> None:

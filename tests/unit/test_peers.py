@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import socket
 import struct
@@ -42,6 +43,7 @@ from kvhaven.peers.wire import (
     SilentPeerError,
     Stream,
     Watch,
+    greet,
     welcome,
 )
 from kvhaven.testing.tiers import make_namespace, make_piece
@@ -323,6 +325,22 @@ class Counted(socket.socket):
         super().setsockopt(*option)
 
 
+class Sandboxed(socket.socket):
+    """A socket that takes no options of TCP."""
+
+    def setsockopt(self, *option: Any) -> None:
+        if option[0] == socket.IPPROTO_TCP:
+            raise OSError(errno.ENOPROTOOPT, "no such option")
+        super().setsockopt(*option)
+
+
+def test_a_socket_without_options_of_tcp_is_used(listener: PeerListener) -> None:
+    sock, deadline = Sandboxed(), time.monotonic() + 60
+    sock.connect(("127.0.0.1", listener.port))
+    with contextlib.closing(Stream(sock, "test")) as stream:
+        assert greet(stream, "here", b"", deadline) == "there"
+
+
 def test_a_timeout_that_an_earlier_call_left_ends_no_later_call() -> None:
     """The kernel's timeout of the first call is shorter than what the second one may take."""
 
@@ -378,10 +396,10 @@ def test_shards_in_a_row_set_no_timeouts() -> None:
             assert sock.set < 50  # not one a shard: a busy machine may shorten some
 
 
-@pytest.mark.parametrize("digits", [1, 100, 70_000])
-def test_a_payload_begins_at_a_multiple_of_64_bytes(digits: int) -> None:
-    """Whatever the length of the message before it, which also a node without padding may send."""
-    shard = ShardId(0, (0, digits), (0, 1))
+@pytest.mark.parametrize("layers", [1, 100, 70_000])
+def test_a_payload_begins_at_a_multiple_of_64_bytes(layers: int) -> None:
+    """Whatever the length of the message. A node without padding is understood, too."""
+    shard = ShardId(0, (0, layers), (0, 1))
     chunk = Chunk(PIECE.shard.key, shard, PIECE.checksum)
     payload = bytes(PIECE.payload[:1000])
 

@@ -37,7 +37,7 @@ class Rules:
             ignored={"an address": "port"},
             files={"its content counts": "scales"},
             partly={"ways of reading": "options: threads"},
-            refused={"scales come from traffic": "dynamic"},
+            refused={"another reason": "dynamic_range", "scales come from traffic": "dynamic"},
         ),
     }
     modules = __name__

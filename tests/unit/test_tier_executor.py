@@ -225,10 +225,10 @@ async def test_a_job_is_given_up_before_its_cancelled_caller_runs_again() -> Non
     waiting = asyncio.create_task(executor.run(Lane.READ, lambda: None))
     await asyncio.sleep(0)
     ending = asyncio.create_task(executor.end("it left"))
-    await asyncio.sleep(0)
     waiting.cancel()
+    await asyncio.sleep(0)  # `end` gives the job up, then its caller runs
     blocked.go_on.set()
     async with asyncio.timeout(30):
         await asyncio.gather(blocked.task, ending)
         await asyncio.wait([waiting])
-    assert waiting.cancelled() or isinstance(waiting.exception(), TierError)
+    assert waiting.cancelled()

@@ -180,8 +180,21 @@ class Session:
     """
 
     __slots__ = (
-        *("digest", "engine", "fields", "gone_ranks", "holders", "holdings", "id", "leases"),
-        *("members", "namespace", "own", "reach", "shards", "shared", "world_size"),
+        "digest",
+        "engine",
+        "fields",
+        "gone_ranks",
+        "holders",
+        "holdings",
+        "id",
+        "leases",
+        "members",
+        "namespace",
+        "own",
+        "reach",
+        "shards",
+        "shared",
+        "world_size",
     )
 
     def __init__(self, session: SessionId, engine: str, first: RankDescription) -> None:

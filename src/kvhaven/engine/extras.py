@@ -42,7 +42,7 @@ class RequestInputs(Protocol):
         """The engine's media items, which a `MediaReader` reads."""
 
 
-class ContentPending:
+class PendingContentExtras:
     """Extras of one request, which may not be known yet."""
 
     def __init__(
@@ -106,7 +106,7 @@ class ContentExtras:
             if runs and request.request_id in self._media:
                 self.media.runs(self._media[request.request_id][1])
 
-    def begin(self, request: RequestInputs) -> ContentPending:
+    def begin(self, request: RequestInputs) -> PendingContentExtras:
         """Start to determine a request's extras. Raises `KeyInputError` if one is invalid."""
         self.note(request)
         salt = request.salt
@@ -119,7 +119,7 @@ class ContentExtras:
         number = request.adapter
         adapter = (request.adapter_name, number) if number is not None else None
         media = self._media[request.request_id][1] if request.media else None
-        return ContentPending(salt, adapter, self._adapters, media)
+        return PendingContentExtras(salt, adapter, self._adapters, media)
 
     def weights_changed(self) -> None:
         """Note that the weights changed, perhaps those of an encoder."""

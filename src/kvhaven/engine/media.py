@@ -56,6 +56,9 @@ class MediaReader(Protocol):
         Empty if there are only tensors, numbers, texts, and containers of them.
         """
 
+    def identifier(self, item: Any) -> object:
+        """Return the key of an item's encoding in the engine's caches, of whatever type."""
+
     def feature(self, item: Any, adapter: str | None) -> MediaFeature:
         """Return an item's feature; `adapter` is the name of the request's LoRA adapter."""
 
@@ -178,14 +181,16 @@ class MediaNames:
         size = 0
         error: Exception | None = None
         for item in items:
+            identifier: object = None
             try:  # copied now, as a session's media move when it gets more input
+                identifier = self._reader.identifier(item)
+                _require_text(identifier)
                 feature = self._reader.feature(item, adapter)
-                _require_text(feature.identifier)
                 size += self._reader.size(feature.data)
                 readable.append(feature)
             except Exception as raised:  # noqa: BLE001 - any error leaves the content unknown
                 error = error or raised
-                self._refuse(str(getattr(item, "identifier", None)))
+                self._refuse(str(identifier))
         if self._queued_bytes + size > _QUEUED_MOST and self._queue:
             digests: Future[list[bytes | Exception]] = Future()
             digests.set_result([KeyInputError(_TOO_MANY)] * len(readable))

@@ -83,7 +83,7 @@ class ConfigFields:
     def require_unset(self, name: str, value: object) -> None:
         """Raise `IncompatibleEngineError` if a field of `refused` is set."""
         if value:
-            reason = next(r for r, names in self.refused.items() if name in names)
+            reason = next(r for r, names in self.refused.items() if name in names.split())
             raise IncompatibleEngineError(
                 f"{name} is set: {reason}. Cached KV would be wrong in other runs. Unset it, or "
                 "serve without KVHaven."

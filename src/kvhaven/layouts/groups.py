@@ -9,7 +9,7 @@ from kvhaven.layouts.paged import PagedLayout
 from kvhaven.layouts.portable import PortableLayout
 
 
-def portable_groups(paged: PagedLayout, groups: Sequence[HeadGeometry | None]) -> PortableLayout:
+def portable_layout(paged: PagedLayout, groups: Sequence[HeadGeometry | None]) -> PortableLayout:
     """Return the portable layout of a part's KV groups, whose pages together are `paged`.
 
     A group is None if this rank has no layers of it. The layers are in the order of their numbers

@@ -101,10 +101,10 @@ def dial(
     title, deadline = f"peer {address}", time.monotonic() + deadline_s
     try:
         sock = socket.create_connection((address.host, address.port), timeout=deadline_s)
-        stream = Stream(sock, title)
     except (OSError, UnicodeError) as error:  # no DNS name may be like that
         reason = getattr(error, "strerror", None) or str(error)
         raise PeerError(f"{title} cannot be reached: {reason}") from error
+    stream = Stream(sock, title)
     try:
         if certificates is not None and ticket is None:
             encrypt(stream, certificates, certificates.connect, deadline)

@@ -207,12 +207,7 @@ class PeerListener:
                     return
                 time.sleep(0.1)  # no descriptors left, for example
                 continue
-            try:
-                stream = Stream(sock, f"peer {peer[0]}:{peer[1]}")
-            except OSError as error:  # a reset connection may take no options
-                _log.warning("peer %s: refused: %s", peer[0], error)
-                sock.close()
-                continue
+            stream = Stream(sock, f"peer {peer[0]}:{peer[1]}")
             if not self._begin(stream, _network(peer[0])):
                 stream.close()
                 continue

@@ -44,11 +44,11 @@ _ALERT: Final = "_ALERT_"
 """In the reasons of TLS errors that the other side has told."""
 _LENGTH: Final = struct.Struct("<I")
 _ALIGNMENT: Final = 64
-"""The length of a frame before a payload is a multiple of this in bytes: the kernel copies them one
-behind the other, and an EPYC copies to memory that is not aligned at half the speed."""
+"""A `Chunk` frame, with its length field, is a multiple of this in bytes, so that the payload
+behind it is aligned: an EPYC copies to unaligned memory at half the speed."""
 _MOST_UNSENT: Final = 1 << 20
-"""Bytes that the kernel takes before it can send them. If it took more of a shard, bytes would have
-left the processor's cache when they are sent, and received on the same node."""
+"""Most bytes in the socket's buffer that are not sent yet. With more, they have left the
+processor's cache when the kernel sends them."""
 _MOST_SAID: Final = 200
 """Characters of an error that are shown, since the other side may have chosen them."""
 _RECEIVE: Final = 1 << 20
@@ -416,8 +416,9 @@ class Stream:
         """The socket's timeouts in seconds, by option; 0 is that of all calls."""
         # The kernel's timeouts: with Python's, each call would be preceded by a poll.
         sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(OSError):  # a sandbox may lack it, and is only slower
+        # A reset connection may take no options, and a sandbox may lack some.
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
 
     @property
@@ -448,7 +449,8 @@ class Stream:
     def send_chunk(self, message: Chunk, payload: memoryview, deadline: float) -> None:
         """Send a message and the payload that follows it.
 
-        In two calls of the kernel, but the other node is woken once, when the payload comes too.
+        In two system calls; the kernel holds the message back until the payload follows, so that
+        the other node wakes once.
         """
         missing = -len(_frame(message)) % _ALIGNMENT
         padded = msgspec.structs.replace(message, padding=bytes(missing))

@@ -166,15 +166,19 @@ class Membership:
     def end_quarantines(self) -> Job:
         """Remove lost members whose mappings are proven gone, one per piece of the job."""
         for id_ in self._driver.catalog.lost_members():
-            member = self._engines.process(id_)
+            process = self._engines.process(id_)
             # It may have attached again since the job began.
-            lost = member is not None and member.member.lost
-            if member is not None and lost and not self._arena.is_mapped(member.lock_byte):
-                with self._driver.event() as catalog:
-                    catalog.gone(id_)
-                self._engines.remove(member)
-                logger.info("%s of %s is gone", member.member.role, member.session.id)
+            if process is not None and process.member.lost:
+                self._end_quarantine(process)
             yield
+
+    def _end_quarantine(self, process: AttachedProcess) -> None:
+        """Remove a lost process if it maps nothing any more."""
+        if not self._arena.is_mapped(process.lock_byte):
+            with self._driver.event() as catalog:
+                catalog.gone(process.id)
+            self._engines.remove(process)
+            logger.info("%s of %s is gone", process.member.role, process.session.id)
 
     # --- ranks ------------------------------------------------------------------------------
 
@@ -206,7 +210,8 @@ class Membership:
 
     def _tell_difference(self, engine: SessionId, new: Namespace) -> None:
         """Log how a new namespace differs from the most similar recent one of the same model."""
-        others = (n for n in reversed(self._driver.catalog.namespaces()) if n is not new)
+        known = reversed(self._driver.catalog.namespaces())
+        others = (n for n in known if n.digest != new.digest)
         model = new.fields.get("model")
         newest = islice((n for n in others if n.fields.get("model") == model), _COMPARED)
         alike = [(len(differing_fields(new.fields, n.fields)), n.digest, n.fields) for n in newest]

@@ -51,12 +51,12 @@ class _Job(Generic[T]):
         self.progress = _Progress.QUEUED
 
     def renew(self) -> None:
-        """Replace the future, with which the caller waited, if the caller's task cancelled it."""
+        """Replace the caller's future if its cancellation cancelled it."""
         if self.future.cancelled():
             self.future = self.loop.create_future()
 
     def settle(self, result: Any, error: BaseException | None) -> None:
-        """Set the outcome; called on the loop, perhaps before a cancelled caller notices that."""
+        """Set the outcome; called on the loop, perhaps before a cancelled caller has resumed."""
         self.renew()
         settle(self.future, result, error)
 

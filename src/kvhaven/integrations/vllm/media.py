@@ -21,6 +21,10 @@ class VllmMedia:
 
     objects_of = OBJECTS
 
+    def identifier(self, item: Any) -> object:
+        """Return an item's identifier."""
+        return getattr(item, "identifier", None)
+
     def feature(self, item: Any, adapter: str | None) -> MediaFeature:
         """Return an item's feature."""
         place = item.mm_position

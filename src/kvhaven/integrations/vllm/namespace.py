@@ -15,10 +15,7 @@ from kvhaven.identity.model_config import entries_of, rotary_kinds
 from kvhaven.identity.setting_tables import SettingFields, bounded
 from kvhaven.identity.setting_text import text
 from kvhaven.integrations.vllm.namespace_environment import ENVIRONMENT, LIBRARIES
-from kvhaven.integrations.vllm.namespace_fields import (
-    CONFIG_FIELDS,
-    NO_DRAFT_KV,
-)
+from kvhaven.integrations.vllm.namespace_fields import CONFIG_FIELDS, NO_DRAFT_KV
 
 KvFormat = Literal["paged", "portable"]
 

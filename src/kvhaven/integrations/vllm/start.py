@@ -27,9 +27,7 @@ from kvhaven.engine.parts import KvPart
 from kvhaven.engine.requests import Permissions
 from kvhaven.engine.scheduler import SchedulerSide
 from kvhaven.engine.worker import PartCopies, WorkerSide
-from kvhaven.errors import (
-    LayoutError,
-)
+from kvhaven.errors import LayoutError
 from kvhaven.identity.background import (
     Attach,
 )
@@ -68,7 +66,7 @@ from kvhaven.layouts import (
     head_geometry,
     head_shards,
 )
-from kvhaven.layouts.groups import portable_groups
+from kvhaven.layouts.groups import portable_layout
 from kvhaven.protocol import AttachRank, AttachScheduler
 from kvhaven.types import Shard
 
@@ -292,7 +290,7 @@ def _layout(
         {layer: tensors[layer] for layer in group.layer_names if layer in tensors}
         for group in groups
     ]
-    return portable_groups(
+    return portable_layout(
         paged, [geometry_of(describe(own)) if own else None for own in of_groups]
     )
 
